@@ -1,0 +1,100 @@
+"""An asyncio-native task runtime for GPUs: `await f.remote()` on fractional GPUs.
+
+Only names stand here; each is loaded from its room when it is first used, so that
+importing `aiogpu` costs little and a worker stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiogpu.api.context import RuntimeContext as RuntimeContext
+    from aiogpu.api.context import get_gpu_ids as get_gpu_ids
+    from aiogpu.api.context import get_runtime_context as get_runtime_context
+    from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.session import Session as Session
+    from aiogpu.api.session import available_resources as available_resources
+    from aiogpu.api.session import cluster_resources as cluster_resources
+    from aiogpu.api.session import init as init
+    from aiogpu.api.session import run as run
+    from aiogpu.api.session import shutdown as shutdown
+    from aiogpu.api.session import status as status
+    from aiogpu.api.task import RemoteFunction as RemoteFunction
+    from aiogpu.api.task import remote as remote
+    from aiogpu.core.snapshot import NodeStatus as NodeStatus
+    from aiogpu.errors import AiogpuError as AiogpuError
+    from aiogpu.errors import DeserializationError as DeserializationError
+    from aiogpu.errors import DeviceError as DeviceError
+    from aiogpu.errors import InfeasibleError as InfeasibleError
+    from aiogpu.errors import InternalError as InternalError
+    from aiogpu.errors import MisuseError as MisuseError
+    from aiogpu.errors import NodeClosedError as NodeClosedError
+    from aiogpu.errors import NodeError as NodeError
+    from aiogpu.errors import NodeRunningError as NodeRunningError
+    from aiogpu.errors import NodeStartError as NodeStartError
+    from aiogpu.errors import NoLoopError as NoLoopError
+    from aiogpu.errors import OptionError as OptionError
+    from aiogpu.errors import PreloadError as PreloadError
+    from aiogpu.errors import ProtocolError as ProtocolError
+    from aiogpu.errors import SerializationError as SerializationError
+    from aiogpu.errors import TaskError as TaskError
+    from aiogpu.errors import TaskTimeoutError as TaskTimeoutError
+    from aiogpu.errors import WorkerDiedError as WorkerDiedError
+
+_ROOMS = {
+    "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
+    "api.handle": ("Handle",),
+    "api.session": (
+        "Session",
+        "available_resources",
+        "cluster_resources",
+        "init",
+        "run",
+        "shutdown",
+        "status",
+    ),
+    "api.task": ("RemoteFunction", "remote"),
+    "core.snapshot": ("NodeStatus",),
+    "errors": (
+        "AiogpuError",
+        "DeserializationError",
+        "DeviceError",
+        "InfeasibleError",
+        "InternalError",
+        "MisuseError",
+        "NoLoopError",
+        "NodeClosedError",
+        "NodeError",
+        "NodeRunningError",
+        "NodeStartError",
+        "OptionError",
+        "PreloadError",
+        "ProtocolError",
+        "SerializationError",
+        "TaskError",
+        "TaskTimeoutError",
+        "WorkerDiedError",
+    ),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = sorted(_ROOM_OF)  # noqa: PLE0605 - a test holds it against the imports above
+__version__ = "0.1.0"
+
+if not TYPE_CHECKING:
+    # Visible, it would make type checkers accept every misspelt name.
+    def __getattr__(name):
+        """Load a public name from its room."""
+        room = _ROOM_OF.get(name)
+        if room is None:
+            raise AttributeError(f"module 'aiogpu' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(f"aiogpu.{room}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        """All public names."""
+        return [*__all__, "__version__", "errors"]

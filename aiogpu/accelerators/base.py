@@ -1,0 +1,69 @@
+"""The four answers that every vendor gives, as a Protocol.
+
+What is it called, how is it detected, which variable assigns it, which quantities
+are valid: all that the rest of aiogpu asks of an accelerator. To add a vendor,
+write one file with a class of this shape and name it in `registry.INSTALLED`;
+nothing inherits from anything. This file decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from aiogpu.core.devices import Device
+
+
+class Accelerator(Protocol):
+    """One vendor's devices. Implementations hold no state.
+
+    Every method is an ordinary blocking function; `devices` may take a while (a
+    driver is asked), so a caller with an event loop runs it in a thread.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The resource's name, such as "GPU"."""
+        ...
+
+    @property
+    def option(self) -> str:
+        """The option that asks for it, such as "num_gpus"."""
+        ...
+
+    def devices(
+        self, environ: Mapping[str, str], wanted: int | None
+    ) -> tuple[Device, ...]:
+        """Say which devices a node may share out.
+
+        Args:
+            environ: the environment of the process that starts the node.
+            wanted: how many the user gave, at least 0; None to detect them.
+
+        Raises:
+            DeviceError: `environ` names a device that is not there, or too few.
+        """
+        ...
+
+    def assignment(
+        self, ids: Sequence[int | str], environ: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Say which variables give a worker these devices and no others.
+
+        Args:
+            ids: the `Device.id`s of its devices, empty for none.
+            environ: the environment that the worker has otherwise.
+        """
+        ...
+
+    def quantity(self, value: object) -> int:
+        """Turn the number given for `option` into parts of 1/10 000.
+
+        Raises:
+            OptionError: no such quantity of this kind can be asked for.
+        """
+        ...
+
+    def type_of(self, name: str | None) -> str | None:
+        """Derive the accelerator's type ("A100") from the product's name."""
+        ...

@@ -1,0 +1,1 @@
+"""Faces: what users import. Knows options, handles and sessions, not engines."""

@@ -1,0 +1,60 @@
+"""What a task may ask about where it runs: its ids, its resources, its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiogpu.accelerators.registry import INSTALLED
+from aiogpu.worker.context import current
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeContext:
+    """The facts of the running task; zeros and empty ones outside of any.
+
+    Attributes:
+        node_id: the node's id.
+        worker_id: the worker's number.
+        task_id: the task's number.
+        task_name: its name.
+        actor_id: the actor's number, None in a task.
+        assigned_resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
+    """
+
+    node_id: str
+    worker_id: int
+    task_id: int
+    task_name: str
+    actor_id: int | None
+    assigned_resources: Mapping[str, float]
+    _accelerators: Mapping[str, tuple[int | str, ...]]
+
+    def get_accelerator_ids(self) -> dict[str, list[str]]:
+        """The ids of its devices as texts, by kind; every known kind is there."""
+        return {
+            vendor.kind: [str(id_) for id_ in self._accelerators.get(vendor.kind, ())]
+            for vendor in INSTALLED
+        }
+
+
+def get_runtime_context() -> RuntimeContext:
+    """The context of the running task, at the moment of the call."""
+    return RuntimeContext(
+        current.node,
+        current.worker,
+        current.task,
+        current.name,
+        None,
+        dict(current.resources),
+        dict(current.accelerators),
+    )
+
+
+def get_gpu_ids() -> list[int | str]:
+    """The GPUs that the running task may use; empty outside of any.
+
+    Integers where they are indices of the box, texts where they are UUIDs or MIG
+    ids. In the task itself the first of them is `cuda:0`.
+    """
+    return list(current.accelerators.get("GPU", ()))

@@ -1,0 +1,273 @@
+"""From keywords to a checked request; every mistake is named.
+
+Holds one table of all options with their defaults and checks. asyncio and what is
+heavy stay out: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import isfinite
+from typing import Any, Final, TypedDict
+
+from aiogpu.core.resources import (
+    CPU,
+    GPU,
+    UNIT,
+    Request,
+    device_quantity,
+    quantity,
+)
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.errors import OptionError
+
+MANAGED: Final = ("CUDA_VISIBLE_DEVICES",)
+"""Variables that aiogpu sets; a task that wants them left alone says so."""
+NOSET: Final = "AIOGPU_NOSET_"
+
+Retried = bool | tuple[type[BaseException], ...]
+RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
+
+
+class Options(TypedDict, total=False):
+    """The options of a task, as `@remote(...)` and `.options(...)` take them.
+
+    Attributes:
+        num_cpus: CPUs, may be a fraction; 1 unless given.
+        num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.
+        resources: custom resources by name, such as `{"license": 1}`.
+        accelerator_type: only devices of this type, such as "A100".
+        max_calls: calls of this function after which its worker ends; 0 is no
+            limit. 1 is the default for tasks with GPUs, 0 for others.
+        max_retries: how often it is tried again after its worker died; 3 unless
+            given, -1 without end.
+        retry_exceptions: exceptions after which it is tried again as well: True
+            for all, or classes.
+        num_returns: 1.
+        name: for logs, errors and `status()`; the function's unless given.
+        priority: higher goes first; 0 unless given.
+        timeout: seconds from `.remote()` after which it is stopped.
+        runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
+    """
+
+    num_cpus: float | None
+    num_gpus: float | None
+    resources: Mapping[str, float] | None
+    accelerator_type: str | None
+    max_calls: int | None
+    max_retries: int | None
+    retry_exceptions: RetryExceptions | None
+    num_returns: int | None
+    name: str | None
+    priority: int | None
+    timeout: float | None
+    runtime_env: Mapping[str, Mapping[str, str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """All options of a task, checked, with their defaults.
+
+    Quantities are in parts of 1/10 000.
+    """
+
+    num_cpus: int = UNIT
+    num_gpus: int = 0
+    resources: Mapping[str, int] = field(default_factory=dict)
+    accelerator_type: str | None = None
+    max_calls: int | None = None
+    max_retries: int = 3
+    retry_exceptions: Retried = False
+    num_returns: int = 1
+    name: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    runtime_env: Mapping[str, str] = field(default_factory=dict)
+
+    def request(self) -> Request:
+        """What the task asks for."""
+        return Request.of(
+            {CPU: self.num_cpus, **self.resources},
+            {GPU: self.num_gpus},
+            self.accelerator_type,
+        )
+
+    def spec(self, name: str, function: int) -> TaskSpec:
+        """What the core is asked, for a function of that name and id.
+
+        A task with GPUs runs in a process of its own unless `max_calls` says
+        otherwise; this follows the effective options, `.options(num_gpus=1)` on a
+        CPU function included.
+        """
+        max_calls = self.max_calls
+        if max_calls is None:
+            max_calls = 1 if self.num_gpus else 0
+        return TaskSpec(
+            name=self.name or name,
+            shape=Shape(self.request(), tuple(sorted(self.runtime_env.items()))),
+            function=function,
+            max_calls=max_calls,
+            max_retries=self.max_retries,
+            priority=self.priority,
+            timeout=self.timeout,
+        )
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check options by name; gives them in the form of `TaskOptions`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+    """
+    checked = {}
+    for name, value in options.items():
+        check = _CHECKS.get(name)
+        if check is None:
+            raise unknown_option(name, _CHECKS, "a task")
+        checked[name] = check(name, value)
+    return checked
+
+
+def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
+    """The error for an option that does not exist, with the likeliest that does."""
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return OptionError(
+        f"{name} is no option of {of_what}.{hint} There are: {', '.join(known)}."
+    )
+
+
+def check_resources(option: str, value: object) -> dict[str, int]:
+    """Check custom resources; gives amounts in parts.
+
+    Raises:
+        OptionError: it is no dict of names to quantities, or names CPU or GPU.
+    """
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"{option}={value!r} must be a dict of names to quantities, such as "
+            f"{option}={{'license': 1}}."
+        )
+    amounts = {}
+    for name, amount in value.items():
+        if not isinstance(name, str) or not name:
+            raise OptionError(f"{option} has the key {name!r}; names are strings.")
+        if name in (CPU, GPU):
+            raise OptionError(
+                f"{option} names {name!r}; say num_{name.lower()}s={amount!r} instead."
+            )
+        amounts[name] = quantity(f"{option}[{name!r}]", amount)
+    return amounts
+
+
+def check_text(option: str, value: object) -> str | None:
+    """Check a text that may be None; raises `OptionError`."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise OptionError(f"{option}={value!r} must be a text that is not empty, or None.")
+
+
+def check_seconds(option: str, value: object) -> float:
+    """Check a duration above zero; raises `OptionError`."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (isfinite(value) and value > 0)
+    ):
+        raise OptionError(
+            f"{option}={value!r} must be a number of seconds above 0, such as 2.5."
+        )
+    return float(value)
+
+
+def _whole(
+    least: int | None, allowed: str, none_is: int | None = None
+) -> Callable[[str, object], int | None]:
+    def check(option: str, value: object) -> int | None:
+        if value is None:
+            return none_is
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise OptionError(f"{option}={value!r} must be {allowed}.")
+        if least is not None and value < least:
+            raise OptionError(f"{option}={value!r} must be {allowed}.")
+        return value
+
+    return check
+
+
+def _optional(
+    check: Callable[[str, object], Any], none_is: object
+) -> Callable[[str, object], Any]:
+    return lambda option, value: none_is if value is None else check(option, value)
+
+
+def _check_retried(option: str, value: object) -> Retried:
+    if isinstance(value, bool):
+        return value
+    kinds = tuple(value) if isinstance(value, list | tuple) else (value,)
+    retried = tuple(
+        kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)
+    )
+    if kinds and len(retried) == len(kinds):
+        return retried
+    raise OptionError(
+        f"{option}={value!r} must be True, False, or exception classes, such as "
+        f"{option}=[OSError]."
+    )
+
+
+def _check_num_returns(option: str, value: object) -> int:
+    if value in (None, 1) and not isinstance(value, bool):
+        return 1
+    raise OptionError(
+        f"{option}={value!r}: this version gives one handle a call; return a tuple "
+        f"and leave {option} at 1."
+    )
+
+
+def _check_runtime_env(option: str, value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or set(value) - {"env_vars"}:
+        raise OptionError(
+            f"{option}={value!r} must be a dict with the one key 'env_vars', such as "
+            f"{option}={{'env_vars': {{'A': '1'}}}}."
+        )
+    variables = value.get("env_vars", {})
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(name, str) and isinstance(text, str) and _is_variable(name, text)
+        for name, text in variables.items()
+    ):
+        raise OptionError(
+            f"{option}['env_vars']={variables!r} must be a dict of texts to texts, "
+            f"without '=' in a name and without NUL."
+        )
+    for name in MANAGED:
+        if name in variables and NOSET + name not in variables:
+            raise OptionError(
+                f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
+                f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
+                f"see to it yourself."
+            )
+    return dict(variables)
+
+
+def _is_variable(name: str, text: str) -> bool:
+    return bool(name) and "=" not in name and "\0" not in name + text
+
+
+_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
+    "num_cpus": _optional(quantity, UNIT),
+    "num_gpus": _optional(device_quantity, 0),
+    "resources": _optional(check_resources, {}),
+    "accelerator_type": check_text,
+    "max_calls": _whole(0, "None, 0 for no limit, or a whole number of calls"),
+    "max_retries": _whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
+    "retry_exceptions": _optional(_check_retried, False),
+    "num_returns": _check_num_returns,
+    "name": check_text,
+    "priority": _whole(None, "a whole number; higher goes first", 0),
+    "timeout": _optional(check_seconds, None),
+    "runtime_env": _optional(_check_runtime_env, {}),
+}
+"""Each option with its check, which gives the value as `TaskOptions` holds it."""

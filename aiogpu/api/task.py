@@ -1,0 +1,255 @@
+"""`@remote` on functions: what a module says at import, and `.remote()` does.
+
+Light on purpose: user modules bring this file into every worker, so asyncio and
+the session are imported by the first `.remote()` alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Coroutine
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+from aiogpu.api.options import Options, TaskOptions, check_options
+from aiogpu.errors import MisuseError
+from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
+from aiogpu.wire.payload import (
+    dump_arguments,
+    dump_function,
+    dump_reference,
+    is_sent_by_value,
+    load_reference,
+)
+
+if TYPE_CHECKING:
+    from aiogpu.api.handle import Handle
+    from aiogpu.api.session import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_MAIN: Final = ("__main__", "__mp_main__")
+
+
+class Reference(NamedTuple):
+    """A function that others import by name."""
+
+    module: str
+    qualname: str
+
+
+_referenced: Final[dict[Reference, Definition]] = {}
+"""Who is meant by a name; a later definition of it must be sent by value."""
+
+
+class Definition:
+    """One decorated function, shared by all its `.options(...)`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.is_coroutine = inspect.iscoroutinefunction(function)
+        self._sent: Function | None = None
+
+    def sent(self) -> Function:
+        """The function as workers get it; pickled when it is first needed.
+
+        Raises:
+            SerializationError: with the path to what cannot be pickled.
+        """
+        if self._sent is None:
+            reference = self.reference()
+            payload = (
+                dump_function(self.name, self.function)
+                if reference is None
+                else dump_reference(*reference)
+            )
+            self._sent = Function(new_function_id(), payload)
+        return self._sent
+
+    def reference(self) -> Reference | None:
+        """The name under which workers can import the function, None without one."""
+        reference = Reference(
+            getattr(self.function, "__module__", None) or "__main__",
+            getattr(self.function, "__qualname__", self.name),
+        )
+        if reference.module in _MAIN or is_sent_by_value(reference.module):
+            return None
+        found: object = sys.modules.get(reference.module)
+        for name in reference.qualname.split("."):
+            found = getattr(found, name, None)
+        if getattr(found, "__wrapped__", found) is not self.function:
+            return None
+        if _referenced.setdefault(reference, self) is not self:
+            return None
+        return reference
+
+
+class RemoteFunction(Generic[P, R]):
+    """A function that runs in a worker; call it by `.remote(...)`."""
+
+    def __init__(self, definition: Definition, options: TaskOptions) -> None:
+        self._definition = definition
+        self._options = options
+        self._site: Site | None = None
+        self._session: Callable[[], Session]
+        function = definition.function
+        self.__wrapped__ = function
+        self.__name__ = definition.name
+        self.__qualname__ = getattr(function, "__qualname__", definition.name)
+        self.__module__ = getattr(function, "__module__", None) or "__main__"
+        self.__doc__ = function.__doc__
+
+    def __repr__(self) -> str:
+        return f"<RemoteFunction {self.__module__}.{self.__qualname__}>"
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Start the task; gives its handle at once.
+
+        Raises:
+            NoLoopError: no event loop is running here.
+            InfeasibleError: the node can never give what the task asks for.
+            SerializationError: the function or an argument cannot be pickled.
+        """
+        site = self._site or self._prepare()
+        session = self._session()
+        return session.submit(site, dump_arguments(site.spec.name, args, kwargs))
+
+    def _prepare(self) -> Site:
+        """All that is done once per function: checks, pickling, the request."""
+        from aiogpu.api.session import current_session
+
+        options, definition = self._options, self._definition
+        function = definition.sent()
+        spec = options.spec(definition.name, function.id)
+        self._session = current_session
+        self._site = Site(
+            id=new_site_id(),
+            function=function,
+            spec=spec,
+            resources=spec.shape.request.as_numbers(),
+            environ=dict(options.runtime_env),
+            is_coroutine=definition.is_coroutine,
+            retry_exceptions=options.retry_exceptions,
+        )
+        return self._site
+
+    def options(self, **options: Unpack[Options]) -> RemoteFunction[P, R]:
+        """The same function with other options; this one is left as it is.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+        """
+        return RemoteFunction(self._definition, merged(self._options, options))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> NoReturn:
+        """Always raises `MisuseError`: a remote function is not called directly."""
+        raise MisuseError(
+            f"{self.__name__} is a remote function and runs in a worker: write "
+            f"`await {self.__name__}.remote(...)`. To call it here, in this process, "
+            f"write `{self.__name__}.__wrapped__(...)`."
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        definition = self._definition
+        return _rebuild, (definition.reference() or definition.function, self._options)
+
+
+def _rebuild(
+    source: Reference | Callable[..., Any], options: TaskOptions
+) -> RemoteFunction[..., Any]:
+    if not isinstance(source, Reference):
+        return RemoteFunction(Definition(source), options)
+    found = load_reference(*source)
+    if isinstance(found, RemoteFunction):
+        return RemoteFunction(found._definition, options)
+    return RemoteFunction(Definition(found), options)
+
+
+class RemoteDecorator(Protocol):
+    """What `@remote(...)` with options gives: a decorator that keeps types."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> RemoteFunction[P, R]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
+
+
+@overload
+def remote(
+    function: Callable[P, Coroutine[Any, Any, R]], /
+) -> RemoteFunction[P, R]: ...
+
+
+@overload
+def remote(function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
+
+
+@overload
+def remote(**options: Unpack[Options]) -> RemoteDecorator: ...
+
+
+def remote(function: Any = None, /, **options: Unpack[Options]) -> Any:
+    """Make a function remote: `@remote`, or `@remote(num_gpus=0.25)`.
+
+    Args:
+        function: a plain function or an `async def`.
+        **options: see `Options`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+        MisuseError: it is no function, or one of a kind that cannot be a task.
+    """
+    checked = merged(TaskOptions(), options)
+    if function is None:
+        return lambda function: _decorate(function, checked)
+    if options:
+        raise MisuseError(
+            "remote() takes a function or options, not both; write "
+            "`@remote(num_gpus=1)` above the function."
+        )
+    return _decorate(function, checked)
+
+
+def merged(base: TaskOptions, options: Options) -> TaskOptions:
+    """Options on top of others; raises `OptionError`."""
+    from dataclasses import replace
+
+    return replace(base, **check_options(dict(options)))
+
+
+def _decorate(function: object, options: TaskOptions) -> RemoteFunction[..., Any]:
+    if isinstance(function, RemoteFunction):
+        raise MisuseError(
+            f"{function.__name__} is remote already; write "
+            f"{function.__name__}.options(...) to change its options."
+        )
+    if isinstance(function, type):
+        raise MisuseError(
+            f"{function.__name__} is a class; this version runs functions only."
+        )
+    if not callable(function):
+        raise MisuseError(
+            f"remote() was given {function!r}; give it a function, or options by name."
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise MisuseError(
+            f"{Definition(function).name} is a generator; this version runs functions "
+            f"that return. Return a list, or call it once per item."
+        )
+    return RemoteFunction(Definition(function), options)

@@ -1,0 +1,103 @@
+"""What to do, as the scheduler answers: one small class each, imperative."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Lease
+
+
+@dataclass(slots=True)
+class Spawn:
+    """Fork a worker."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Assign:
+    """Send the task to the worker.
+
+    `lease` says which devices it gets. `is_first`: nothing was assigned to this
+    worker before, so its environment is to be set. `is_last`: it ends after this.
+    """
+
+    task: TaskId
+    worker: WorkerId
+    lease: Lease
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Ask the worker to stop the task; `attempt` counts from 0."""
+
+    task: TaskId
+    worker: WorkerId
+    attempt: int
+
+
+@dataclass(slots=True)
+class Retire:
+    """Tell an idle worker to exit."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Kill:
+    """End the worker's process and all that it started, at once."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Settle:
+    """The task has ended; give its owner the answer that its worker sent."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
+class Expire:
+    """The task's timeout has passed; tell its owner."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
+class Lose:
+    """The task's worker died and it is not tried again; tell its owner."""
+
+    task: TaskId
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Abandon:
+    """The node closes before the task could end; tell its owner."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
+class Forget:
+    """The task has ended and nobody waits for it; drop what is kept for it."""
+
+    task: TaskId
+
+
+Effect = (
+    Spawn
+    | Assign
+    | Interrupt
+    | Retire
+    | Kill
+    | Settle
+    | Expire
+    | Lose
+    | Abandon
+    | Forget
+)

@@ -1,0 +1,12 @@
+"""Identities: plain integers, told apart by the type checker alone.
+
+Ids are handed out by counters, never by chance, so that a run can be replayed.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+TaskId = NewType("TaskId", int)
+WorkerId = NewType("WorkerId", int)
+LeaseId = NewType("LeaseId", int)

@@ -1,0 +1,141 @@
+"""What the node has, what is taken, and by which lease.
+
+A lease holds scalars and device shares together or not at all. The ledger does
+not know what a lease is for. `check()` states its invariant as code: capacity
+less all leases is what is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from aiogpu.core.devices import DeviceSet, Share
+from aiogpu.core.ids import LeaseId
+from aiogpu.core.resources import UNIT, Request, number
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one task holds: the request, and which devices serve it.
+
+    Attributes:
+        id: counts up from 1.
+        request: what was asked for.
+        shares: device shares by kind, in the order of `request.devices`.
+    """
+
+    id: LeaseId
+    request: Request
+    shares: tuple[tuple[Share, ...], ...] = ()
+
+
+class Ledger:
+    """The node's resources: exact amounts, taken and given back whole."""
+
+    def __init__(
+        self, scalars: Mapping[str, int], device_sets: Iterable[DeviceSet] = ()
+    ) -> None:
+        self.capacity = dict(scalars)
+        self.free = dict(scalars)
+        self.device_sets = {devices.kind: devices for devices in device_sets}
+        self.leases: dict[LeaseId, Lease] = {}
+        self._last_id = 0
+
+    def __repr__(self) -> str:
+        amounts = (
+            f"{name} {free:g}/{self.totals()[name]:g}"
+            for name, free in self.available().items()
+        )
+        return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
+
+    def take(self, request: Request) -> Lease | None:
+        """Take all that is asked for, or nothing and answer None."""
+        free = self.free
+        for name, amount in request.scalars:
+            if free.get(name, 0) < amount:
+                return None
+        shares: tuple[tuple[Share, ...], ...] = ()
+        if request.devices:
+            chosen = self._choose(request)
+            if chosen is None:
+                return None
+            shares = chosen
+            for (kind, _), taken in zip(request.devices, shares, strict=True):
+                self.device_sets[kind].take(taken)
+        for name, amount in request.scalars:
+            free[name] -= amount
+        self._last_id += 1
+        lease = Lease(LeaseId(self._last_id), request, shares)
+        self.leases[lease.id] = lease
+        return lease
+
+    def _choose(self, request: Request) -> tuple[tuple[Share, ...], ...] | None:
+        found: list[tuple[Share, ...]] = []
+        for kind, amount in request.devices:
+            devices = self.device_sets.get(kind)
+            chosen = devices and devices.choose(amount, request.accelerator_type)
+            if not chosen:
+                return None
+            found.append(chosen)
+        return tuple(found)
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease; all it held is free at once.
+
+        Raises:
+            KeyError: the lease was given back before.
+        """
+        del self.leases[lease.id]
+        for name, amount in lease.request.scalars:
+            self.free[name] += amount
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            self.device_sets[kind].give_back(shares)
+
+    def why_infeasible(self, request: Request) -> str | None:
+        """Say in words what this node lacks even when idle, None if nothing."""
+        for name, amount in request.scalars:
+            capacity = self.capacity.get(name, 0)
+            if capacity < amount:
+                return f"{name} {number(amount):g} of {number(capacity):g}"
+        for kind, amount in request.devices:
+            devices = self.device_sets.get(kind)
+            wanted = request.accelerator_type
+            count = devices.count_of(wanted) if devices else 0
+            if count * UNIT < amount:
+                suffix = f" of type {wanted}" if wanted else ""
+                return f"{kind} {number(amount):g} of {count}{suffix}"
+        return None
+
+    def totals(self) -> dict[str, float]:
+        """Capacity in the user's terms; every resource by name."""
+        totals = {name: number(amount) for name, amount in self.capacity.items()}
+        for kind, devices in self.device_sets.items():
+            totals[kind] = float(len(devices.devices))
+        return totals
+
+    def available(self) -> dict[str, float]:
+        """What is free now in the user's terms; 0.0 where nothing is."""
+        available = {name: number(amount) for name, amount in self.free.items()}
+        for kind, devices in self.device_sets.items():
+            available[kind] = number(sum(devices.free))
+        return available
+
+    def check(self) -> None:
+        """Assert that capacity less all leases is what is free. Costs O(leases)."""
+        free = dict(self.capacity)
+        shares = {kind: [UNIT] * len(d.free) for kind, d in self.device_sets.items()}
+        for lease in self.leases.values():
+            for name, amount in lease.request.scalars:
+                free[name] -= amount
+            for (kind, amount), taken in zip(
+                lease.request.devices, lease.shares, strict=True
+            ):
+                assert sum(part for _, part in taken) == amount, lease
+                for index, part in taken:
+                    shares[kind][index] -= part
+        assert free == self.free, (free, self.free)
+        assert all(amount >= 0 for amount in free.values()), free
+        for kind, amounts in shares.items():
+            assert amounts == self.device_sets[kind].free, (kind, amounts)
+            assert all(0 <= amount <= UNIT for amount in amounts), (kind, amounts)

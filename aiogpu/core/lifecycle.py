@@ -1,0 +1,67 @@
+"""Where a task and a worker can be, and the legal moves between.
+
+One table per machine. A state says where something *is*, never how it got there;
+a move that the table does not hold is a bug of ours and raises. The diagrams in
+`docs/architecture.md` are these tables.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+
+class TaskState(Enum):
+    """Where a task is."""
+
+    WAITING = "waiting"
+    """In the queue; holds nothing."""
+    STARTING = "starting"
+    """Holds a lease; its worker is being forked. No code of it has run."""
+    RUNNING = "running"
+    """Sent to a worker; its code may be running."""
+    STOPPING = "stopping"
+    """Nobody wants its result any more; its code may still be running."""
+    ENDED = "ended"
+    """Its code has stopped, or never ran."""
+
+    __hash__ = object.__hash__
+
+
+class WorkerState(Enum):
+    """Where a worker is."""
+
+    STARTING = "starting"
+    """Asked for; not connected yet."""
+    IDLE = "idle"
+    """Connected; runs nothing."""
+    BUSY = "busy"
+    """Runs one task."""
+    ENDING = "ending"
+    """Gets no more work; its process has not ended yet."""
+    GONE = "gone"
+    """Its process and all that it started have ended."""
+
+    __hash__ = object.__hash__
+
+
+TASK_LEADS_TO: Final = {
+    TaskState.WAITING: (TaskState.STARTING, TaskState.RUNNING, TaskState.ENDED),
+    TaskState.STARTING: (TaskState.RUNNING, TaskState.WAITING, TaskState.ENDED),
+    TaskState.RUNNING: (TaskState.STOPPING, TaskState.WAITING, TaskState.ENDED),
+    TaskState.STOPPING: (TaskState.ENDED,),
+    TaskState.ENDED: (),
+}
+
+WORKER_LEADS_TO: Final = {
+    WorkerState.STARTING: (
+        WorkerState.IDLE,
+        WorkerState.BUSY,
+        WorkerState.ENDING,
+        WorkerState.GONE,
+    ),
+    WorkerState.IDLE: (WorkerState.BUSY, WorkerState.ENDING, WorkerState.GONE),
+    WorkerState.BUSY: (WorkerState.IDLE, WorkerState.ENDING, WorkerState.GONE),
+    WorkerState.ENDING: (WorkerState.GONE,),
+    WorkerState.GONE: (),
+}

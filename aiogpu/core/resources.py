@@ -1,0 +1,142 @@
+"""Quantities of resources, as exact integers, and requests made of them.
+
+One unit of anything is `UNIT` = 10 000 parts, so a thousand times 0.1 never
+drifts. The scale and the truncation of finer quantities are those of Ray
+(`src/ray/common/scheduling/fixed_point.h`). This file decides which quantities
+are valid; it does not know what a node has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import ROUND_FLOOR, Decimal
+
+from aiogpu.errors import OptionError
+
+UNIT = 10_000
+LARGEST = 10**14
+"""The largest quantity of one resource that is accepted, in whole units."""
+
+CPU = "CPU"
+GPU = "GPU"
+TYPE_PREFIX = "accelerator_type:"
+TYPE_SHARE = 10
+"""What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
+
+
+def quantity(option: str, value: object) -> int:
+    """Turn a user's number into parts of 1/10 000.
+
+    Finer quantities are truncated by their decimal text, so 0.57 is 5700 where
+    `int(0.57 * 10000)` is 5699.
+
+    Args:
+        option: the option's name, for the message.
+        value: an `int` or `float`, at least 0 and finite.
+
+    Raises:
+        OptionError: the value is no such number, or it truncates to nothing.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionError(
+            f"{option}={value!r} is {_article(value)}; give an int or a float, "
+            f"such as {option}=1 or {option}=0.5."
+        )
+    if not 0 <= value <= LARGEST:
+        raise OptionError(
+            f"{option}={value!r} is not a quantity; give a finite number from 0 "
+            f"to {LARGEST:.0e}."
+        )
+    # A subclass (numpy's float64, an IntEnum) may write itself in words.
+    text = float.__repr__(value) if isinstance(value, float) else int.__repr__(value)
+    parts = int((Decimal(text) * UNIT).to_integral_value(ROUND_FLOOR))
+    if parts == 0 and value != 0:
+        raise OptionError(
+            f"{option}={value!r} is finer than 1/{UNIT}, the smallest share; give "
+            f"at least {1 / UNIT} or 0."
+        )
+    return parts
+
+
+def device_quantity(option: str, value: object) -> int:
+    """Like `quantity`, for devices: below 1 a share of one, above 1 whole ones.
+
+    Raises:
+        OptionError: also where a number above 1 is not whole.
+    """
+    parts = quantity(option, value)
+    if parts > UNIT and parts % UNIT:
+        raise OptionError(
+            f"{option}={value!r} mixes whole devices and a share; give a fraction "
+            f"below 1 to share one device, or a whole number of devices."
+        )
+    return parts
+
+
+def number(parts: int) -> float:
+    """The user's number for an amount in parts: 2500 is 0.25."""
+    return parts / UNIT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a task asks for. Built once per function, compared by value.
+
+    Attributes:
+        scalars: amounts of undivided resources (CPU, custom ones) in parts, by
+            name in sorted order, without zeros.
+        devices: amounts of resources that come as single devices (GPU).
+        accelerator_type: restricts the choice to devices of that type.
+    """
+
+    scalars: tuple[tuple[str, int], ...] = ()
+    devices: tuple[tuple[str, int], ...] = ()
+    accelerator_type: str | None = None
+    _hash: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        key = (self.scalars, self.devices, self.accelerator_type)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Request)
+            and self.scalars == other.scalars
+            and self.devices == other.devices
+            and self.accelerator_type == other.accelerator_type
+        )
+
+    @classmethod
+    def of(
+        cls,
+        amounts: Mapping[str, int],
+        devices: Mapping[str, int],
+        accelerator_type: str | None = None,
+    ) -> Request:
+        """Build a request from amounts in parts; zeros are dropped."""
+        scalars = dict(amounts)
+        if accelerator_type is not None:
+            scalars[TYPE_PREFIX + accelerator_type] = TYPE_SHARE
+        return cls(_sorted(scalars), _sorted(devices), accelerator_type)
+
+    def as_numbers(self) -> dict[str, float]:
+        """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`."""
+        return {name: number(parts) for name, parts in (*self.scalars, *self.devices)}
+
+    def __str__(self) -> str:
+        terms = [f"{name}: {parts / UNIT:g}" for name, parts in self.scalars]
+        terms += [f"{name}: {parts / UNIT:g}" for name, parts in self.devices]
+        return "{" + ", ".join(terms) + "}"
+
+
+def _sorted(amounts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((name, parts) for name, parts in amounts.items() if parts))
+
+
+def _article(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,65 @@
+"""What is asked of the scheduler for a task: built once per function.
+
+A spec holds only what decides; the function and its arguments stay with the
+driver. Tasks whose specs have equal shapes can stand in for each other in every
+decision but the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiogpu.core.resources import Request
+
+Environment = tuple[tuple[str, str], ...]
+"""The variables of `runtime_env`, sorted by name; the core only compares them."""
+
+UNLIMITED = -1
+"""`max_retries` without end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """What tasks must have in common to be queued together."""
+
+    request: Request
+    environment: Environment = ()
+    _hash: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.request, self.environment)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Shape)
+            and self.request == other.request
+            and self.environment == other.environment
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskSpec:
+    """What one function asks for, the same for all its calls.
+
+    Attributes:
+        name: how logs, errors and `status()` call the task.
+        shape: request and environment.
+        function: identity of the function, for `max_calls`.
+        max_calls: calls after which the worker ends; 0 is no limit. 1 also means
+            that the call starts in a process that has run nothing else.
+        max_retries: how often a task is started again after its worker died, or
+            failed with an exception that is to be retried; -1 is without end.
+        priority: higher goes first.
+        timeout: seconds from submission after which the task is stopped.
+    """
+
+    name: str
+    shape: Shape
+    function: int = 0
+    max_calls: int = 0
+    max_retries: int = 3
+    priority: int = 0
+    timeout: float | None = None

@@ -1,0 +1,79 @@
+"""The port: what the faces ask of an engine, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aiogpu.core.snapshot import NodeStatus
+from aiogpu.runtime.call import Receiver, Site
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What `init` was asked for, checked.
+
+    Attributes:
+        num_cpus: None for what this process may use.
+        num_gpus: None for what is detected.
+        resources: custom resources in whole units.
+        accelerator_type: declared for all devices of a logical node.
+        preload: modules that the zygote imports.
+        log_to_driver: whether tasks' output is shown.
+        cancel_grace: seconds from a cancel to the kill.
+    """
+
+    num_cpus: float | None = None
+    num_gpus: int | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+    accelerator_type: str | None = None
+    preload: Sequence[str] = ()
+    log_to_driver: bool = True
+    cancel_grace: float = 2.0
+
+
+class Engine(Protocol):
+    """Runs tasks somewhere. Made for the running loop, used on it alone."""
+
+    async def open(self) -> None:
+        """Be ready for `submit`.
+
+        Raises:
+            NodeError: it cannot be.
+            DeviceError: the devices asked for are not there.
+        """
+        ...
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Start a task; gives its id.
+
+        Raises:
+            InfeasibleError: there will never be enough for it.
+            SerializationError: the arguments are too large to be sent.
+        """
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; its receiver is told nothing any more."""
+        ...
+
+    def total(self) -> dict[str, float]:
+        """All resources by name."""
+        ...
+
+    def available(self) -> dict[str, float]:
+        """What is free of each; 0.0 where nothing is."""
+        ...
+
+    def status(self) -> NodeStatus:
+        """Who holds what, what waits and why."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all tasks and leave nothing behind. May be called twice."""
+        ...
+
+    def abandon(self) -> None:
+        """The same in haste, where no loop runs any more."""
+        ...

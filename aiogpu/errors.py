@@ -1,0 +1,141 @@
+"""Every exception that aiogpu raises, in one tree.
+
+Each is an `AiogpuError` and also the builtin that it specialises, so that
+`except ValueError` and `except TimeoutError` keep meaning what a reader expects.
+A message says whose fault it is, what was asked, what there is and what to do.
+A user's own exception is never wrapped when it can travel as itself.
+
+This file imports nothing.
+"""
+
+from __future__ import annotations
+
+
+class AiogpuError(Exception):
+    """Base of all errors that aiogpu itself raises."""
+
+
+class MisuseError(AiogpuError, TypeError):
+    """An object was used in a way that it does not allow.
+
+    Calling a remote function directly, truth-testing a handle, decorating
+    something that is not a function.
+    """
+
+
+class OptionError(AiogpuError, ValueError):
+    """An option of `init`, `@remote` or `.options` is unknown or ill-valued."""
+
+
+class InfeasibleError(AiogpuError, RuntimeError):
+    """The request asks for more than this node has even when it is idle."""
+
+
+class NoLoopError(AiogpuError, RuntimeError):
+    """`.remote()` or `init()` was called where no event loop is running."""
+
+
+class NodeError(AiogpuError, RuntimeError):
+    """Base of what goes wrong with a node as a whole."""
+
+
+class NodeRunningError(NodeError):
+    """`init` was called while this event loop already has a node."""
+
+
+class NodeClosedError(NodeError):
+    """The node was shut down before the work could end, or before it was asked."""
+
+
+class NodeStartError(NodeError):
+    """The node could not start its zygote, its socket or its directory."""
+
+
+class PreloadError(NodeStartError, ImportError):
+    """A module named in `init(preload=...)` could not be imported."""
+
+
+class DeviceError(AiogpuError, ValueError):
+    """`CUDA_VISIBLE_DEVICES` names a device that is not there, or too few."""
+
+
+class TaskError(AiogpuError, RuntimeError):
+    """A task failed with an exception that cannot travel as itself.
+
+    Raised in place of exceptions that cannot be pickled and of those that would
+    upset the driver's loop: `StopIteration` and all that is not an `Exception`.
+
+    Attributes:
+        type_name: qualified name of the exception's class in the worker.
+        remote_traceback: the traceback's text as the worker saw it.
+    """
+
+    def __init__(
+        self, message: str, type_name: str = "", remote_traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[type[TaskError], tuple[str, str, str]]:
+        return type(self), (str(self), self.type_name, self.remote_traceback)
+
+
+class TaskTimeoutError(AiogpuError, TimeoutError):
+    """A task's `timeout` passed before its result arrived."""
+
+
+class WorkerDiedError(AiogpuError, RuntimeError):
+    """The worker process ended while it ran the task.
+
+    Attributes:
+        pid: process id of the worker, 0 if it never started.
+        exitcode: its exit code, None if a signal ended it.
+        signal: number of the signal that ended it, None if it exited.
+        last_output: the last lines that it wrote, oldest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        pid: int = 0,
+        exitcode: int | None = None,
+        signal: int | None = None,
+        last_output: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.signal = signal
+        self.last_output = last_output
+
+    def __reduce__(
+        self,
+    ) -> tuple[
+        type[WorkerDiedError], tuple[str, int, int | None, int | None, tuple[str, ...]]
+    ]:
+        fields = (str(self), self.pid, self.exitcode, self.signal, self.last_output)
+        return type(self), fields
+
+
+class SerializationError(AiogpuError, TypeError):
+    """A function, an argument or a result cannot be pickled."""
+
+
+class DeserializationError(AiogpuError, ValueError):
+    """What was pickled on one side cannot be unpickled on the other."""
+
+
+class ProtocolError(AiogpuError, ConnectionError):
+    """The peer sent bytes that are no message, or a message out of turn."""
+
+
+class InternalError(AiogpuError, AssertionError):
+    """aiogpu found itself in a state that it rules out; please report it."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - a cause that carries text, not an error
+    """Carries the worker's traceback as the `__cause__` of a task's exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'

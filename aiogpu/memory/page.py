@@ -1,0 +1,61 @@
+"""The control page: words that driver and workers share, one pair for each slot.
+
+It says what no message can say to a worker that is busy. The memory has no name and
+is freed by the kernel with its last holder (memfd_create(2)).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Final
+
+SLOTS: Final = 4096
+"""Workers that one node can have at a time."""
+_WORDS: Final = 2
+PAGE_SIZE: Final = SLOTS * _WORDS * 8
+
+
+class ControlPage:
+    """Two words for each slot: the task to stop, and the one that heard of it.
+
+    Words are eight bytes, aligned, and written in one store each. The driver
+    writes the first, the worker the second.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+
+    @classmethod
+    def open(cls, descriptor: int) -> ControlPage:
+        """Map the page; the descriptor may be closed after this."""
+        return cls(mmap.mmap(descriptor, PAGE_SIZE))
+
+    @staticmethod
+    def create() -> int:
+        """Make the memory; gives its descriptor."""
+        descriptor = os.memfd_create("aiogpu-page", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, PAGE_SIZE)
+        return descriptor
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._words.release()
+        self._memory.close()
+
+    def ask(self, slot: int, task: int) -> None:
+        """Driver: name the task that is to stop."""
+        self._words[slot * _WORDS] = task
+
+    def asked(self, slot: int) -> int:
+        """Worker: the task that is to stop, 0 for none."""
+        return self._words[slot * _WORDS]
+
+    def hear(self, slot: int, task: int) -> None:
+        """Worker: the task has been told."""
+        self._words[slot * _WORDS + 1] = task
+
+    def heard(self, slot: int) -> int:
+        """Driver: the task that was told last."""
+        return self._words[slot * _WORDS + 1]

@@ -1,0 +1,95 @@
+"""What the driver keeps of a task while the core decides about its id.
+
+A `Site` is built once per function and options, a `Call` once per task. The
+`Receiver` is whoever waits: the driver tells it exactly one thing, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Final, Protocol
+
+from aiogpu.core.specs import TaskSpec
+from aiogpu.wire.messages import Done, Failed
+
+_site_ids: Final = count(1)
+_function_ids: Final = count(1)
+
+
+class Receiver(Protocol):
+    """Who waits for a task's end. One of the two is called, at most once."""
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Function:
+    """A function as workers get it: sent once to each, known by its id."""
+
+    id: int
+    payload: bytes
+
+
+def new_function_id() -> int:
+    """An id for a function; no two functions of this process share one."""
+    return next(_function_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """A function with its options, as all its calls share it.
+
+    Attributes:
+        id: known to workers by this.
+        function: what is run.
+        spec: what the core is asked for.
+        resources: the request in the user's terms, for the task to ask about.
+        environ: variables of `runtime_env`.
+        is_coroutine: whether it is cancelled by a message first.
+        retry_exceptions: exceptions after which it is tried again; True for all.
+    """
+
+    id: int
+    function: Function
+    spec: TaskSpec
+    resources: Mapping[str, float]
+    environ: Mapping[str, str]
+    is_coroutine: bool
+    retry_exceptions: bool | tuple[type[BaseException], ...]
+
+    def is_retried(self, error: Exception) -> bool:
+        """Whether this exception is one after which the task is tried again."""
+        wanted = self.retry_exceptions
+        return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
+
+
+def new_site_id() -> int:
+    """An id for a site; no two sites of this process share one."""
+    return next(_site_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One task: its arguments going out, its answer coming back.
+
+    Attributes:
+        receiver: None once it has been told how the task ended.
+        worker: id of the worker that it was sent to last.
+        answer: what that worker said.
+        error: the answer as an exception, if it was needed before.
+    """
+
+    site: Site
+    payload: bytes
+    receiver: Receiver | None
+    worker: int = 0
+    answer: Done | Failed | None = None
+    error: Exception | None = None

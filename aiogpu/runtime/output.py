@@ -1,0 +1,89 @@
+"""The lines of one slot's workers: from their connection and from their pipes.
+
+What a worker writes straight to descriptors 1 and 2 arrives in two named pipes;
+what its tasks print arrives as messages. Both are shown with a prefix, and the
+last lines are kept for the day that the worker dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from aiogpu.runtime.console import Console
+from aiogpu.runtime.lines import LinePipe
+
+KEPT: Final = 20
+"""Lines kept for `WorkerDiedError.last_output`."""
+
+
+class Output:
+    """Both streams of a slot.
+
+    Attributes:
+        label: who writes to the pipes, such as `worker-3 pid=4711`.
+        last: the last lines, oldest first.
+        number: of the last line given to the console.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, console: Console, paths: tuple[str, str]
+    ) -> None:
+        self.label = ""
+        self.last: deque[str] = deque(maxlen=KEPT)
+        self.number = 0
+        self._console = console
+        self._paths = paths
+        self._pipes: list[LinePipe] = []
+        self._poll = select.poll()
+        for stream, path in enumerate(paths, start=1):
+            os.mkfifo(path, 0o600)
+            # Open for both, so that a pipe without a writer is not at its end.
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
+            self._pipes.append(pipe)
+            self._poll.register(descriptor, select.POLLIN)
+
+    def unlink(self) -> None:
+        """Remove the pipes' names; the keeper has opened them."""
+        for path in self._paths:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def show(self, stream: int, label: str, line: bytes) -> None:
+        """Show a line with the prefix `(label)`."""
+        text = line.decode("utf-8", "backslashreplace")
+        self.last.append(text)
+        self.number = self._console.write(stream, f"({label}) {text}", self)
+
+    def _show_raw(self, stream: int, line: bytes) -> None:
+        self.show(stream, self.label, line)
+
+    def catch_up(self) -> None:
+        """Show all that has been written to the pipes, unfinished lines too."""
+        if self._poll.poll(0):
+            for pipe in self._pipes:
+                pipe.drain()
+        for pipe in self._pipes:
+            pipe.end_line()
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        for pipe in self._pipes:
+            pipe.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        for pipe in self._pipes:
+            pipe.resume()
+
+    def close(self) -> None:
+        """Close the pipes and remove their names."""
+        for pipe in self._pipes:
+            pipe.close()
+        self.unlink()

@@ -1,0 +1,325 @@
+"""The live processes behind the core's worker ids. Carries out, decides nothing.
+
+A worker has started when it has greeted, and is gone when its keeper has said that
+it and all its descendants have ended *and* its connection has been read to its end:
+so no answer is lost to a race between two sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from aiogpu.memory.page import SLOTS
+from aiogpu.runtime.call import Call, Site
+from aiogpu.runtime.console import Console
+from aiogpu.runtime.output import Output
+from aiogpu.runtime.slot import Death, LiveWorker, Slot
+from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.zygote import Zygote
+from aiogpu.wire.connection import KEEPER, ZYGOTE
+from aiogpu.wire.messages import (
+    Bind,
+    Cancel,
+    Close,
+    Define,
+    Done,
+    End,
+    Ended,
+    Exit,
+    Failed,
+    Forget,
+    Fork,
+    Forked,
+    Hello,
+    Log,
+    Message,
+    Run,
+    Signal,
+)
+from aiogpu.wire.setup import output_path
+
+SITES_KEPT: Final = 1024
+"""Sites that a worker remembers; a program that makes ever new ones is bounded."""
+SPARE_SLOTS: Final = 16
+"""Keepers without a worker that are kept for the next one."""
+
+
+class Pool:
+    """Workers, keepers and slots of one node.
+
+    Attributes:
+        workers: live workers by id.
+        on_started, on_answer, on_gone: told of what happens, set by the driver.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        zygote: Zygote,
+        console: Console,
+        directory: str,
+    ) -> None:
+        self.workers: dict[int, LiveWorker] = {}
+        self.on_started: Callable[[int], None]
+        self.on_answer: Callable[[int, Done | Failed], None]
+        self.on_gone: Callable[[int, Death], None]
+        self._loop = loop
+        self._zygote = zygote
+        self._console = console
+        self._directory = directory
+        self._slots: dict[int, Slot] = {}
+        self._free: list[Slot] = []
+        self._next_index = 0
+        self._free_indices: list[int] = []
+        self._is_closing = False
+        self._closed = loop.create_future()
+        zygote.on_lost_slot = self._on_lost_slot
+        zygote.on_broken = self._on_zygote_broken
+
+    def __repr__(self) -> str:
+        return f"<Pool {len(self.workers)} workers in {len(self._slots)} slots>"
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the live workers."""
+        return {worker.id: worker.pid for worker in self.workers.values()}
+
+    def greeted(self, peer: Peer, hello: Hello) -> None:
+        """Route a connection that has said what it is."""
+        if hello.role == ZYGOTE:
+            self._zygote.greeted(peer, hello)
+        elif hello.role == KEEPER:
+            self._on_keeper(peer, hello)
+        else:
+            self._on_worker(peer, hello)
+
+    def spawn(self, worker_id: int) -> None:
+        """Have a worker forked, in a free slot or a new one."""
+        if self._zygote.problem is not None:
+            self._fail_spawn(worker_id, str(self._zygote.problem))
+            return
+        try:
+            slot = self._free.pop() if self._free else self._add_slot()
+        except OSError as error:
+            self._fail_spawn(worker_id, f"no slot can be made: {error}")
+            return
+        worker = LiveWorker(worker_id, slot)
+        slot.worker = self.workers[worker_id] = worker
+        slot.output.last.clear()
+        if slot.keeper is not None:
+            slot.keeper.send(Fork(worker_id))
+
+    def _fail_spawn(self, worker_id: int, reason: str) -> None:
+        # Later, not now: the core is told of events one at a time.
+        self._loop.call_soon(self.on_gone, worker_id, Death(reason=reason))
+
+    def _add_slot(self) -> Slot:
+        if self._free_indices:
+            index = self._free_indices.pop()
+        elif self._next_index < SLOTS:
+            index = self._next_index
+            self._next_index += 1
+        else:
+            raise OSError(f"a node runs at most {SLOTS} workers at a time")
+        paths = (
+            output_path(self._directory, index, 1),
+            output_path(self._directory, index, 2),
+        )
+        output = Output(self._loop, self._console, paths)
+        slot = self._slots[index] = Slot(index, self._zygote.generation, output)
+        self._zygote.keep(index)
+        return slot
+
+    def assign(
+        self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
+    ) -> None:
+        """Send a task; `bind` comes first where the worker is fresh."""
+        worker = self.workers[worker_id]
+        site = call.site
+        worker.task_name = site.spec.name
+        run = Run(task, site.id, call.payload, is_last)
+        if worker.peer is None:
+            return
+        if bind is None and site.id in worker.sites:
+            worker.peer.send(run)
+            return
+        messages: list[Message] = [] if bind is None else [bind]
+        worker.peer.send(*messages, *self._introduce(worker, site), run)
+
+    def _introduce(self, worker: LiveWorker, site: Site) -> list[Message]:
+        """What the worker must hear before it can run a site."""
+        messages: list[Message] = []
+        if site.id in worker.sites:
+            return messages
+        if len(worker.sites) >= SITES_KEPT:
+            messages.append(Forget())
+            worker.sites.clear()
+            worker.functions.clear()
+        function = site.function
+        payload = b"" if function.id in worker.functions else function.payload
+        resources = dict(site.resources)
+        messages.append(
+            Define(site.id, function.id, site.spec.name, resources, payload)
+        )
+        worker.sites.add(site.id)
+        worker.functions.add(function.id)
+        return messages
+
+    def interrupt(
+        self, worker_id: int, task: int, attempt: int, is_coroutine: bool
+    ) -> None:
+        """Ask a worker to stop a task: a coroutine by message first, then by signal."""
+        worker = self.workers[worker_id]
+        slot = worker.slot
+        self._zygote.page.ask(slot.index, task)
+        if self._zygote.page.heard(slot.index) == task:
+            return
+        if is_coroutine and attempt == 0:
+            if worker.peer is not None:
+                worker.peer.send(Cancel(task))
+        elif slot.keeper is not None:
+            slot.keeper.send(Signal(worker_id))
+
+    def retire(self, worker_id: int) -> None:
+        """Tell a worker to end in an orderly way."""
+        worker = self.workers[worker_id]
+        if worker.peer is not None:
+            worker.peer.send(Exit())
+
+    def kill(self, worker_id: int) -> None:
+        """End a worker and all that it has started, at once."""
+        keeper = self.workers[worker_id].slot.keeper
+        if keeper is not None:
+            keeper.send(End(worker_id))
+
+    def _on_keeper(self, peer: Peer, hello: Hello) -> None:
+        slot = self._slots.get(hello.id)
+        if slot is None or slot.keeper is not None or self._is_closing:
+            peer.abort()
+            return
+        slot.keeper = peer
+        slot.output.unlink()
+        peer.on_message = partial(self._on_keeper_message, slot)
+        peer.on_lost = partial(self._on_keeper_lost, slot)
+        if slot.worker is not None:
+            peer.send(Fork(slot.worker.id))
+
+    def _on_keeper_message(self, slot: Slot, message: Message) -> None:
+        worker = slot.worker
+        match message:
+            case Forked(worker_id, pid) if worker and worker.id == worker_id:
+                worker.pid = pid
+                slot.output.label = f"worker-{worker_id} pid={pid}"
+            case Ended(worker_id, status) if worker and worker.id == worker_id:
+                worker.status = status
+                self._check_gone(worker)
+
+    def _on_keeper_lost(self, slot: Slot) -> None:
+        slot.keeper = None
+        if slot in self._free:
+            self._free.remove(slot)
+        if self._is_closing:
+            self._remove_slot(slot)
+        elif slot.generation != self._zygote.generation:
+            # Its zygote has died before it, so nobody else will report this.
+            self._on_lost_slot(slot.index)
+
+    def _on_lost_slot(self, index: int) -> None:
+        """The slot's keeper has died, or was closed; all below it has ended."""
+        slot = self._slots.get(index)
+        if slot is None:
+            return
+        worker = slot.worker
+        if worker is not None:
+            worker.status = int(signal.SIGKILL) if worker.pid else None
+            worker.reason = "the keeper process of its slot died"
+            self._check_gone(worker, is_certain=True)
+        self._remove_slot(slot)
+
+    def _remove_slot(self, slot: Slot) -> None:
+        if self._slots.pop(slot.index, None) is not None:
+            slot.output.close()
+            self._free_indices.append(slot.index)
+            if slot in self._free:
+                self._free.remove(slot)
+        if self._is_closing and not self._slots and not self._closed.done():
+            self._closed.set_result(None)
+
+    def _on_worker(self, peer: Peer, hello: Hello) -> None:
+        worker = self.workers.get(hello.id)
+        if worker is None or worker.peer is not None or worker.status is not None:
+            peer.abort()
+            return
+        worker.peer = peer
+        worker.pid = hello.pid
+        worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
+        peer.on_message = partial(self._on_worker_message, worker)
+        peer.on_lost = partial(self._on_worker_lost, worker)
+        self.on_started(worker.id)
+
+    def _on_worker_message(self, worker: LiveWorker, message: Message) -> None:
+        output = worker.slot.output
+        if type(message) is Log:
+            named = f"{worker.task_name} pid={worker.pid}"
+            label = named if message.task else output.label
+            output.show(message.stream, label, message.line)
+        elif type(message) is Done or type(message) is Failed:
+            output.catch_up()
+            if output.number <= self._console.written:
+                self.on_answer(worker.id, message)
+            else:
+                tell = partial(self.on_answer, worker.id, message)
+                self._console.after(output.number, tell)
+
+    def _on_worker_lost(self, worker: LiveWorker) -> None:
+        worker.peer = None
+        if worker.status is None:
+            # It may have closed its descriptors and live on.
+            self.kill(worker.id)
+        self._check_gone(worker)
+
+    def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
+        if worker.id not in self.workers:
+            return
+        if not is_certain and (worker.status is None or worker.peer is not None):
+            return
+        slot = worker.slot
+        slot.output.catch_up()
+        del self.workers[worker.id]
+        slot.worker = None
+        if slot.keeper is not None:
+            self._free_slot(slot)
+        last = tuple(slot.output.last)
+        death = Death(worker.pid, worker.status, last, worker.reason)
+        tell = partial(self.on_gone, worker.id, death)
+        self._console.after(slot.output.number, tell)
+
+    def _free_slot(self, slot: Slot) -> None:
+        if len(self._free) < SPARE_SLOTS:
+            self._free.append(slot)
+        elif slot.keeper is not None:
+            slot.keeper.send(Close())
+
+    def _on_zygote_broken(self) -> None:
+        """Fail the workers that will never be forked."""
+        for slot in list(self._slots.values()):
+            if slot.keeper is None:
+                if slot.worker is not None:
+                    slot.worker.reason = str(self._zygote.problem)
+                    self._check_gone(slot.worker, is_certain=True)
+                self._remove_slot(slot)
+
+    async def close(self) -> None:
+        """End all keepers, and with them whatever is left; wait for it."""
+        self._is_closing = True
+        for slot in list(self._slots.values()):
+            if slot.keeper is not None:
+                slot.keeper.send(Close())
+            else:
+                self._remove_slot(slot)
+        if self._slots:
+            await self._closed

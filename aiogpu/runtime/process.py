@@ -1,0 +1,106 @@
+"""One process started by the driver: start, watch, signal, reap. No decisions.
+
+The driver never forks: a fresh interpreter is started through vfork and exec, and
+its end is seen on a pidfd, without a thread and without touching SIGCHLD.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiogpu.errors import NodeStartError
+
+_FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))
+_BOOT: Final = (
+    "import marshal, os, sys; fields = marshal.loads(os.read(0, 1 << 24)); "
+    "sys.path[:] = fields['sys_path']; "
+    "from aiogpu.worker.__main__ import main; main(fields)"
+)
+
+
+class Process:
+    """A child of the driver, in a session of its own."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        child: subprocess.Popen[bytes],
+        on_end: Callable[[int], None],
+    ) -> None:
+        self._loop = loop
+        self._child = child
+        self._on_end = on_end
+        self._pidfd = os.pidfd_open(child.pid)
+        loop.add_reader(self._pidfd, self._reap)
+
+    def __repr__(self) -> str:
+        return f"<Process {self.pid} {self._child.returncode}>"
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._on_end(self._child.wait())
+
+    def kill(self) -> None:
+        """End it at once, unless it has ended."""
+        self._child.kill()
+
+
+def start_interpreter(
+    fields: dict[str, object], page: int, output: int
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
+
+    The fields travel on its standard input, not on a command line for all to see.
+
+    Args:
+        fields: plain values, as marshal takes them.
+        page: descriptor that the child inherits under the same number.
+        output: descriptor that becomes its stdout and stderr.
+
+    Raises:
+        NodeStartError: there is no interpreter, or it cannot be started.
+    """
+    import marshal
+
+    if not sys.executable:
+        raise NodeStartError(
+            "this program embeds Python and sys.executable is empty; set it to a "
+            "Python interpreter that can import aiogpu."
+        )
+    source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
+    try:
+        os.write(source, marshal.dumps(fields))
+        os.lseek(source, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            [sys.executable, *interpreter_flags(), "-c", _BOOT],
+            stdin=source,
+            stdout=output,
+            stderr=output,
+            pass_fds=(page,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise NodeStartError(f"{sys.executable} cannot be started: {error}") from error
+    finally:
+        os.close(source)
+
+
+def interpreter_flags() -> Sequence[str]:
+    """The command-line options of this interpreter that its workers are to share."""
+    options = [
+        "-" + letter * int(getattr(sys.flags, name))
+        for name, letter in _FLAGS
+        if getattr(sys.flags, name)
+    ]
+    return [*options, *(f"-W{option}" for option in sys.warnoptions)]

@@ -1,0 +1,66 @@
+"""A slot: a keeper, its pipes, and the one worker that it keeps at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aiogpu.runtime.output import Output
+from aiogpu.runtime.transport import Peer
+
+
+class Death(NamedTuple):
+    """How a worker ended.
+
+    Attributes:
+        pid: its process id, 0 if it never started.
+        status: its wait status (waitpid(2)), None if it never started.
+        last_output: the last lines that it wrote.
+        reason: why it never started, or what is known beyond the status.
+    """
+
+    pid: int = 0
+    status: int | None = None
+    last_output: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class LiveWorker:
+    """A worker process, as far as the driver can see it.
+
+    Attributes:
+        peer: its connection, None before and after.
+        task_name: name of the task that it was sent last.
+        sites: ids of the sites that it knows.
+        functions: ids of the functions that it knows.
+        status: its wait status, once its keeper has said so.
+    """
+
+    id: int
+    slot: Slot
+    pid: int = 0
+    peer: Peer | None = None
+    task_name: str = ""
+    sites: set[int] = field(default_factory=set)
+    functions: set[int] = field(default_factory=set)
+    status: int | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One keeper and what belongs to it.
+
+    Attributes:
+        index: its place on the control page.
+        generation: the life of the zygote that forked its keeper.
+        keeper: its connection, None before the keeper has greeted and after.
+        worker: the worker that it keeps now.
+    """
+
+    index: int
+    generation: int
+    output: Output
+    keeper: Peer | None = None
+    worker: LiveWorker | None = None

@@ -1,0 +1,109 @@
+"""Starts a node's parts in order, and stops them in reverse.
+
+Directory, socket, zygote, pool, driver. A start that fails half-way takes back what
+it has made; a stop is bounded in time and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.runtime.assignment import Assignment
+from aiogpu.runtime.console import Console
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.paths import create_directory, remove_directory
+from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.zygote import Zygote
+from aiogpu.wire.setup import socket_path
+
+SLACK: Final = 5.0
+"""Seconds that a stop may take beyond the grace that the core gives."""
+
+
+@dataclass(slots=True, eq=False)
+class Parts:
+    """All that a node is made of while it runs."""
+
+    directory: str
+    console: Console
+    zygote: Zygote
+    pool: Pool
+    server: asyncio.AbstractServer
+
+
+class Supervisor:
+    """The life of one node's processes and sockets."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parts: Parts | None = None
+        self.driver: Driver | None = None
+
+    async def start_zygote(self, preload: Sequence[str], log_to_driver: bool) -> None:
+        """Make the directory and the socket, and start the zygote.
+
+        It is not waited for: the caller has a ledger to find out meanwhile.
+
+        Raises:
+            NodeStartError: there is no place for the directory, or no interpreter.
+        """
+        directory = create_directory()
+        console = Console(self._loop, log_to_driver)
+        node = os.path.basename(directory)
+        zygote = Zygote(self._loop, console, node, directory, preload)
+        pool = Pool(self._loop, zygote, console, directory)
+        try:
+            server = await self._loop.create_unix_server(
+                lambda: Peer(pool.greeted), socket_path(directory), backlog=1024
+            )
+            zygote.start()
+        except BaseException:
+            remove_directory(directory)
+            raise
+        self._parts = Parts(directory, console, zygote, pool, server)
+
+    async def start_driver(
+        self, scheduler: Scheduler, assignment: Assignment
+    ) -> Driver:
+        """Wait for the zygote; from here on tasks can run.
+
+        Raises:
+            PreloadError: a module to preload cannot be imported.
+            NodeStartError: the zygote ended before it was ready.
+        """
+        assert self._parts is not None
+        await self._parts.zygote.ready()
+        self.driver = Driver(self._loop, scheduler, self._parts.pool, assignment)
+        return self.driver
+
+    async def stop(self) -> None:
+        """End tasks, workers, keepers, zygote, socket and directory, in that order."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        if self.driver is not None:
+            patience = self.driver.scheduler.patience
+            await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
+        await parts.pool.close()
+        await parts.zygote.close()
+        parts.server.close()
+        await parts.console.drain(SLACK)
+        parts.console.close()
+        remove_directory(parts.directory)
+
+    def abandon(self) -> None:
+        """Give up at once, where no loop runs any more; workers see us end."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            remove_directory(parts.directory)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the live workers, by worker id."""
+        return self._parts.pool.pids if self._parts is not None else {}

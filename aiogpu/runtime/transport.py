@@ -1,0 +1,110 @@
+"""A peer's connection on the driver's loop: bytes to messages, messages to bytes.
+
+The shell around `wire.Connection`. A peer of another user is refused; one that
+breaks the protocol is cut off, and nothing else suffers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final, cast
+
+from aiogpu.errors import ProtocolError
+from aiogpu.wire.connection import Connection
+from aiogpu.wire.frames import encode
+from aiogpu.wire.messages import Hello, Message
+
+_log: Final = logging.getLogger(__name__)
+_CREDENTIALS: Final = struct.Struct("3i")
+
+Handler = Callable[[Message], None]
+Greeted = Callable[["Peer", Hello], None]
+
+
+class Peer(asyncio.Protocol):
+    """One zygote, keeper or worker as the driver sees it.
+
+    Whoever is told of its greeting sets `on_message` and `on_lost`.
+    """
+
+    def __init__(self, greeted: Greeted) -> None:
+        self.on_message: Handler = _ignore
+        self.on_lost: Callable[[], None] = _nothing
+        self._greeted = greeted
+        self._connection = Connection.accepting()
+        self._transport: asyncio.Transport | None = None
+
+    def __repr__(self) -> str:
+        return f"<Peer {self._connection!r}>"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept the peer if it is the same user's."""
+        # uvloop's transports are not asyncio's by class, only by what they do.
+        stream = cast("asyncio.Transport", transport)
+        uid = peer_uid(stream)
+        if uid != os.geteuid():
+            _log.warning("! refused a connection of user %d", uid)
+            stream.abort()
+            return
+        self._transport = stream
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on every message that is complete."""
+        try:
+            messages = self._connection.receive(data)
+        except ProtocolError as error:
+            _log.warning("! cut off %r: %s", self, error)
+            self.abort()
+            return
+        for message in messages:
+            if type(message) is Hello:
+                self._greeted(self, message)
+            else:
+                self.on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell that the peer has gone."""
+        self._connection.close()
+        self._transport = None
+        self.on_lost()
+
+    def send(self, *messages: Message) -> None:
+        """Send messages in one write; to a peer that has gone, nothing."""
+        if self._transport is not None:
+            self._transport.write(b"".join(map(encode, messages)))
+
+    def pause(self) -> None:
+        """Read no more for now; the peer will block when its buffer is full."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again after `pause`."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close without sending what is still buffered."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def peer_uid(transport: asyncio.Transport) -> int:
+    """The user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    sock = transport.get_extra_info("socket")
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(raw)[1]
+    return uid
+
+
+def _ignore(_message: Message) -> None:
+    """What a peer says before anybody listens has no meaning."""
+
+
+def _nothing() -> None:
+    """Nobody has asked to be told."""

@@ -1,0 +1,143 @@
+"""One end of a connection, without its socket: greeting, states, who may say what.
+
+The end that connects greets with `Hello`; the accepting end learns from it with
+whom it speaks. After that each end accepts only what its peer's role may say.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.messages import (
+    VERSION,
+    Bind,
+    Cancel,
+    Close,
+    Define,
+    Done,
+    End,
+    Ended,
+    Exit,
+    Failed,
+    Forget,
+    Fork,
+    Forked,
+    Hello,
+    Keep,
+    Log,
+    Lost,
+    Message,
+    Ready,
+    Run,
+    Signal,
+    Unfit,
+)
+
+ZYGOTE: Final = "zygote"
+KEEPER: Final = "keeper"
+WORKER: Final = "worker"
+
+SAYS: Final[dict[str, frozenset[type[Message]]]] = {
+    ZYGOTE: frozenset({Ready, Unfit, Lost}),
+    KEEPER: frozenset({Forked, Ended}),
+    WORKER: frozenset({Done, Failed, Log}),
+}
+"""What a peer of each role may say to the driver after its greeting."""
+
+HEARS: Final[dict[str, frozenset[type[Message]]]] = {
+    ZYGOTE: frozenset({Keep, Close}),
+    KEEPER: frozenset({Fork, Signal, End, Close}),
+    WORKER: frozenset({Bind, Define, Forget, Run, Cancel, Exit}),
+}
+"""What the driver may say to a peer of each role."""
+
+_NOTHING: Final[frozenset[type[Message]]] = frozenset()
+
+
+class ConnectionState(Enum):
+    """Where a connection is."""
+
+    GREETING = "greeting"
+    """Nothing but `Hello` may come."""
+    OPEN = "open"
+    CLOSED = "closed"
+    """The peer broke the rules or the stream ended; nothing is read any more."""
+
+    __hash__ = object.__hash__
+
+
+class Connection:
+    """One end of a connection. Bytes in, messages out, and the reverse."""
+
+    def __init__(self, accepted: frozenset[type[Message]] | None = None) -> None:
+        self.state = (
+            ConnectionState.GREETING if accepted is None else ConnectionState.OPEN
+        )
+        self.peer: Hello | None = None
+        self._accepted = accepted or frozenset({Hello})
+        self._reader = FrameReader()
+
+    @classmethod
+    def accepting(cls) -> Connection:
+        """The driver's end: waits for the greeting."""
+        return cls()
+
+    @classmethod
+    def connecting(cls, role: str) -> Connection:
+        """The end of a zygote, keeper or worker; send `greeting(...)` first."""
+        return cls(HEARS[role])
+
+    def __repr__(self) -> str:
+        who = f"{self.peer.role} {self.peer.id}" if self.peer else "unknown"
+        return f"<Connection {self.state.value} with {who}>"
+
+    @property
+    def missing(self) -> int:
+        """How many bytes at least are still to come for the next message."""
+        return self._reader.missing
+
+    def receive(self, data: bytes) -> list[Message]:
+        """Take in bytes; give the messages that are complete now.
+
+        Raises:
+            ProtocolError: the peer broke the rules; the connection is closed.
+        """
+        if not self._accepted:  # closed
+            return []
+        try:
+            messages = self._reader.feed(data)
+            for message in messages:
+                if type(message) not in self._accepted:
+                    name = type(message).__name__
+                    raise ProtocolError(f"{name} out of turn on {self!r}")
+                if type(message) is Hello:
+                    self._greeted(message)
+        except ProtocolError:
+            self.close()
+            raise
+        return messages
+
+    def _greeted(self, hello: Hello) -> None:
+        if hello.version != VERSION:
+            raise ProtocolError(
+                f"the peer speaks protocol {hello.version}, this end {VERSION}; use "
+                f"the same version of aiogpu on both"
+            )
+        if hello.role not in SAYS:
+            raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
+        self.peer = hello
+        self._accepted = SAYS[hello.role]
+        self.state = ConnectionState.OPEN
+
+    def close(self) -> None:
+        """Read nothing any more."""
+        self.state = ConnectionState.CLOSED
+        self._accepted = _NOTHING
+
+
+def greeting(role: str, identity: int, pid: int) -> bytes:
+    """The first bytes that a connecting end sends."""
+    return encode(Hello(VERSION, role, identity, pid))

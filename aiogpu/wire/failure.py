@@ -1,0 +1,118 @@
+"""An exception that survives the trip from worker to driver.
+
+It travels as a pickle where it can and as text always. On arrival it is the
+user's own exception with the worker's traceback as its cause, or a `TaskError`
+where its kind must not travel: `StopIteration` and all that is not an `Exception`
+would upset the driver's loop.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Final
+
+from aiogpu.errors import (
+    DeserializationError,
+    RemoteTraceback,
+    SerializationError,
+    TaskError,
+)
+from aiogpu.wire.messages import Failed
+from aiogpu.wire.payload import dump_exception, text_of
+
+RAISED: Final = "raised"
+"""The task's code raised."""
+STOPPED: Final = "stopped"
+"""The task's code ended because it was asked to stop."""
+UNREADABLE: Final = "unreadable"
+"""The function or its arguments could not be unpickled in the worker."""
+UNSENDABLE: Final = "unsendable"
+"""The result could not be pickled."""
+
+_HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
+_CAUSE: Final = vars(BaseException)["__cause__"]
+
+
+def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Failed:
+    """Describe an exception.
+
+    Args:
+        task: the task that failed.
+        kind: one of the kinds above.
+        error: the exception.
+        skip: frames whose file name contains this are left out.
+    """
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    travels = kind == RAISED and _may_travel(type(error))
+    payload = dump_exception(error) if travels else None
+    text = _traceback_text(error, skip)
+    return Failed(
+        task, kind, name.removeprefix("builtins."), text_of(error), text, payload
+    )
+
+
+def unpack_failure(failed: Failed, task_name: str) -> Exception:
+    """The exception that the task's owner is to see.
+
+    Args:
+        failed: what the worker sent.
+        task_name: the task's name, for messages.
+    """
+    if failed.payload is not None:
+        try:
+            error = pickle.loads(failed.payload)
+        except BaseException:  # noqa: BLE001 - foreign code may raise anything
+            error = None
+        if _may_travel(type(error)):
+            return _with_trace(error, failed)
+    what = (
+        f"{failed.type_name}: {failed.message}" if failed.message else failed.type_name
+    )
+    revived: Exception
+    if failed.kind == UNREADABLE:
+        revived = DeserializationError(
+            f"{task_name} could not start: the worker cannot load its function or "
+            f"arguments: {what}"
+        )
+    elif failed.kind == UNSENDABLE:
+        revived = SerializationError(f"{task_name} ran, but {failed.message}")
+    else:
+        revived = TaskError(
+            f"{task_name} failed with an exception that cannot be raised here: {what}",
+            failed.type_name,
+            failed.traceback,
+        )
+    return _with_trace(revived, failed)
+
+
+def _may_travel(kind: type) -> bool:
+    """Whether it is an `Exception`, and nothing else that a loop reacts to.
+
+    A class may derive from `Exception` and, say, from `CancelledError` as well.
+    """
+    if not issubclass(kind, Exception) or issubclass(
+        kind, StopIteration | StopAsyncIteration
+    ):
+        return False
+    others = {base for base in kind.__mro__ if not issubclass(base, Exception)}
+    return {base for base in others if issubclass(base, BaseException)} <= _HARMLESS
+
+
+def _with_trace(error: Exception, failed: Failed) -> Exception:
+    # As `raise ... from` does it: a class's own `__setattr__` may refuse.
+    _CAUSE.__set__(error, RemoteTraceback(failed.traceback))
+    return error
+
+
+def _traceback_text(error: BaseException, skip: str) -> str:
+    """The formatted traceback from the first frame that is the user's own."""
+    from traceback import TracebackException
+
+    try:
+        trace = error.__traceback__
+        while trace is not None and skip in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        described = TracebackException(type(error), error, trace)
+        return "".join(described.format())
+    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
+        return f"<its traceback cannot be had: {type(second).__name__}>"

@@ -1,0 +1,124 @@
+"""Frames: a length, then a message as a msgpack array. The only door to msgpack.
+
+The length is four bytes, little-endian, and counts the array alone. Reading
+accepts any cut of the stream; what is no message is a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+import msgpack
+
+from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.wire.messages import TAGS, Message, from_fields
+
+HEADER: Final = 4
+LIMIT: Final = 1 << 30
+"""The longest frame in bytes, without its header."""
+
+LARGE: Final = 1 << 20
+"""A payload from which on packing takes a buffer of its own."""
+
+_pack_length: Final = Struct("<I").pack
+_unpack_length: Final = Struct("<I").unpack_from
+# Text may hold what came undecoded from the system (PEP 383).
+_SURROGATES: Final = "surrogatepass"
+# A packer keeps its buffer for good, as large as its largest message.
+_pack: Final = msgpack.Packer(unicode_errors=_SURROGATES).pack
+
+
+def encode(message: Message, limit: int = LIMIT) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        SerializationError: it would be longer than `limit`.
+    """
+    payload: bytes | None = getattr(message, "payload", None)
+    pack = _pack
+    if payload is not None and len(payload) >= LARGE:
+        pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
+    try:
+        body: bytes = pack((TAGS[type(message)], *message))
+    except ValueError as error:
+        raise SerializationError(f"a value is too large for a frame: {error}") from None
+    if len(body) > limit:
+        raise SerializationError(
+            f"a message of {len(body)} bytes exceeds the limit of {limit}; pass "
+            f"large data by file or in parts"
+        )
+    return _pack_length(len(body)) + body
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """The message in one frame, without its header.
+
+    Raises:
+        ProtocolError: the bytes are no message.
+    """
+    try:
+        fields = msgpack.unpackb(body, use_list=False, unicode_errors=_SURROGATES)
+    except ValueError as error:
+        # msgpack's own errors are ValueErrors.
+        raise ProtocolError(f"a frame is no msgpack: {error}") from None
+    return from_fields(fields)
+
+
+class FrameReader:
+    """Turns a stream of bytes, cut anywhere, into messages."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+        self._wanted = HEADER
+
+    @property
+    def missing(self) -> int:
+        """How many bytes at least must come before another message is whole."""
+        return self._wanted - len(self._rest)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take in bytes; give all messages that are complete now.
+
+        Raises:
+            ProtocolError: a frame is too long or holds no message. The reader is
+                of no use afterwards.
+        """
+        if not self._rest:
+            size = len(data)
+            if HEADER <= size <= self._limit:
+                # Nearly always a chunk is exactly one frame.
+                (length,) = _unpack_length(data)
+                if length == size - HEADER:
+                    return [decode(data[HEADER:])]
+            messages, read = self._read(data)
+            if read < len(data):
+                self._rest += memoryview(data)[read:]
+            return messages
+        self._rest += data
+        if len(self._rest) < self._wanted:
+            return []
+        with memoryview(self._rest) as view:
+            messages, read = self._read(view)
+        del self._rest[:read]
+        return messages
+
+    def _read(self, source: bytes | memoryview) -> tuple[list[Message], int]:
+        messages: list[Message] = []
+        start, size = 0, len(source)
+        while size - start >= HEADER:
+            (length,) = _unpack_length(source, start)
+            if length > self._limit:
+                raise ProtocolError(
+                    f"a frame of {length} bytes exceeds the limit of {self._limit}"
+                )
+            body = start + HEADER
+            end = body + length
+            if end > size:
+                self._wanted = end - start
+                return messages, start
+            messages.append(decode(source[body:end]))
+            start = end
+        self._wanted = HEADER
+        return messages, start

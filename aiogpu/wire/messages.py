@@ -1,0 +1,243 @@
+"""The vocabulary: one small tuple per message, one table of tags.
+
+A message on the wire is a msgpack array, its tag first. `from_fields` accepts
+exactly the tags and field types of the table; ids are plain integers here.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from types import NoneType
+from typing import Final, NamedTuple, get_args, get_type_hints
+
+from aiogpu.errors import ProtocolError
+
+VERSION: Final = 1
+"""Of the protocol; the greeting carries it and both ends must agree."""
+
+
+class Hello(NamedTuple):
+    """First message on every connection, from the one that connects.
+
+    `id` is the slot of a keeper, the id of a worker, 0 of a zygote.
+    """
+
+    version: int
+    role: str
+    id: int
+    pid: int
+
+
+class Keep(NamedTuple):
+    """Driver to zygote: fork a keeper for this slot."""
+
+    slot: int
+
+
+class Ready(NamedTuple):
+    """Zygote to driver: all is imported and it may fork."""
+
+
+class Unfit(NamedTuple):
+    """Zygote to driver: this module spoils forking or cannot be imported.
+
+    `is_missing`: the import failed; otherwise it succeeded and left threads or an
+    open device behind.
+    """
+
+    module: str
+    reason: str
+    is_missing: bool
+
+
+class Lost(NamedTuple):
+    """Zygote to driver: this slot's keeper has died; all below it has ended."""
+
+    slot: int
+
+
+class Close(NamedTuple):
+    """Driver to zygote or keeper: end, with all that you have started."""
+
+
+class Fork(NamedTuple):
+    """Driver to keeper: fork a worker of that id."""
+
+    worker: int
+
+
+class Signal(NamedTuple):
+    """Driver to keeper: interrupt this worker's task, as the control page says."""
+
+    worker: int
+
+
+class End(NamedTuple):
+    """Driver to keeper: kill this worker and all that it has started."""
+
+    worker: int
+
+
+class Forked(NamedTuple):
+    """Keeper to driver: the worker exists."""
+
+    worker: int
+    pid: int
+
+
+class Ended(NamedTuple):
+    """Keeper to driver: the worker and all that it had started have ended.
+
+    `status` is the worker's wait status, as `os.waitpid` gives it.
+    """
+
+    worker: int
+    status: int
+
+
+class Bind(NamedTuple):
+    """Driver to worker: your environment and devices, for life.
+
+    `environ`: all variables that are to be set. `accelerators`: device ids by
+    kind, as integers or strings.
+    """
+
+    environ: dict[str, str]
+    accelerators: dict[str, tuple[int | str, ...]]
+
+
+class Define(NamedTuple):
+    """Driver to worker: what calls of this site run.
+
+    `site` stands for a function with its options, `function` for the function
+    alone. `payload` is empty when the function was sent before.
+    """
+
+    site: int
+    function: int
+    name: str
+    resources: dict[str, float]
+    payload: bytes
+
+
+class Forget(NamedTuple):
+    """Driver to worker: drop all sites and functions."""
+
+
+class Run(NamedTuple):
+    """Driver to worker: run a site with these arguments; `is_last`: then end."""
+
+    task: int
+    site: int
+    payload: bytes
+    is_last: bool
+
+
+class Cancel(NamedTuple):
+    """Driver to worker: cancel this task if it is a running coroutine."""
+
+    task: int
+
+
+class Exit(NamedTuple):
+    """Driver to worker: end in an orderly way."""
+
+
+class Done(NamedTuple):
+    """Worker to driver: the task's pickled result."""
+
+    task: int
+    payload: bytes
+
+
+class Failed(NamedTuple):
+    """Worker to driver: the task has no result; see `wire.failure`."""
+
+    task: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+
+
+class Log(NamedTuple):
+    """Worker to driver: a line that the task printed; `stream` is 1 or 2.
+
+    `task` is 0 for output outside of any task.
+    """
+
+    task: int
+    stream: int
+    line: bytes
+
+
+Message = (
+    Hello
+    | Keep
+    | Ready
+    | Unfit
+    | Lost
+    | Close
+    | Fork
+    | Signal
+    | End
+    | Forked
+    | Ended
+    | Bind
+    | Define
+    | Forget
+    | Run
+    | Cancel
+    | Exit
+    | Done
+    | Failed
+    | Log
+)
+
+TAGS: Final[dict[type[Message], int]] = {
+    kind: tag for tag, kind in enumerate(get_args(Message), start=1)
+}
+"""The tag of each message; a change here is a new `VERSION`."""
+
+
+def _wire_types(kind: type[Message]) -> frozenset[tuple[type, ...]]:
+    """All combinations of field types, the tag's first, that the kind accepts."""
+    choices = [(int,)]
+    for hint in get_type_hints(kind).values():
+        parts = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        choices.append(tuple(getattr(part, "__origin__", part) for part in parts))
+    return frozenset(product(*choices))
+
+
+_KINDS: Final = {tag: (kind, _wire_types(kind)) for kind, tag in TAGS.items()}
+_new: Final = tuple.__new__
+
+
+def from_fields(fields: object) -> Message:
+    """Make the message that an unpacked array stands for.
+
+    Raises:
+        ProtocolError: the tag is unknown, or a field is missing, surplus or of
+            another type.
+    """
+    if type(fields) is tuple and fields and type(fields[0]) is int:
+        tag = fields[0]
+        if tag in _KINDS:
+            kind, accepted = _KINDS[tag]
+            if tuple(map(type, fields)) in accepted:
+                return _new(kind, fields[1:])  # `_make` would count them again
+    raise ProtocolError(_complaint(fields))
+
+
+def _complaint(fields: object) -> str:
+    """What is wrong; it shows no value, for a value may be of any size or depth."""
+    if type(fields) is not tuple or not fields:
+        return f"a frame holds a {type(fields).__name__}, not a message"
+    tag = fields[0]
+    if type(tag) is not int:
+        return f"a frame begins with a {type(tag).__name__}, not with a tag"
+    if tag not in _KINDS:
+        return f"a frame carries the unknown tag {tag}"
+    found = ", ".join(type(field).__name__ for field in fields[1:9])
+    return f"{_KINDS[tag][0].__name__} does not take ({found})"

@@ -1,0 +1,38 @@
+"""What the driver tells the zygote before anything else; inherited by all forks.
+
+Both sides take the names of the node's files from here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Setup(NamedTuple):
+    """Handed over as plain values, since nothing can be imported before them.
+
+    Attributes:
+        sys_path: the driver's import path.
+        node: the node's id.
+        directory: where the node's socket and pipes are.
+        driver: process id of the driver.
+        page: descriptor of the control page.
+        preload: modules to import before the first fork.
+    """
+
+    sys_path: list[str]
+    node: str
+    directory: str
+    driver: int
+    page: int
+    preload: list[str]
+
+
+def socket_path(directory: str) -> str:
+    """Path of the node's socket."""
+    return f"{directory}/node.sock"
+
+
+def output_path(directory: str, slot: int, stream: int) -> str:
+    """Path of the pipe for what a slot's workers write to descriptor 1 or 2."""
+    return f"{directory}/{slot}.{stream}"

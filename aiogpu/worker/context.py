@@ -1,0 +1,36 @@
+"""What user code may ask about where it runs.
+
+One value per process, since a worker runs one task at a time; its threads and
+coroutines see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Context:
+    """The worker's and its current task's facts.
+
+    Attributes:
+        node: id of the node, empty in a process that is no worker.
+        worker: id of the worker, 0 in a process that is none.
+        task: id of the running task, 0 between tasks.
+        name: the running task's name.
+        resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
+        accelerators: device ids by kind, `{"GPU": (0,)}`.
+    """
+
+    __slots__ = ("accelerators", "name", "node", "resources", "task", "worker")
+
+    def __init__(self) -> None:
+        self.node = ""
+        self.worker = 0
+        self.task = 0
+        self.name = ""
+        self.resources: Mapping[str, float] = {}
+        self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
+
+
+current = Context()
+"""The context of this process."""

@@ -1,0 +1,68 @@
+"""Runs `async def` tasks. asyncio's only door in a worker.
+
+While a coroutine runs, its loop watches the driver's connection, so a cancel
+arrives as a message and becomes a `CancelledError` at the coroutine's `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import CoroutineType
+from typing import Any
+
+from aiogpu.wire.messages import Cancel
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.interrupts import Interrupts
+
+
+class Coroutines:
+    """One worker's event loop, kept between tasks."""
+
+    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+        self._channel = channel
+        self._interrupts = interrupts
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, coroutine: CoroutineType[Any, Any, Any], task_id: int) -> Any:
+        """Run one task's coroutine, and end what it has left running."""
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        task = loop.create_task(coroutine)
+        loop.add_reader(self._channel.fileno(), self._read, task, task_id)
+        try:
+            self._cancel_if_asked(task, task_id)
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            # The signal may have landed inside the loop's own code.
+            self._replace_loop()
+            raise
+        finally:
+            if loop is self._loop:
+                loop.remove_reader(self._channel.fileno())
+                self._end_rest()
+
+    def _read(self, task: asyncio.Task[Any], task_id: int) -> None:
+        if not self._channel.read():
+            self._loop.remove_reader(self._channel.fileno())
+            task.cancel()
+        self._cancel_if_asked(task, task_id)
+
+    def _cancel_if_asked(self, task: asyncio.Task[Any], task_id: int) -> None:
+        for message in self._channel.take(Cancel):
+            if isinstance(message, Cancel) and message.task == task_id:
+                self._interrupts.hear(task_id)
+                task.cancel()
+
+    def _end_rest(self) -> None:
+        """Cancel tasks that outlived their own; nothing of a task goes on."""
+        loop = self._loop
+        rest = asyncio.all_tasks(loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+
+    def _replace_loop(self) -> None:
+        self._loop.close()
+        self._loop = asyncio.new_event_loop()

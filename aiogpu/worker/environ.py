@@ -1,0 +1,29 @@
+"""Sets a worker's environment, before anything of the user's is unpickled."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from aiogpu.wire.messages import Bind
+from aiogpu.worker.context import current
+
+
+def bind(message: Bind) -> None:
+    """Take on the environment and the devices that this worker has for life."""
+    os.environ.update(message.environ)
+    current.accelerators = message.accelerators
+
+
+def renew_randomness() -> None:
+    """Seed anew the generators that libraries imported before the fork.
+
+    A fork repeats its parent's numbers. The standard library's `random` sees to
+    itself after a fork; numpy's and torch's global generators do not.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.seed()

@@ -1,0 +1,119 @@
+"""Runs one task at a time: finds the function, calls it, packs the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.wire.failure import (
+    RAISED,
+    STOPPED,
+    UNREADABLE,
+    UNSENDABLE,
+    pack_failure,
+)
+from aiogpu.wire.messages import Define, Done, Failed, Run
+from aiogpu.wire.payload import dump_result, load_arguments, load_function
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.worker.channel import Channel
+    from aiogpu.worker.coroutines import Coroutines
+    from aiogpu.worker.interrupts import Interrupts
+
+OWN_FRAMES: Final = "/aiogpu/worker/"
+"""Marks this package's own frames, which a user's traceback leaves out."""
+
+
+class Executor:
+    """The functions that a worker knows, and the way to run them."""
+
+    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+        self._channel = channel
+        self._interrupts = interrupts
+        self._sites: dict[int, Define] = {}
+        self._payloads: dict[int, bytes] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._coroutines: Coroutines | None = None
+        interrupts.install(self._attempt.__code__)
+
+    def define(self, message: Define) -> None:
+        """Learn a site; its function is not unpickled before a task needs it."""
+        if message.payload:
+            self._payloads[message.function] = message.payload
+        self._sites[message.site] = message._replace(payload=b"")
+
+    def forget(self) -> None:
+        """Drop all sites and functions."""
+        self._sites.clear()
+        self._payloads.clear()
+        self._functions.clear()
+
+    def run(self, message: Run) -> Done | Failed:
+        """Run a task to its end; whatever it does, the answer is returned."""
+        site = self._sites[message.site]
+        current.task, current.name = message.task, site.name
+        current.resources = site.resources
+        outcome = self._attempt(message.task, site, message.payload)
+        if isinstance(outcome, tuple):
+            return outcome
+        kind, error = outcome.kind, outcome.error
+        if self._interrupts.is_asked(message.task):
+            self._interrupts.hear(message.task)
+            kind = STOPPED
+        return pack_failure(message.task, kind, error, OWN_FRAMES)
+
+    def _attempt(self, task: int, site: Define, payload: bytes) -> Done | Raised:
+        # No interrupt lands in this very frame, so leaving is safe at any step.
+        interrupts = self._interrupts
+        kind = UNREADABLE
+        interrupts.entered = task
+        try:
+            if interrupts.is_asked(task):
+                raise KeyboardInterrupt
+            function = self._functions.get(site.function)
+            if function is None:
+                function = self._load(site.function)
+            args, kwargs = load_arguments(payload)
+            kind = RAISED
+            value = _call(function, args, kwargs)
+            if type(value) is CoroutineType:
+                value = self._await(value, task)
+            kind = UNSENDABLE
+            done = Done(task, dump_result(value))
+            interrupts.entered = 0
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            interrupts.entered = 0
+            return Raised(kind, error)
+        return done
+
+    def _load(self, function: int) -> Callable[..., Any]:
+        loaded: Callable[..., Any] = load_function(self._payloads[function])
+        self._functions[function] = loaded
+        return loaded
+
+    def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
+        if self._coroutines is None:
+            # asyncio costs 40 ms to import; only the first coroutine pays.
+            from aiogpu.worker.coroutines import Coroutines
+
+            self._coroutines = Coroutines(self._channel, self._interrupts)
+        return self._coroutines.run(coroutine, task)
+
+
+class Raised:
+    """What an attempt raised, and in which of its steps."""
+
+    __slots__ = ("error", "kind")
+
+    def __init__(self, kind: str, error: BaseException) -> None:
+        self.kind = kind
+        self.error = error
+
+
+def _call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    # A frame of its own: an interrupt may land in a builtin called from here.
+    return function(*args, **kwargs)

@@ -1,0 +1,73 @@
+"""Stopping user code that runs in a worker's main thread.
+
+A signal carries no task id, and it may arrive when its task is over. So the cancel
+names its task in a word of a page that driver and worker share; the signal only
+says "look". The handler raises inside the named task's user code and nowhere else:
+never in a frame of the worker's own, never while a frame is being sent.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+from aiogpu.memory.page import ControlPage
+
+
+class Interrupts:
+    """One worker's side: where it is, and whether it may be interrupted now.
+
+    Attributes:
+        entered: the task whose user code runs, 0 outside of it. Whoever sets it
+            lists his code object in `own`, so that no interrupt lands between
+            two steps of his.
+    """
+
+    def __init__(self, page: ControlPage, slot: int) -> None:
+        self.entered = 0
+        self._page = page
+        self._slot = slot
+        self._is_shielded = False
+        self._is_pending = False
+        self._own: set[CodeType] = set()
+
+    def install(self, *own: CodeType) -> None:
+        """Handle the signal from now on; frames of `own` are never interrupted."""
+        self._own.update(own)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def is_asked(self, task: int) -> bool:
+        """Whether this task is to stop."""
+        return self._page.asked(self._slot) == task
+
+    def hear(self, task: int) -> None:
+        """Tell the driver that the task knows; it sends no further signal."""
+        self._page.hear(self._slot, task)
+
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        task = self.entered
+        if task == 0 or not self.is_asked(task):
+            return
+        if self._is_shielded:
+            self._is_pending = True
+        elif frame is None or frame.f_code not in self._own:
+            self._raise(task)
+
+    def _raise(self, task: int) -> None:
+        self.hear(task)
+        raise KeyboardInterrupt(f"task {task} was cancelled")
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """Put off an interrupt until the end of the block. Main thread only."""
+        self._is_shielded = True
+        try:
+            yield
+        finally:
+            self._is_shielded = False
+            if self._is_pending:
+                self._is_pending = False
+                self._raise(self.entered)

@@ -1,0 +1,86 @@
+"""What a task prints, as lines that carry their task.
+
+`sys.stdout` and `sys.stderr` become text streams that send whole lines on the
+worker's own connection, so they reach the driver before the task's answer does.
+Bytes written straight to descriptors 1 and 2 go another way: through the slot's
+pipes.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from _thread import RLock
+from typing import TYPE_CHECKING, Final, cast
+
+from aiogpu.wire.messages import Log
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+LONGEST: Final = 1 << 16
+"""Bytes after which a line is sent although it has not ended."""
+
+
+class LineSender(io.BufferedIOBase):
+    """Takes bytes, sends lines. May be written to from any thread."""
+
+    def __init__(self, channel: Channel, stream: int) -> None:
+        super().__init__()
+        self._channel = channel
+        self._stream = stream
+        self._partial = b""
+        self._lock = RLock()
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor that subprocesses would inherit: 1 or 2."""
+        return self._stream
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Send what is complete, keep the rest."""
+        fresh = bytes(data)
+        with self._lock:
+            *lines, self._partial = (self._partial + fresh).split(b"\n")
+            for line in lines:
+                self._send(line)
+            while len(self._partial) >= LONGEST:
+                self._send(self._partial[:LONGEST])
+                self._partial = self._partial[LONGEST:]
+        return len(fresh)
+
+    def end_line(self) -> None:
+        """Send what was written since the last end of line, if anything."""
+        if self._partial:
+            with self._lock:
+                line, self._partial = self._partial, b""
+                self._send(line)
+
+    def _send(self, line: bytes) -> None:
+        self._channel.send(Log(current.task, self._stream, line))
+
+
+class Stdio:
+    """The two streams of a worker."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._senders = [LineSender(channel, 1), LineSender(channel, 2)]
+        sys.stdout, sys.stderr = (_text(sender) for sender in self._senders)
+
+    def end_lines(self) -> None:
+        """Send unfinished lines; the task that wrote them is over."""
+        for sender in self._senders:
+            sender.end_line()
+
+
+def _text(sender: LineSender) -> io.TextIOWrapper[io.BufferedWriter]:
+    # The writer's place is taken by an object that has all of it that is used.
+    buffer = cast("io.BufferedWriter", sender)
+    return io.TextIOWrapper(
+        buffer, "utf-8", "backslashreplace", line_buffering=True, write_through=True
+    )

@@ -1,0 +1,92 @@
+"""Waits for a message, a child's end or the driver's death, whichever is first.
+
+Zygote and keepers sit here. The driver's death shows on a pidfd that was opened
+before anything else: not on the socket, whose other end a fork of the driver may
+hold open.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from typing import Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.wire.connection import Connection, greeting
+from aiogpu.wire.frames import encode
+from aiogpu.wire.messages import Close, Message
+
+CHUNK: Final = 65536
+
+
+class Watch:
+    """One process's connection to the driver, with its children's ends.
+
+    Attributes:
+        driver: pidfd of the driver; forks inherit it.
+        is_over: the driver has died, or broke the protocol, or closed.
+    """
+
+    def __init__(self, role: str, identity: int, path: str, driver: int) -> None:
+        self.driver = driver
+        self.is_over = False
+        self._connection = Connection.connecting(role)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, _note)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._poll = select.poll()
+        for descriptor in (driver, self._wake, self._socket.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        self._socket.sendall(greeting(role, identity, os.getpid()))
+
+    def send(self, message: Message) -> None:
+        """Send to the driver; one that has gone is noticed by `wait`."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError:
+            self.is_over = True
+
+    def wait(self) -> list[Message]:
+        """Block until something happens; give the messages that came.
+
+        A child may have ended whenever this returns. `Close` is not given but
+        sets `is_over`, as does all that ends the connection.
+        """
+        ready = [descriptor for descriptor, _ in self._poll.poll()]
+        messages: list[Message] = []
+        if self._wake in ready:
+            os.read(self._wake, CHUNK)
+        if self._socket.fileno() in ready:
+            messages = self._receive()
+        if self.driver in ready:
+            self.is_over = True
+        if any(isinstance(message, Close) for message in messages):
+            self.is_over = True
+        return messages
+
+    def _receive(self) -> list[Message]:
+        try:
+            data = self._socket.recv(CHUNK)
+            messages = self._connection.receive(data)
+        except (OSError, ProtocolError):
+            self.is_over = True
+            return []
+        if not data:
+            self.is_over = True
+        return messages
+
+    def leave(self) -> None:
+        """Close all but the driver's pidfd: this process is a fork and goes on."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._wake)
+        os.close(self._wakeup)
+        self._socket.close()
+
+
+def _note(_number: int, _frame: object) -> None:
+    """Let SIGCHLD reach the wake-up descriptor; a default handler would not."""

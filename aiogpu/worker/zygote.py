@@ -1,0 +1,146 @@
+"""The zygote: imports once, stays fit to be forked, and forks keepers on request.
+
+It proves its fitness after each import: one thread and no open accelerator. Its
+death ends no running worker; the driver's death ends it, and it takes the node's
+directory along.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import shutil
+import sys
+from typing import Final
+
+from aiogpu.memory.page import ControlPage
+from aiogpu.wire.connection import ZYGOTE
+from aiogpu.wire.messages import Keep, Lost, Ready, Unfit
+from aiogpu.wire.setup import Setup, socket_path
+from aiogpu.worker import kernel
+from aiogpu.worker.birth import Birth
+from aiogpu.worker.keeper import Keeper, end_children
+from aiogpu.worker.watch import Watch
+
+GUARDS: Final = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""Set while modules are imported: libraries that read them start no threads and
+touch no GPU. The driver's own values are back before the first fork."""
+
+DEVICE_FILES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron")
+
+
+class Zygote:
+    """The zygote of one node; made in a fresh interpreter."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._keepers: dict[int, int] = {}
+        self._lost: list[int] = []
+        driver = os.pidfd_open(setup.driver)
+        if os.getppid() != setup.driver:
+            sys.exit(0)  # the driver died before this; the pidfd may be another's
+        kernel.set_process_name("aiogpu-zygote")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        kernel.adopt_orphans()
+        self._page = ControlPage.open(setup.page)
+        os.close(setup.page)
+        self._watch = Watch(ZYGOTE, 0, socket_path(setup.directory), driver)
+
+    def run(self) -> None:
+        """Preload, then fork keepers until the driver closes or dies."""
+        if not self._preload():
+            return
+        gc.collect()
+        gc.freeze()
+        self._watch.send(Ready())
+        while not self._watch.is_over:
+            for message in self._watch.wait():
+                if isinstance(message, Keep):
+                    self._fork(message.slot)
+            self._reap()
+        self._wait_for_keepers()
+        shutil.rmtree(self._setup.directory, ignore_errors=True)
+
+    def _preload(self) -> bool:
+        """Import what is to be shared; False if a module made us unfit."""
+        environ = {name: os.environ.get(name) for name in GUARDS}
+        os.environ.update(GUARDS)
+        for module in self._setup.preload:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # noqa: BLE001 - an import may raise anything
+                self._watch.send(
+                    Unfit(module, f"{type(error).__name__}: {error}", True)
+                )
+                return False
+            reason = unfit_to_fork()
+            if reason is not None:
+                self._watch.send(Unfit(module, reason, False))
+                return False
+        for name, value in environ.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        return True
+
+    def _fork(self, slot: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._watch.leave()
+                birth = Birth(self._setup, self._page)
+                Keeper(slot, self._setup, self._watch.driver, birth.begin).run()
+            except BaseException:  # noqa: BLE001 - the fork must not return
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(0)
+        self._keepers[pid] = slot
+
+    def _reap(self) -> None:
+        """Note keepers that ended unasked, and end what they have left to us."""
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self._keepers:
+                self._lost.append(self._keepers.pop(pid))
+        strays = [pid for pid in kernel.children() if pid not in self._keepers]
+        for pid in strays:
+            kernel.kill(pid)
+        if not strays:
+            for slot in self._lost:
+                self._watch.send(Lost(slot))
+            self._lost.clear()
+
+    def _wait_for_keepers(self) -> None:
+        while self._keepers:
+            pid, _ = os.waitpid(-1, 0)
+            self._keepers.pop(pid, None)
+        end_children()
+
+
+def unfit_to_fork() -> str | None:
+    """Say what makes this process unfit to be forked, None if nothing does."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"it left {threads - 1} threads running"
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(DEVICE_FILES):
+            return f"it opened {target}"
+    return None

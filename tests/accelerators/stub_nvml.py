@@ -1,0 +1,182 @@
+"""The NVML stub as tests use it: compile it once, write what it tells, run code.
+
+`nvidia-ml-py` finds the library by its soname alone, so the stub is met by
+processes started with `LD_LIBRARY_PATH`: those that `StubNvml.run` starts, and any
+other that is given `StubNvml.environ`. pytest's own process keeps the real world.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).with_name("stub_nvml.c")
+LIBRARY = "libnvidia-ml.so.1"
+ROOT = Path(__file__).parents[2]
+STATE = "AIOGPU_STUB_NVML_STATE"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StubGpu:
+    """One GPU as the stub tells it; `processes` are pairs of pid and bytes."""
+
+    uuid: str
+    name: str = "NVIDIA A100-SXM4-40GB"
+    pci: str = "00000000:3B:00.0"
+    total: int = 40 * GIB
+    used: int = 0
+    processes: tuple[tuple[int, int], ...] = ()
+
+
+def gpus(count: int, name: str = "NVIDIA A100-SXM4-40GB") -> list[StubGpu]:
+    """Make that many, with UUIDs GPU-00.., GPU-11.. and buses in order."""
+    return [
+        StubGpu(_uuid(f"{index:x}"), name, f"00000000:{index + 1:02X}:00.0")
+        for index in range(count)
+    ]
+
+
+def _uuid(digit: str) -> str:
+    return "GPU-" + "-".join(digit * length for length in (8, 4, 4, 4, 12))
+
+
+def compile_stub(folder: Path, without: Sequence[str] = ()) -> Path:
+    """Compile the stub into `folder`, leaving out the symbols in `without`.
+
+    Skips the test where the machine has no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("the NVML stub needs a C compiler: none of cc, gcc, clang found")
+    library = folder / LIBRARY
+    absent = [f"-D{name}=absent_{name}" for name in without]
+    command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", *absent]
+    command += ["-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}"]
+    subprocess.run([*command, "-o", library, SOURCE], check=True)
+    return library
+
+
+class StubNvml:
+    """One test's world: a compiled stub, a state file, and a way to run code."""
+
+    def __init__(self, library: Path, state: Path) -> None:
+        self.library = library
+        self.state = state
+        self.write()
+
+    def __repr__(self) -> str:
+        return f"<StubNvml {self.library} {self.state}>"
+
+    def write(
+        self,
+        devices: Sequence[StubGpu] = (),
+        *,
+        init_error: int = 0,
+        fail: Mapping[str, int] | None = None,
+        lost: Sequence[int] = (),
+        forbidden: Sequence[int] = (),
+        driver: str = "570.00",
+    ) -> None:
+        """Change what NVML tells from now on, also to programs that run already.
+
+        Args:
+            devices: the GPUs, in NVML's order.
+            init_error: what nvmlInit returns.
+            fail: what other functions return, by their name with its version.
+            lost: indices of GPUs that have fallen off the bus.
+            forbidden: indices of GPUs that this user may not touch.
+            driver: the driver's version.
+        """
+        lines = [f"driver {driver}", f"init_error {init_error}"]
+        lines += [
+            f"device {gpu.uuid} {gpu.pci} {gpu.total} {gpu.used} {gpu.name}"
+            for gpu in devices
+        ]
+        lines += [f"fail {name} {code}" for name, code in (fail or {}).items()]
+        for index, gpu in enumerate(devices):
+            lines += [f"process {index} {pid} {size}" for pid, size in gpu.processes]
+        lines += [f"lost {index}" for index in lost]
+        lines += [f"forbidden {index}" for index in forbidden]
+        # Replaced in one step: a program may be reading it at this moment.
+        fresh = self.state.with_suffix(".new")
+        text = "\n".join(lines) + "\n"
+        # A lone surrogate such as \udcff stands for a byte that is no UTF-8.
+        fresh.write_bytes(text.encode(errors="surrogateescape"))
+        fresh.replace(self.state)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment for a process that is to meet this stub."""
+        return stub_environ(self.library.parent, self.state)
+
+    def run(self, snippet: str) -> Any:
+        """Run `snippet` in a fresh interpreter and return what it called `result`."""
+        return run_snippet(snippet, self.environ)
+
+
+def stub_environ(folder: Path, state: Path) -> dict[str, str]:
+    """This process's environment, but no word of CUDA, and with that library."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_")}
+    folders = (str(folder), environ.get("LD_LIBRARY_PATH"))
+    environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
+    environ["PYTHONPATH"] = str(ROOT)
+    environ[STATE] = str(state)
+    return environ
+
+
+PRELUDE = """
+import json, sys
+from dataclasses import asdict
+from aiogpu.accelerators.nvidia import Nvidia, inventory
+from aiogpu.errors import DeviceError
+
+def shown(devices):
+    return [asdict(device) for device in devices]
+
+def ids(environ, wanted=None):
+    return [device.id for device in Nvidia().devices(environ, wanted)]
+
+def error(environ, wanted=None):
+    try:
+        Nvidia().devices(environ, wanted)
+    except DeviceError as error:
+        return str(error)
+
+"""
+
+
+def program(snippet: str) -> list[str]:
+    """The command that runs `snippet` after the common prelude."""
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
+
+
+def run_snippet(snippet: str, environ: Mapping[str, str]) -> Any:
+    """Run `snippet` under `environ` and return the JSON of what it called `result`."""
+    ending = "\njson.dump(result, sys.stdout)\n"
+    command = program(textwrap.dedent(snippet) + ending)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub, compiled once."""
+    return compile_stub(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml(stub_library: Path, tmp_path: Path) -> StubNvml:
+    """A stub with a state of its own, without any GPU at first."""
+    return StubNvml(stub_library, tmp_path / "nvml.state")

@@ -1,0 +1,197 @@
+"""CUDA_VISIBLE_DEVICES as text against what there is; no NVML, no process."""
+
+import pytest
+
+from aiogpu.accelerators.visible import Inventory, entries, require, resolve
+from aiogpu.core.devices import Device
+from aiogpu.errors import DeviceError
+
+A = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+B = "GPU-8932aaaa-d72c-4106-c12f-20bd9faed9f6"
+C = "GPU-00000000-d72c-4106-c12f-20bd9faed9f6"
+FIRST = Device(0, "A100", A, "NVIDIA A100-SXM4-40GB", 40 << 30)
+SECOND = Device(1, "A100", B, "NVIDIA A100-SXM4-40GB", 40 << 30)
+THIRD = Device(2, "T4", C, "Tesla T4", 16 << 30)
+THREE = Inventory((FIRST, SECOND, THIRD), 3)
+UNKNOWN = Inventory(problem="NVML does not start: Driver Not Loaded")
+EMPTY = Inventory((), 0)
+MIG = "MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"
+OLD_MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0"
+
+
+def named(text: str, there: Inventory = THREE, **how: bool) -> list[int | str]:
+    return [device.id for device in resolve(text, there, **how)]
+
+
+def refused(text: str, there: Inventory = THREE) -> str:
+    with pytest.raises(DeviceError) as caught:
+        resolve(text, there)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ()),
+        ("  ", ()),
+        ("NoDevFiles", ()),
+        (" NoDevFiles ", ()),
+        ("-1", ()),
+        ("0", (0,)),
+        ("1,3", (1, 3)),
+        (" 1 ,\t3 ", (1, 3)),
+        ("02", (2,)),
+        ("2,1,0", (2, 1, 0)),
+        ("0,2,-1,1", (0, 2)),
+        ("0, -1 ,rubbish", (0,)),
+        (f"{A},0,{MIG}", (A, 0, MIG)),
+        ("0,,1", (0, "", 1)),
+        ("0,", (0, "")),
+        ("-2", ("-2",)),
+        ("+1", ("+1",)),
+        ("1.0", ("1.0",)),
+        ("\u0662", ("\u0662",)),  # a digit to Python, none to CUDA
+        ("9" * 5000, ("9" * 5000,)),  # more digits than int() accepts
+    ],
+)
+def test_entries(text, expected):
+    assert entries(text) == expected
+
+
+def test_indices_come_in_the_users_order_with_details():
+    assert resolve("2,0", THREE) == (THIRD, FIRST)
+
+
+def test_a_uuid_is_the_id_where_the_user_gave_one():
+    assert resolve(f"{C},0", THREE) == (
+        Device(C, "T4", C, "Tesla T4", 16 << 30),
+        FIRST,
+    )
+
+
+def test_a_unique_beginning_of_a_uuid_stands_for_the_whole():
+    assert named("GPU-0,GPU-8932f,GPU-8932aaaa") == [C, A, B]
+
+
+def test_an_ambiguous_beginning_is_refused():
+    assert refused("2,GPU-8932") == (
+        "CUDA_VISIBLE_DEVICES='2,GPU-8932': 'GPU-8932' is how the UUIDs of 2 devices "
+        f"begin. This machine has 0 ({A}, NVIDIA A100-SXM4-40GB), "
+        f"1 ({B}, NVIDIA A100-SXM4-40GB), 2 ({C}, Tesla T4). "
+        "Give more digits of the UUID."
+    )
+
+
+@pytest.mark.parametrize("mig", [MIG, OLD_MIG])
+@pytest.mark.parametrize("there", [THREE, UNKNOWN, EMPTY])
+def test_mig_ids_are_taken_as_they_stand(mig, there):
+    assert resolve(mig, there) == (Device(mig),)
+
+
+@pytest.mark.parametrize("entry", ["3", "GPU-ffff", C[:-1] + "0"])
+def test_an_entry_that_is_not_there_is_named(entry):
+    message = refused(f"0,{entry}")
+    assert f"there is no device '{entry}'" in message
+    assert f"This machine has 0 ({A}, NVIDIA A100-SXM4-40GB), 1 (" in message
+    assert message.endswith("CUDA itself hides the entry and all after it.")
+
+
+def test_a_machine_without_devices_says_so():
+    assert "This machine has no device." in refused("0", EMPTY)
+
+
+@pytest.mark.parametrize("there", [THREE, UNKNOWN], ids=["nvml", "no nvml"])
+@pytest.mark.parametrize("entry", ["", "x", "-2", "1.0", "GPU", "GPU-xyz", "MIG-"])
+def test_an_ill_formed_entry_is_refused_with_or_without_nvml(entry, there):
+    message = refused(f"0,{entry},1", there)
+    assert f": {entry!r} is neither an index" in message
+    assert str(there) in message
+
+
+@pytest.mark.parametrize(
+    ("text", "again", "before"),
+    [
+        ("1,1", "1", "1"),
+        ("1,01", "1", "1"),
+        (f"0,{A}", A, "0"),
+        ("GPU-8932f,0", "0", "GPU-8932f"),
+        (f"GPU-8932f,{A}", A, "GPU-8932f"),
+        (f"{MIG},{MIG}", MIG, MIG),
+    ],
+)
+def test_one_device_named_twice_is_refused(text, again, before):
+    message = refused(text)
+    assert f"{again!r} names the same device as {before!r} before it" in message
+    assert "This machine has 0 (" in message
+    assert message.endswith("Name each device once.")
+
+
+@pytest.mark.parametrize("text", ["7,7", f"{A},{A}", "GPU-a,GPU-a"])
+def test_one_entry_twice_is_refused_without_nvml_too(text):
+    message = refused(text, UNKNOWN)
+    assert "names the same device as" in message
+    assert "unknown (NVML does not start: Driver Not Loaded)" in message
+
+
+def test_without_nvml_entries_are_taken_as_they_stand():
+    assert resolve(f"7,GPU-89,{MIG}", UNKNOWN) == (
+        Device(7),
+        Device("GPU-89"),
+        Device(MIG),
+    )
+
+
+def test_under_another_order_indices_have_no_details():
+    assert resolve("2,0", THREE, by_bus=False) == (Device(2), Device(0))
+    assert named("1,GPU-0", by_bus=False) == [1, C]
+
+
+def test_an_index_past_the_last_is_refused_under_any_order():
+    with pytest.raises(DeviceError, match="there is no device '3'"):
+        resolve("3", THREE, by_bus=False)
+
+
+def test_what_a_silent_device_may_be_is_not_refused():
+    """With one device silent, a UUID that nobody knows may well be its own."""
+    there = Inventory((FIRST, THIRD), 3, "GPU 1 does not answer: GPU is lost")
+    assert resolve(f"1,{B},2", there) == (Device(1), Device(B), THIRD)
+    assert refused("3", there).count("and 1 that did not answer") == 1
+
+
+def test_a_device_whose_uuid_is_unknown_may_be_the_one_meant():
+    there = Inventory((FIRST, Device(1)), 2)
+    assert named(f"{A},{B}", there) == [A, B]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "message"),
+    [
+        (
+            3,
+            "0,1",
+            "num_gpus=3, but CUDA_VISIBLE_DEVICES='0,1' names 2 devices; ask for at "
+            "most 2, or name more.",
+        ),
+        (
+            2,
+            "0,-1,1",
+            "num_gpus=2, but CUDA_VISIBLE_DEVICES='0,-1,1' names 1 device; ask for at "
+            "most 1, or name more.",
+        ),
+        (
+            1,
+            "",
+            "num_gpus=1, but CUDA_VISIBLE_DEVICES='' names no device; ask for "
+            "num_gpus=0, or name some.",
+        ),
+    ],
+)
+def test_wanting_more_than_are_named_is_refused(wanted, text, message):
+    with pytest.raises(DeviceError) as caught:
+        require("num_gpus", wanted, text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_wanting_no_more_than_are_named_is_fine(wanted):
+    require("num_gpus", wanted, "0,1")

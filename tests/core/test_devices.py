@@ -1,0 +1,78 @@
+"""Where shares go: the rules of Ray's page on fractional accelerators."""
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.resources import UNIT, device_quantity
+
+
+def gpus(*free: float, types: str = "") -> DeviceSet:
+    """Devices of which these shares are free."""
+    kinds = types.split() or [None] * len(free)
+    devices = DeviceSet("GPU", [Device(i, kinds[i]) for i in range(len(free))])
+    for index, share in enumerate(free):
+        devices.take([(index, UNIT - device_quantity("free", share))])
+    return devices
+
+
+def place(devices: DeviceSet, amount: float, kind: str | None = None) -> list[int]:
+    """Take an amount; the indices of the devices that it came from."""
+    shares = devices.choose(device_quantity("num_gpus", amount), kind)
+    devices.take(shares or ())
+    return [index for index, _ in shares or ()]
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "got"),
+    [
+        ((1, 1, 1), [0.5, 0.5, 0.5, 0.3, 0.3], [[0], [0], [1], [1], [2]]),
+        ((1, 1, 1), [0.7, 0.5, 0.2, 0.3, 0.5], [[0], [1], [0], [1], [2]]),
+        ((0, 1, 0), [0.25, 0.75], [[1], [1]]),
+        ((1, 0.5, 1), [2, 0.5], [[0, 2], [1]]),
+        ((1, 1, 1), [0.6, 0.6, 0.6, 0.5], [[0], [1], [2], []]),
+        ((1, 1, 1), [0.6, 0.6, 0.6, 1], [[0], [1], [2], []]),
+        ((0.3, 0.3), [0.5], [[]]),
+        ((1, 1), [3], [[]]),
+        ((1, 1, 1), [1, 1, 1, 1], [[0], [1], [2], []]),
+        ((), [0.5, 1], [[], []]),
+    ],
+)
+def test_packing_as_observed_on_ray(free, asked, got):
+    devices = gpus(*free)
+    assert [place(devices, amount) for amount in asked] == got
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.1, 10), (1 / 3, 3), (0.25, 4)])
+def test_equal_shares_fill_one_device_to_the_last(share, times):
+    devices = gpus(1)
+    assert [place(devices, share) for _ in range(times + 1)] == [[0]] * times + [[]]
+
+
+def test_the_lowest_device_that_came_free_is_used_first():
+    devices = gpus(0, 0, 0)
+    devices.give_back([(2, UNIT)])
+    devices.give_back([(1, UNIT)])
+    assert place(devices, 1) == [1]
+    assert place(devices, 0.5) == [2]
+
+
+def test_choosing_takes_nothing():
+    devices = gpus(1)
+    assert devices.choose(5_000) == devices.choose(5_000) == ((0, 5_000),)
+    assert devices.free == [UNIT]
+
+
+def test_only_devices_of_the_type_that_is_asked_for():
+    devices = gpus(1, 1, 1, 1, types="T4 A100 T4 A100")
+    assert place(devices, 0.5, "A100") == [1]
+    assert place(devices, 1, "A100") == [3]
+    assert place(devices, 1, "A100") == []
+    assert place(devices, 0.6, "A100") == []
+    assert place(devices, 2, "T4") == [0, 2]
+    assert devices.count_of("A100") == 2
+    assert devices.count_of("H200") == 0
+    assert devices.count_of(None) == 4
+
+
+def test_a_set_shows_what_is_free():
+    assert repr(gpus(1, 0.25)) == "<DeviceSet GPU: 1.25/2>"

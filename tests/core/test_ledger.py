@@ -1,0 +1,124 @@
+"""Leases are taken whole or not at all, and what is free is always exact."""
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources import UNIT, Request, device_quantity, quantity
+
+
+def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
+    """A node with so many CPUs and GPUs."""
+    scalars = {"CPU": cpus, **others}
+    return Ledger(
+        {name: quantity(name, amount) for name, amount in scalars.items()},
+        [DeviceSet("GPU", [Device(index, "A100") for index in range(gpus)])],
+    )
+
+
+def asking(cpus: float = 0, gpus: float = 0, *, kind: str | None = None, **others):
+    """A request in the user's numbers."""
+    scalars = {"CPU": cpus, **others}
+    return Request.of(
+        {name: quantity(name, amount) for name, amount in scalars.items()},
+        {"GPU": device_quantity("GPU", gpus)},
+        kind,
+    )
+
+
+def test_a_lease_is_taken_and_given_back():
+    node = ledger()
+    lease = node.take(asking(1, 0.25))
+    assert lease is not None
+    assert lease.shares == (((0, 2_500),),)
+    assert node.available() == {"CPU": 3.0, "GPU": 1.75}
+    node.check()
+    node.give_back(lease)
+    assert node.available() == node.totals() == {"CPU": 4.0, "GPU": 2.0}
+    node.check()
+
+
+def test_a_lease_is_given_back_once():
+    node = ledger()
+    lease = node.take(asking(1))
+    assert lease is not None
+    node.give_back(lease)
+    with pytest.raises(KeyError):
+        node.give_back(lease)
+
+
+def test_nothing_is_taken_where_one_thing_is_short():
+    node = ledger(cpus=4, gpus=1, license=1)
+    assert node.take(asking(5, 1)) is None
+    assert node.take(asking(1, 2)) is None
+    assert node.take(asking(1, 1, license=2)) is None
+    assert node.take(asking(1, 1, unknown=1)) is None
+    assert node.available() == node.totals()
+    assert not node.leases
+
+
+def test_devices_of_a_kind_that_is_not_there_are_not_found():
+    node = Ledger({"CPU": UNIT})
+    assert node.take(asking(1, 0.5)) is None
+    assert node.why_infeasible(asking(0, 0.5)) == "GPU 0.5 of 0"
+    assert node.available() == {"CPU": 1.0}
+
+
+def test_a_thousand_tenths_do_not_drift():
+    node = ledger(cpus=100)
+    tenth = asking(0.1)
+    leases = [node.take(tenth) for _ in range(1000)]
+    assert node.available()["CPU"] == 0.0
+    assert node.take(tenth) is None
+    for lease in leases:
+        assert lease is not None
+        node.give_back(lease)
+    assert node.free == node.capacity
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (asking(4, 2), None),
+        (asking(0, 0.25), None),
+        (asking(5), "CPU 5 of 4"),
+        (asking(0, 3), "GPU 3 of 2"),
+        (asking(0, 0, license=1), "license 1 of 0"),
+        (asking(0, 1, kind="T4"), "accelerator_type:T4 0.001 of 0"),
+    ],
+)
+def test_what_a_node_can_never_meet_is_said_in_words(request_, reason):
+    assert ledger().why_infeasible(request_) == reason
+
+
+def test_too_few_devices_of_a_type():
+    node = ledger(**{"accelerator_type:A100": 1})
+    assert node.why_infeasible(asking(0, 3, kind="A100")) == "GPU 3 of 2 of type A100"
+
+
+def test_a_busy_node_is_not_an_infeasible_one():
+    node = ledger(cpus=1)
+    assert node.take(asking(1)) is not None
+    assert node.why_infeasible(asking(1)) is None
+
+
+def test_a_ledger_shows_what_is_free():
+    node = ledger()
+    node.take(asking(1, 0.5))
+    assert repr(node) == "<Ledger CPU 3/4, GPU 1.5/2; 1 leases>"
+
+
+def test_check_notices_an_amount_that_nobody_holds():
+    node = ledger()
+    node.take(asking(1, 0.5))
+    node.free["CPU"] += 1
+    with pytest.raises(AssertionError):
+        node.check()
+
+
+def test_check_notices_a_share_that_nobody_holds():
+    node = ledger()
+    node.take(asking(1, 0.5))
+    node.device_sets["GPU"].free[1] -= 1
+    with pytest.raises(AssertionError):
+        node.check()

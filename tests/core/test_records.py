@@ -1,0 +1,74 @@
+"""Records move along their tables only; a binding is environment and devices."""
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.lifecycle import (
+    TASK_LEADS_TO,
+    WORKER_LEADS_TO,
+    TaskState,
+    WorkerState,
+)
+from aiogpu.core.records import (
+    TaskRecord,
+    WorkerRecord,
+    binding_of,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.errors import InternalError
+
+
+def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
+    """A spec that asks for this."""
+    return TaskSpec("f", Shape(request, environment))
+
+
+@pytest.mark.parametrize("before", TaskState)
+@pytest.mark.parametrize("after", TaskState)
+def test_a_task_moves_where_its_table_leads(before, after):
+    record = TaskRecord(TaskId(7), spec_of(Request()), 0, before)
+    if after in TASK_LEADS_TO[before]:
+        move_task(record, after)
+        assert record.state is after
+    else:
+        with pytest.raises(InternalError, match="task 7 cannot go"):
+            move_task(record, after)
+        assert record.state is before
+
+
+@pytest.mark.parametrize("before", WorkerState)
+@pytest.mark.parametrize("after", WorkerState)
+def test_a_worker_moves_where_its_table_leads(before, after):
+    record = WorkerRecord(WorkerId(7), before)
+    if after in WORKER_LEADS_TO[before]:
+        move_worker(record, after)
+        assert record.state is after
+    else:
+        with pytest.raises(InternalError, match="worker 7 cannot go"):
+            move_worker(record, after)
+        assert record.state is before
+
+
+def test_a_binding_is_environment_and_devices_but_not_amounts():
+    ledger = Ledger({}, [DeviceSet("GPU", [Device(0), Device(1), Device(2)])])
+    bindings = []
+    for amount in (2_500, 5_000, 2 * UNIT):
+        request = Request.of({}, {"GPU": amount})
+        lease = ledger.take(request)
+        assert lease is not None
+        bindings.append(binding_of(spec_of(request, ("A", "1")), lease))
+    quarter, half, two = bindings
+    assert quarter == half == ((("A", "1"),), (("GPU", (0,)),))
+    assert two == ((("A", "1"),), (("GPU", (1, 2)),))
+
+
+def test_without_devices_the_environment_alone_binds():
+    request = Request.of({"CPU": UNIT}, {})
+    lease = Ledger({"CPU": UNIT}).take(request)
+    assert lease is not None
+    assert binding_of(spec_of(request), lease) == ((), ())

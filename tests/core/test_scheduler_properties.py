@@ -1,0 +1,156 @@
+"""Whatever happens, in whatever order: no share is lost, no owner left untold.
+
+`World.check()` holds the scheduler to its invariants after every single event;
+the rules only choose what happens. At the end all that runs is let end, and then
+nothing may be left: no lease, no record, no alarm.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from aiogpu.core.policy import Patience
+from aiogpu.errors import InfeasibleError
+from aiogpu.testing import World
+
+TYPES = ["A100", "A100", "T4"]
+SHARES = st.integers(1, 10_000).map(lambda parts: parts / 10_000)
+GPUS = st.one_of(
+    st.just(0), st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.7]), SHARES, st.integers(1, 4)
+)
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "num_cpus": st.sampled_from([0, 0.5, 1, 2]),
+        "num_gpus": GPUS,
+        "resources": st.sampled_from([{"license": 0.3}, {"license": 1}]),
+        "accelerator_type": st.sampled_from(["A100", "T4", "H200"]),
+        "environment": st.sampled_from([{"X": "1"}, {"X": "2"}]),
+        "function": st.integers(0, 2),
+        "max_calls": st.integers(0, 2),
+        "max_retries": st.integers(-1, 2),
+        "priority": st.integers(-1, 1),
+        "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
+    },
+)
+PATIENCE = st.builds(
+    Patience,
+    cancel_grace=st.sampled_from([0, 0.3, 2.0]),
+    interrupt_every=st.sampled_from([0.05, 0.5, 5.0]),
+    exit_grace=st.sampled_from([0, 1.0]),
+    idle_workers=st.integers(0, 3),
+)
+
+
+class NodeMachine(RuleBasedStateMachine):
+    """A node of three GPUs to which anything may happen."""
+
+    @initialize(starts=st.booleans(), exits=st.booleans(), patience=PATIENCE)
+    def begin(self, starts: bool, exits: bool, patience: Patience) -> None:
+        self.w = World(
+            cpus=4,
+            gpu_types=TYPES,
+            resources={"license": 1},
+            patience=patience,
+            starts=starts,
+            exits=exits,
+        )
+
+    @rule(options=OPTIONS)
+    def submit(self, options):
+        name = f"t{len(self.w.tasks)}"
+        try:
+            self.w.submit(name, **options)
+        except InfeasibleError:
+            asked = options.get("accelerator_type"), options.get("num_gpus", 0)
+            room = {None: 3, "A100": 2, "T4": 1, "H200": -1}
+            assert asked[1] > room[asked[0]]
+
+    @precondition(lambda self: any(not w.has_started for w in self.w.workers.values()))
+    @rule(data=st.data())
+    def start(self, data):
+        forked = [w.id for w in self.w.workers.values() if not w.has_started]
+        self.w.start(data.draw(st.sampled_from(forked)))
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data(), retry=st.booleans())
+    def finish(self, data, retry):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        self.w.finish(name, retry=retry)
+
+    @precondition(lambda self: self.w.tasks)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.tasks))))
+
+    @precondition(lambda self: self.w.workers)
+    @rule(data=st.data())
+    def die(self, data):
+        self.w.die(data.draw(st.sampled_from(sorted(self.w.workers))))
+
+    @rule(seconds=st.sampled_from([0, 0.1, 0.5, 2.0, 30.0]))
+    def advance(self, seconds):
+        self.w.advance(seconds)
+
+    @precondition(lambda self: len(self.w.tasks) > 8)
+    @rule()
+    def close(self):
+        self.w.close()
+
+    @invariant()
+    def nobody_waits_for_what_is_free(self):
+        ledger = self.w.scheduler.ledger
+        for record in list(self.w.scheduler.ready):
+            lease = ledger.take(record.spec.shape.request)
+            assert lease is None, record
+
+    @invariant()
+    def no_device_is_shared_beyond_the_whole(self):
+        held = [0] * len(TYPES)
+        for lease in self.w.scheduler.ledger.leases.values():
+            for shares in lease.shares:
+                for index, parts in shares:
+                    assert parts > 0
+                    held[index] += parts
+        assert all(parts <= 10_000 for parts in held), held
+        assert all(0 <= share <= 1 for share in self.w.free_gpus)
+
+    @invariant()
+    def no_more_workers_idle_than_are_wanted(self):
+        scheduler = self.w.scheduler
+        wanted = 0 if scheduler.is_closing else scheduler.patience.idle_workers
+        assert scheduler.workers.idle <= wanted
+
+    def teardown(self):
+        w = self.w
+        w.run_dry()
+        w.check()
+        scheduler = w.scheduler
+        assert scheduler.ledger.available() == scheduler.ledger.totals()
+        assert not scheduler.ledger.leases
+        assert not scheduler.tasks
+        assert scheduler.ready.is_empty
+        assert len(scheduler.timers) == 0
+        assert w.running == w.waiting == w.starting == set()
+        for name, task in w.tasks.items():
+            assert (task.news is None) == task.is_cancelled, name
+        w.close()
+        assert scheduler.is_closed
+        assert not w.workers
+
+
+TestNode = NodeMachine.TestCase
+TestNode.settings = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=150,
+    stateful_step_count=50,
+    suppress_health_check=list(HealthCheck),
+)
