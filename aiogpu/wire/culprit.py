@@ -161,5 +161,5 @@ def _parts_of_state(state: object) -> Iterator[tuple[str, object]]:
     for names in both:
         if isinstance(names, dict):
             yield from ((f".{name}", item) for name, item in names.items())
-        else:
+        elif names is not None:
             yield ".__getstate__()", names

@@ -122,6 +122,13 @@ class NodeMachine(RuleBasedStateMachine):
         assert all(0 <= share <= 1 for share in self.w.free_gpus)
 
     @invariant()
+    def a_share_is_held_until_the_process_is_gone(self):
+        for worker in self.w.workers.values():
+            if worker.is_ending and worker.id not in self.w.retired:
+                record = self.w.scheduler.workers.get(worker.id)
+                assert record.lease is not None, record
+
+    @invariant()
     def no_more_workers_idle_than_are_wanted(self):
         scheduler = self.w.scheduler
         wanted = 0 if scheduler.is_closing else scheduler.patience.idle_workers

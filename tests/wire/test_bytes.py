@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
@@ -162,7 +163,7 @@ def test_a_chunk_may_end_one_frame_and_hold_others_and_begin_one():
 def test_any_messages_arrive_whatever_the_cuts(messages, cuts):
     data = b"".join(map(encode, messages))
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    chunks = [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    chunks = [data[a:b] for a, b in pairwise(edges)]
     assert same(feed_all(FrameReader(), chunks), messages)
 
 

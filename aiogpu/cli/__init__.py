@@ -1,0 +1,1 @@
+"""Tells: the `aiogpu` command. Knows the public interface and nothing below it."""

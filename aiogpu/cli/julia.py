@@ -1,0 +1,112 @@
+"""The demo's computation: a Julia set, band by band or at once.
+
+The one door to numpy. Workers import this file, so it imports nothing that draws.
+Only operations that IEEE 754 rounds one by one are used: a pixel's value does not
+depend on which others are computed with it, and bands can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiogpu
+
+from .timeline import Span
+
+STEPS: Final = 400
+"""A point that has not escaped by then counts as inside."""
+LEVELS: Final = 16
+"""Shades of a preview."""
+
+Counts = NDArray[np.uint16]
+
+
+class Scene(NamedTuple):
+    """What is computed: z → z² + c on a square of `size` × `size` points."""
+
+    size: int
+    c_x: float
+    c_y: float
+
+    @classmethod
+    def of(cls, size: int, seed: int) -> Scene:
+        """A scene with c just outside the Mandelbrot set's heart, where it is rich."""
+        angle = random.Random(seed).uniform(0.3, 1.3)
+        x = math.cos(angle) / 2 - math.cos(2 * angle) / 4
+        y = math.sin(angle) / 2 - math.sin(2 * angle) / 4
+        return cls(size, 1.03 * x, 1.03 * y)
+
+    def band(self, number: int, of: int) -> tuple[int, int]:
+        """First row of a band and the row after its last."""
+        return self.size * number // of, self.size * (number + 1) // of
+
+
+class Band(NamedTuple):
+    """A task's result: its rows, and where and when they were computed."""
+
+    first_row: int
+    counts: Counts
+    span: Span
+
+
+def escape_counts(scene: Scene, first: int, end: int) -> Counts:
+    """How many steps each point of the rows takes to escape."""
+    axis = (2.0 * np.arange(scene.size) + 1.0 - scene.size) * (1.6 / scene.size)
+    x = np.tile(axis, end - first)
+    y = np.repeat(axis[first:end], scene.size)
+    counts = np.full(x.size, STEPS, np.uint16)
+    alive = np.arange(x.size)
+    for step in range(STEPS):
+        xx, yy = x * x, y * y
+        stays = xx + yy <= 4.0
+        counts[alive[~stays]] = step
+        alive, x, y, xx, yy = (a[stays] for a in (alive, x, y, xx, yy))
+        y = 2.0 * x * y + scene.c_y
+        x = xx - yy + scene.c_x
+    return counts.reshape(end - first, scene.size)
+
+
+@aiogpu.remote
+def band(scene: Scene, number: int, of: int) -> Band:
+    """Compute one band in a worker, and note where and when."""
+    begin = time.monotonic()  # the same clock for all processes of a machine
+    first, end = scene.band(number, of)
+    counts = escape_counts(scene, first, end)
+    gpus = tuple(aiogpu.get_gpu_ids())
+    return Band(
+        first, counts, Span(number, gpus, os.getpid(), begin, time.monotonic())
+    )
+
+
+class Picture:
+    """The whole, as it is put together from bands."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._counts: Counts = np.zeros((scene.size, scene.size), np.uint16)
+
+    def add(self, part: Band) -> None:
+        """Put a band in its place."""
+        rows = slice(part.first_row, part.first_row + len(part.counts))
+        self._counts[rows] = part.counts
+
+    def equals_serial(self) -> bool:
+        """Compute all in this process, at once, and compare."""
+        serial = escape_counts(self._scene, 0, self._scene.size)
+        return np.array_equal(self._counts, serial)
+
+    def preview(self, width: int, height: int) -> list[list[int]]:
+        """Levels from 0 to `LEVELS` - 1, by row; 0 where nothing is yet."""
+        rows = np.arange(height) * self._scene.size // height
+        columns = np.arange(width) * self._scene.size // width
+        counts = self._counts[np.ix_(rows, columns)]
+        scale = (LEVELS - 1) / math.log1p(STEPS)
+        levels: list[list[int]] = (np.log1p(counts) * scale).astype(int).tolist()
+        return levels

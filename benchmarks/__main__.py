@@ -1,0 +1,65 @@
+"""`python -m benchmarks [WORKLOAD ...] [--json FILE] [--quick]`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import uvloop
+
+from benchmarks.environments import ENVIRONMENTS
+from benchmarks.method import FULL, QUICK, Scale
+from benchmarks.port import Environment, UnsupportedError
+from benchmarks.report import heading, machine_facts, report, table, write_report
+from benchmarks.rows import Row
+from benchmarks.workloads import WORKLOADS
+
+
+@click.command()
+@click.argument("workloads", nargs=-1, type=click.Choice(list(WORKLOADS)))
+@click.option(
+    "--environment",
+    "system",
+    type=click.Choice(list(ENVIRONMENTS)),
+    default="aiogpu",
+    show_default=True,
+    help="The system to measure.",
+)
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write machine facts and all samples to FILE.",
+)
+@click.option("--quick", is_flag=True, help="Few calls: shows that all of it runs.")
+def main(workloads: Sequence[str], system: str, file: Path | None, quick: bool) -> None:
+    """Measure WORKLOADS, all of them unless named. A slow result is no failure."""
+    environment = ENVIRONMENTS[system]()
+    machine = machine_facts(environment)
+    click.echo(heading(machine))
+    scale = QUICK if quick else FULL
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = runner.run(measure_all(environment, workloads or list(WORKLOADS), scale))
+    click.echo(table(rows))
+    if file is not None:
+        write_report(file, report(environment, machine, rows, quick))
+
+
+async def measure_all(
+    environment: Environment, names: Sequence[str], scale: Scale
+) -> list[Row]:
+    """All rows, in order; one that cannot be had says so."""
+    rows: list[Row] = []
+    for name in names:
+        click.echo(f"{name} ...", err=True)
+        try:
+            rows += await WORKLOADS[name](environment, scale)
+        except UnsupportedError as reason:
+            rows.append(Row(name, "", f"not measured: {reason}"))
+    return rows
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

@@ -1,0 +1,84 @@
+"""aiogpu, as a node inside the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import aiogpu
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.effects import Assign
+from aiogpu.core.events import Submitted, TaskFinished, WorkerStarted
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
+from benchmarks.port import Call, Need, Programs
+
+T = TypeVar("T")
+
+FIRST_RESULT = """
+from time import perf_counter_ns
+from aiogpu import init, remote, run
+
+@remote
+def noop(number):
+    return None
+
+async def main():
+    start = perf_counter_ns()
+    async with init():
+        await noop.remote(1)
+        print(perf_counter_ns() - start)
+
+run(main())
+"""
+
+
+class AiogpuLocal:
+    """An embedded node for each workload."""
+
+    name = "aiogpu"
+    libraries = ("aiogpu", "uvloop", "msgpack", "cloudpickle", "nvidia-ml-py")
+    programs = Programs(
+        "import aiogpu", "from aiogpu import init, remote", FIRST_RESULT
+    )
+
+    async def open(self, num_cpus: int, num_gpus: int = 0) -> None:
+        """Start a node."""
+        await aiogpu.init(num_cpus=num_cpus, num_gpus=num_gpus)
+
+    def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
+        """`f.remote`, which is what a program calls."""
+        return aiogpu.remote(
+            num_cpus=need.num_cpus,
+            num_gpus=need.num_gpus,
+            max_calls=1 if need.is_isolated else 0,
+        )(function).remote
+
+    def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:
+        """A scheduler with one paper worker that has run such a task before."""
+        gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
+        scheduler = Scheduler(Ledger({CPU: quantity("num_cpus", 4)}, [gpus]))
+        request = Request.of(
+            {CPU: quantity("num_cpus", need.num_cpus)},
+            {GPU: device_quantity("num_gpus", need.num_gpus)},
+        )
+        spec = TaskSpec("noop", Shape(request))
+        worker = WorkerId(1)
+
+        def cycle(number: int) -> None:
+            task = TaskId(number)
+            effects = scheduler.handle(Submitted(task, spec), 0.0)
+            assert type(effects[0]) is Assign, effects
+            scheduler.handle(TaskFinished(task, worker), 0.0)
+
+        scheduler.handle(Submitted(TaskId(-1), spec), 0.0)
+        scheduler.handle(WorkerStarted(worker), 0.0)
+        scheduler.handle(TaskFinished(TaskId(-1), worker), 0.0)
+        return cycle
+
+    async def close(self) -> None:
+        """Shut the node down."""
+        await aiogpu.shutdown()

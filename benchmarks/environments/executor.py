@@ -1,0 +1,66 @@
+"""The standard library's `ProcessPoolExecutor`, awaited by `asyncio.wrap_future`."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import NoReturn, TypeVar
+
+from benchmarks.port import Call, Need, Programs, UnsupportedError
+
+T = TypeVar("T")
+
+FIRST_RESULT = """
+import asyncio
+from concurrent.futures import ProcessPoolExecutor
+from time import perf_counter_ns
+
+async def main():
+    start = perf_counter_ns()
+    with ProcessPoolExecutor(1) as pool:
+        await asyncio.get_running_loop().run_in_executor(pool, abs, 1)
+        print(perf_counter_ns() - start)
+
+asyncio.run(main())
+"""
+
+
+class Executor:
+    """A pool of as many processes as there are CPUs to share out."""
+
+    name = "executor"
+    libraries = ("uvloop",)
+    programs = Programs(
+        "import concurrent.futures",
+        "from concurrent.futures import ProcessPoolExecutor",
+        FIRST_RESULT,
+    )
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    async def open(self, num_cpus: int, num_gpus: int = 0) -> None:
+        """Start a pool."""
+        # Not by "fork": this process runs an event loop.
+        context = multiprocessing.get_context("forkserver")
+        self._pool = ProcessPoolExecutor(num_cpus, context)
+
+    def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
+        """`pool.submit`, as an asyncio future."""
+        if need.num_gpus:
+            raise UnsupportedError("an executor shares out no GPUs")
+        pool = self._pool
+        assert pool is not None
+        return lambda number: asyncio.wrap_future(pool.submit(function, number))
+
+    def decision(self, num_gpus: int, need: Need) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor has no scheduler apart from its pool")
+
+    async def close(self) -> None:
+        """Stop the pool."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None

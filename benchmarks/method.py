@@ -1,0 +1,126 @@
+"""How is measured: the floor and the workload in turn, block by block.
+
+A machine's speed wanders by half within minutes, so a figure by itself says little.
+A block of the workload is divided by the block of the floor just before it; the
+median of these ratios is the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+from time import perf_counter_ns
+
+Block = list[int]
+"""Nanoseconds of each call, or of the whole block where calls overlap."""
+
+Run = Callable[[], Awaitable[Block]]
+"""Runs one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        calls: in a block of calls awaited one at a time.
+        blocks: of these, for the workload and as many for the floor.
+        gathered: calls in a block of overlapping ones.
+        gathers: blocks of these.
+        isolated: calls in a block of isolated ones.
+        isolates: blocks of these.
+        starts: fresh interpreters for each question.
+        is_judged: whether it is enough to hold against a goal.
+    """
+
+    calls: int
+    blocks: int
+    gathered: int
+    gathers: int
+    isolated: int
+    isolates: int
+    starts: int
+    is_judged: bool
+
+
+FULL = Scale(
+    calls=500,
+    blocks=40,
+    gathered=20_000,
+    gathers=5,
+    isolated=32,
+    isolates=8,
+    starts=25,
+    is_judged=True,
+)
+QUICK = Scale(
+    calls=20,
+    blocks=2,
+    gathered=200,
+    gathers=2,
+    isolated=4,
+    isolates=1,
+    starts=1,
+    is_judged=False,
+)
+
+
+@dataclass(slots=True)
+class Pair:
+    """Blocks of the workload, each with the block of the floor before it."""
+
+    floor: list[Block] = field(default_factory=list)
+    workload: list[Block] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """The median, over all blocks, of what the p50 is of the floor's p50."""
+        return median(
+            median(workload) / median(floor)
+            for floor, workload in zip(self.floor, self.workload, strict=True)
+        )
+
+    @property
+    def added(self) -> float:
+        """The median, over all blocks, of what the p50 is more than the floor's."""
+        return median(
+            median(workload) - median(floor)
+            for floor, workload in zip(self.floor, self.workload, strict=True)
+        )
+
+
+async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
+    """Run both in turn; the first block of each warms up and is not counted."""
+    await floor()
+    await workload()
+    pair = Pair()
+    for _ in range(blocks):
+        pair.floor.append(await floor())
+        pair.workload.append(await workload())
+    return pair
+
+
+async def one_at_a_time(call: Callable[[int], Awaitable[object]], count: int) -> Block:
+    """Await each call before the next is made."""
+    samples: Block = []
+    for number in range(count):
+        start = perf_counter_ns()
+        await call(number)
+        samples.append(perf_counter_ns() - start)
+    return samples
+
+
+async def all_at_once(call: Callable[[int], Awaitable[object]], count: int) -> Block:
+    """Gather all calls; gives the time of the whole."""
+    start = perf_counter_ns()
+    await asyncio.gather(*(call(number) for number in range(count)))
+    return [perf_counter_ns() - start]
+
+
+def percentile(blocks: Sequence[Block], percent: int) -> float:
+    """Of all calls of all blocks together; the nearest sample."""
+    samples = sorted(chain.from_iterable(blocks))
+    return samples[min(len(samples) * percent // 100, len(samples) - 1)]

@@ -1,0 +1,105 @@
+"""What is kept of a run: the machine's facts and all samples; and a table of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.port import Environment
+from benchmarks.rows import Row
+
+SCHEMA = 1
+HEAD = ("", "p50", "p99", "unit", "floor p50", "p99", "ratio", "goal", "verdict")
+
+
+def machine_facts(environment: Environment) -> dict[str, Any]:
+    """What a reader must know of where it ran."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in environment.libraries},
+        "load_average": os.getloadavg(),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def report(
+    environment: Environment, machine: dict[str, Any], rows: Sequence[Row], quick: bool
+) -> dict[str, Any]:
+    """All of a run; `machine` was taken before it."""
+    return {
+        "schema": SCHEMA,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment.name,
+        "is_quick": quick,
+        "machine": machine,
+        "load_average_after": os.getloadavg(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    """Write it as JSON; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+
+
+def heading(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    load = " ".join(f"{load:.2f}" for load in machine["load_average"])
+    libraries = ", ".join(f"{name} {v}" for name, v in machine["libraries"].items())
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores, "
+        f"Linux {machine['kernel']}, Python {machine['python']}, {libraries}; "
+        f"load average {load}"
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows for the terminal."""
+    lines = [HEAD, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in {0, 3, 7, 8} else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        _number(row.p50),
+        _number(row.p99),
+        row.unit,
+        _number(row.floor),
+        _number(row.floor_p99),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        row.goal,
+        row.verdict,
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"

@@ -1,0 +1,128 @@
+"""What a workload finds: rows, each a figure held against a floor and a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from benchmarks.method import Block, Pair, Scale, percentile
+
+US: Final = 1_000
+MS: Final = 1_000_000
+NO_GOAL: Final = "no goal"
+
+SLOWEST_FLOOR: Final = 70 * US
+"""A floor whose p50 is above this was measured on a busy machine."""
+LEAST_RATE: Final = 80_000
+"""The same for pipelined calls, in calls per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The most that a figure may be, and of which of a row's figures it speaks."""
+
+    most: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"<= {self.most:g} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        p50, p99, floor, floor_p99, ratio: None where the row has none.
+        verdict: "met", "not met", or in words why there is none.
+        samples, floor_samples: raw, in nanoseconds, block by block.
+    """
+
+    name: str
+    unit: str
+    verdict: str
+    p50: float | None = None
+    p99: float | None = None
+    floor: float | None = None
+    floor_p99: float | None = None
+    ratio: float | None = None
+    goal: str = ""
+    samples: Sequence[Block] = field(default=(), repr=False)
+    floor_samples: Sequence[Block] = field(default=(), repr=False)
+
+
+def judge(figure: float, goal: Goal | None, scale: Scale, fault: str = "") -> str:
+    """What is to be said of a figure.
+
+    Args:
+        figure: the one of which the goal speaks.
+        goal: None to report only.
+        scale: whether there was enough of it.
+        fault: what makes the run invalid, empty if nothing does.
+    """
+    if fault:
+        return f"INVALID: {fault}"
+    if goal is None:
+        return NO_GOAL
+    if not scale.is_judged:
+        return "not judged: --quick makes too few calls"
+    return "met" if figure <= goal.most else "not met"
+
+
+def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
+    """Calls awaited one at a time, beside the floor's."""
+    floor = percentile(pair.floor, 50)
+    fault = ""
+    if floor > SLOWEST_FLOOR:
+        fault = (
+            f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; the machine is busy"
+        )
+    return Row(
+        name,
+        "us",
+        judge(pair.ratio, goal, scale, fault),
+        p50=percentile(pair.workload, 50) / US,
+        p99=percentile(pair.workload, 99) / US,
+        floor=floor / US,
+        floor_p99=percentile(pair.floor, 99) / US,
+        ratio=pair.ratio,
+        goal=str(goal),
+        samples=pair.workload,
+        floor_samples=pair.floor,
+    )
+
+
+def rate_row(name: str, pair: Pair, calls: int, scale: Scale) -> Row:
+    """Calls per second of overlapping calls; the ratio is one of rates."""
+    rate = calls * 1e9 / percentile(pair.workload, 50)
+    floor = calls * 1e9 / percentile(pair.floor, 50)
+    fault = ""
+    if floor < LEAST_RATE:
+        fault = f"the floor is below {LEAST_RATE / 1000:g} k/s; the machine is busy"
+    return Row(
+        name,
+        "calls/s",
+        judge(rate, None, scale, fault),
+        p50=rate,
+        floor=floor,
+        ratio=1 / pair.ratio,
+        samples=pair.workload,
+        floor_samples=pair.floor,
+    )
+
+
+def time_row(
+    name: str, blocks: Sequence[Block], goal: Goal | None, scale: Scale
+) -> Row:
+    """Milliseconds by themselves."""
+    figure = percentile(blocks, 50) / MS
+    return Row(
+        name,
+        "ms",
+        judge(figure, goal, scale),
+        p50=figure,
+        p99=percentile(blocks, 99) / MS,
+        goal=str(goal or ""),
+        samples=blocks,
+    )

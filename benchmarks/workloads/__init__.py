@@ -1,0 +1,30 @@
+"""The questions, one a file. None of them knows what it is asked of."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from benchmarks.method import Scale
+from benchmarks.port import Environment
+from benchmarks.rows import Row
+from benchmarks.workloads import (
+    gpu_latency,
+    isolated,
+    noop_latency,
+    scheduler_only,
+    start,
+    throughput,
+)
+
+Workload = Callable[[Environment, Scale], Awaitable[list[Row]]]
+
+WORKLOADS: Final[Mapping[str, Workload]] = {
+    "noop_latency": noop_latency.measure,
+    "gpu_latency": gpu_latency.measure,
+    "start": start.measure,
+    "isolated": isolated.measure,
+    "throughput": throughput.measure,
+    "scheduler_only": scheduler_only.measure,
+}
+"""In the order in which they run."""

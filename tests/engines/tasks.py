@@ -1,0 +1,279 @@
+"""The tasks of the engines' tests: light to import, since workers import them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from itertools import repeat
+from typing import Any
+
+import aiogpu
+from tests.gate import pass_gate, say
+
+
+@aiogpu.remote
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+@aiogpu.remote
+async def double(x: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+@aiogpu.remote
+def echo(value: Any) -> Any:
+    return value
+
+
+@aiogpu.remote
+def pid() -> int:
+    return os.getpid()
+
+
+@aiogpu.remote
+def gated(path: str, name: str) -> str:
+    return pass_gate(path, name)
+
+
+@aiogpu.remote
+async def gated_coroutine(path: str, name: str) -> str:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(f"{name} {os.getpid()}\n".encode())
+    try:
+        await reader.read(1)
+    except asyncio.CancelledError:
+        say(path, f"{name}-cancelled")
+        raise
+    finally:
+        writer.close()
+    return name
+
+
+@aiogpu.remote
+def spin(path: str, name: str) -> None:
+    say(path, name)
+    try:
+        while True:
+            pass
+    except KeyboardInterrupt:
+        say(path, f"{name}-interrupted")
+        raise
+
+
+@aiogpu.remote
+def swallow(path: str, name: str) -> None:
+    say(path, name)
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            say(path, f"{name}-swallowed")
+
+
+@aiogpu.remote
+async def deaf_coroutine(path: str, name: str) -> None:
+    say(path, name)
+    while True:
+        pass
+
+
+@aiogpu.remote
+def block_in_c(path: str, name: str) -> None:
+    say(path, name)
+    # Consumes for ever without a single bytecode, so no signal handler runs.
+    deque(repeat(None), maxlen=0)
+
+
+@aiogpu.remote
+def where() -> dict[str, Any]:
+    context = aiogpu.get_runtime_context()
+    return {
+        "ids": aiogpu.get_gpu_ids(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "order": os.environ.get("CUDA_DEVICE_ORDER"),
+        "resources": dict(context.assigned_resources),
+        "accelerators": context.get_accelerator_ids(),
+        "task": context.task_id,
+        "worker": context.worker_id,
+        "node": context.node_id,
+        "name": context.task_name,
+        "pid": os.getpid(),
+    }
+
+
+@aiogpu.remote
+def where_gated(path: str, name: str) -> list[int | str]:
+    pass_gate(path, name)
+    return aiogpu.get_gpu_ids()
+
+
+@aiogpu.remote
+def environment(*names: str) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+@aiogpu.remote
+def surroundings() -> tuple[str, list[str]]:
+    return os.getcwd(), sys.path
+
+
+@aiogpu.remote
+def modules(*names: str) -> dict[str, bool]:
+    return {name: name in sys.modules for name in names}
+
+
+@aiogpu.remote
+def fail(kind: type[BaseException], *args: Any) -> None:
+    raise kind(*args)
+
+
+@aiogpu.remote
+def fail_until(path: str, times: int, kind: type[BaseException]) -> int:
+    """Fail `times` times, counting in a file; then give the count."""
+    with open(path, "a+") as file:
+        file.write("x")
+        file.seek(0)
+        count = len(file.read())
+    if count <= times:
+        raise kind(f"attempt {count}")
+    return count
+
+
+@aiogpu.remote
+def die_until(path: str, times: int) -> int:
+    """End the process `times` times, counting in a file; then give the count."""
+    with open(path, "a+") as file:
+        file.write("x")
+        file.flush()
+        file.seek(0)
+        count = len(file.read())
+    if count <= times:
+        os._exit(9)
+    return count
+
+
+@aiogpu.remote(max_retries=0)
+def exit_at_once(code: int) -> None:
+    os.write(2, b"last words\n")
+    os._exit(code)
+
+
+@aiogpu.remote(max_retries=0)
+def kill_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+    threading.Event().wait()
+
+
+@aiogpu.remote(max_retries=0)
+def close_all_descriptors() -> None:
+    os.closerange(0, 1000)
+    threading.Event().wait()
+
+
+class UnreadableResult:
+    """Pickles well, and raises when it is unpickled."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+    def __reduce__(self) -> Any:
+        return eval, (self.expression,)
+
+
+@aiogpu.remote
+def unreadable(expression: str) -> UnreadableResult:
+    return UnreadableResult(expression)
+
+
+@aiogpu.remote
+def unpicklable() -> dict[str, Any]:
+    return {"lock": [threading.Lock()]}
+
+
+class AwkwardError(Exception):
+    """Pickles well; unpickling calls it with too few arguments."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a)
+
+
+@aiogpu.remote
+def fail_awkwardly() -> None:
+    raise AwkwardError(1, 2)
+
+
+@aiogpu.remote
+def leave_process(path: str, name: str) -> int:
+    """Start a daemon that outlives the task and detaches itself as it can."""
+    command = (
+        "import os, sys, threading; os.setsid(); "
+        "from tests.gate import say; say(sys.argv[1], sys.argv[2]); "
+        "threading.Event().wait()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", command, path, name], start_new_session=True
+    )
+    return child.pid
+
+
+@aiogpu.remote
+def output(lines: list[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+@aiogpu.remote
+def raw_output(text: str) -> None:
+    os.write(1, text.encode())
+
+
+@aiogpu.remote
+def mixed_output(path: str) -> None:
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    pass_gate(path, "printed")
+    print("unfinished", end="")
+
+
+@aiogpu.remote
+def flood(lines: int) -> None:
+    for number in range(lines):
+        print(f"line {number} " + "x" * 100)
+
+
+@aiogpu.remote
+def random_number() -> float:
+    import numpy
+
+    return float(numpy.random.rand())
+
+
+@aiogpu.remote
+def clock() -> float:
+    return time.monotonic()
+
+
+@aiogpu.remote
+def start_task_inside() -> None:
+    add.remote(1)
+
+
+@aiogpu.remote
+async def leave_asyncio_task(path: str) -> None:
+    async def rest() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            say(path, "rest-ended")
+
+    task = asyncio.create_task(rest())
+    await asyncio.sleep(0)
+    assert not task.done()

@@ -1,0 +1,77 @@
+"""A gate between tests and tasks: a task says that it runs, and waits to go on.
+
+It takes the place of sleeps. `Gate` is the test's side, `pass_gate` the task's; the
+latter imports nothing that a worker would not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+def pass_gate(path: str, name: str) -> str:
+    """In a task: say `name`, then block until the test lets it pass."""
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(path)
+        visitor.sendall(f"{name} {os.getpid()}\n".encode())
+        visitor.recv(1)
+    return name
+
+
+def say(path: str, name: str) -> None:
+    """In a task: say `name` and go on."""
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(path)
+        visitor.sendall(f"{name} {os.getpid()}\n".encode())
+
+
+class Gate:
+    """The test's side."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.pids: dict[str, int] = {}
+        self._visitors: dict[str, asyncio.StreamWriter] = {}
+        self._news = asyncio.Condition()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls) -> AsyncIterator[Gate]:
+        """Listen in a directory with a short name."""
+        with tempfile.TemporaryDirectory(prefix="gate-", dir="/tmp") as place:
+            gate = cls(f"{place}/s")
+            server = await asyncio.start_unix_server(gate._visit, gate.path)
+            yield gate
+            for visitor in gate._visitors.values():
+                visitor.close()
+            server.close()
+
+    async def _visit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        name, pid = (await reader.readline()).decode().split()
+        async with self._news:
+            self._visitors[name] = writer
+            self.pids[name] = int(pid)
+            self._news.notify_all()
+
+    async def entered(self, *names: str) -> None:
+        """Wait until all of these have said that they run."""
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: set(names) <= set(self._visitors))
+
+    @property
+    def inside(self) -> set[str]:
+        """Who has come and was not let pass."""
+        return {name for name, w in self._visitors.items() if not w.is_closing()}
+
+    def release(self, *names: str) -> None:
+        """Let these pass."""
+        for name in names:
+            self._visitors[name].write(b".")
+            self._visitors[name].close()

@@ -1,0 +1,143 @@
+"""Nothing is swallowed, left for later, or waited for by the clock."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "aiogpu").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+POSTPONED = re.compile(r"#.*\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]) + r")\b")
+EVERYTHING = {"Exception", "BaseException"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def names_in(node: ast.AST | None) -> set[str]:
+    """The last parts of all names in an expression: `a.b(c)` has b and c."""
+    if node is None:
+        return set()
+    return {
+        each.id if isinstance(each, ast.Name) else each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name | ast.Attribute)
+    }
+
+
+def swallows(node: ast.AST) -> bool:
+    """Whether any exception whatever vanishes here without a trace."""
+    match node:
+        case ast.ExceptHandler(type=None):
+            return True
+        case ast.ExceptHandler(type=kind, body=[ast.Pass() | ast.Continue()]):
+            return bool(names_in(kind) & EVERYTHING)
+        case ast.Call(func=function, args=args) if "suppress" in names_in(function):
+            return any(names_in(arg) & EVERYTHING for arg in args)
+    return False
+
+
+def task_names(module: ast.Module) -> set[str]:
+    """Functions that a call `remote(f)` makes tasks."""
+    return {
+        argument.id
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and "remote" in names_in(node.func)
+        for argument in node.args
+        if isinstance(argument, ast.Name)
+    }
+
+
+def sleeps(module: ast.Module) -> Iterator[int]:
+    """Lines that let time pass, but for those of tasks, whose work is to last."""
+    tasks = task_names(module)
+
+    def search(node: ast.AST) -> Iterator[int]:
+        if isinstance(node, Function) and (
+            node.name in tasks
+            or any("remote" in names_in(each) for each in node.decorator_list)
+        ):
+            return
+        if isinstance(node, ast.Call) and is_sleep(node):
+            yield node.lineno
+        for child in ast.iter_child_nodes(node):
+            yield from search(child)
+
+    yield from search(module)
+
+
+def is_sleep(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if name == "asyncio.sleep":
+        return ast.unparse(call.args[0]) != "0"
+    return name in ("time.sleep", "sleep")
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=shown)
+def test_no_exception_is_swallowed(path):
+    module = ast.parse(path.read_text())
+    assert not [node.lineno for node in ast.walk(module) if swallows(node)]
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, *TESTS], ids=shown)
+def test_nothing_is_left_for_later(path):
+    assert not POSTPONED.findall(path.read_text())
+
+
+@pytest.mark.parametrize("path", TESTS, ids=shown)
+def test_no_test_sleeps_or_mocks(path):
+    module = ast.parse(path.read_text())
+    assert not list(sleeps(module))
+    imported = {
+        alias.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not {"mock", "unittest.mock"} & imported
+
+
+@pytest.mark.parametrize("room", ["core", "wire"])
+def test_the_pure_rooms_never_await(room):
+    coroutines = [
+        f"{shown(path)}:{node.lineno}"
+        for path in PACKAGE
+        if path.parent.name == room
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await)
+    ]
+    assert not coroutines
+
+
+@pytest.mark.parametrize(
+    ("source", "is_seen"),
+    [
+        ("try: f()\nexcept Exception: pass", True),
+        ("try: f()\nexcept: log()", True),
+        ("try: f()\nexcept (OSError, BaseException): pass", True),
+        ("with contextlib.suppress(Exception): f()", True),
+        ("try: f()\nexcept OSError: pass", False),
+        ("try: f()\nexcept Exception as error: tell(error)", False),
+    ],
+)
+def test_the_search_for_swallowed_exceptions(source, is_seen):
+    assert any(swallows(node) for node in ast.walk(ast.parse(source))) == is_seen
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import time\ntime.sleep(1)", [2]),
+        ("async def test(): await asyncio.sleep(0.1)", [1]),
+        ("async def test(): await asyncio.sleep(0)", []),
+        ("@aiogpu.remote(num_gpus=1)\ndef f(): time.sleep(1)", []),
+        ("def f(): time.sleep(1)\ng = remote(f)", []),
+    ],
+)
+def test_the_search_for_sleeps(source, lines):
+    assert list(sleeps(ast.parse(source))) == lines

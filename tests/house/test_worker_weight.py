@@ -1,0 +1,85 @@
+"""What an import brings along: a worker stays light, and so does its fork."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def brought_by(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has only after this statement."""
+    program = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        f"{statement}\n"
+        "print(*set(sys.modules) - before)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=True
+    )
+    return set(ran.stdout.split())
+
+
+def among(modules: set[str], unwanted: list[str]) -> set[str]:
+    """Those that are one of the unwanted packages or lie within."""
+    return {
+        module
+        for module in modules
+        if any(module == name or module.startswith(name + ".") for name in unwanted)
+    }
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        pytest.param(
+            "import aiogpu",
+            [
+                *("asyncio", "uvloop", "msgpack", "cloudpickle", "dataclasses"),
+                *("pynvml", "click", "rich", "socket", "subprocess", "logging"),
+                *("aiogpu.core", "aiogpu.runtime", "aiogpu.api", "aiogpu.errors"),
+            ],
+            id="the face",
+        ),
+        pytest.param(
+            "import aiogpu.worker.__main__",
+            [
+                *("asyncio", "uvloop", "pynvml", "click", "rich", "numpy"),
+                *("dataclasses", "subprocess", "multiprocessing", "logging"),
+                *("aiogpu.core", "aiogpu.runtime", "aiogpu.api", "aiogpu.engines"),
+                *("aiogpu.accelerators", "aiogpu.testing", "aiogpu.cli"),
+            ],
+            id="the worker",
+        ),
+        pytest.param(
+            "from aiogpu import remote, get_gpu_ids, get_runtime_context, TaskError",
+            [
+                *("asyncio", "uvloop", "pynvml", "click", "rich", "msgpack"),
+                *("aiogpu.api.session", "aiogpu.engines", "aiogpu.accelerators"),
+            ],
+            id="a module of tasks",
+        ),
+        pytest.param(
+            "import aiogpu\n"
+            "@aiogpu.remote(num_gpus=0.25)\n"
+            "def f(x: int) -> int: return x\n"
+            "f.options(num_cpus=2)",
+            [
+                *("asyncio", "uvloop", "pynvml", "cloudpickle", "msgpack"),
+                *("aiogpu.api.session", "aiogpu.engines", "aiogpu.accelerators"),
+            ],
+            id="a decorated task",
+        ),
+        pytest.param(
+            "import aiogpu.core.scheduler, aiogpu.wire.connection, aiogpu.errors",
+            ["asyncio", "socket", "threading", "subprocess", "aiogpu.runtime"],
+            id="the pure rooms",
+        ),
+    ],
+)
+def test_an_import_brings_nothing_heavy(statement, unwanted):
+    assert among(brought_by(statement), unwanted) == set()
+
+
+def test_the_measure_sees_what_is_brought():
+    assert "asyncio.events" in among(brought_by("import aiogpu.api.handle"), ["asyncio"])

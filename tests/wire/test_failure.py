@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import pickle
+import threading
+import traceback
+
+import pytest
+
+from aiogpu.errors import (
+    DeserializationError,
+    RemoteTraceback,
+    SerializationError,
+    TaskError,
+)
+from aiogpu.wire.failure import (
+    RAISED,
+    STOPPED,
+    UNREADABLE,
+    UNSENDABLE,
+    pack_failure,
+    unpack_failure,
+)
+from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.messages import Failed
+
+NO_FRAME = "/no/such/folder/"
+
+
+def raised(error: BaseException) -> BaseException:
+    """The exception as a task's code leaves it, with a traceback."""
+    try:
+        raise error  # the user's own line
+    except BaseException as caught:
+        return caught
+
+
+def travel(error: BaseException, kind: str = RAISED) -> Exception:
+    """What arrives of an exception, by way of real bytes."""
+    failed = pack_failure(7, kind, raised(error), NO_FRAME)
+    (arrived,) = FrameReader().feed(encode(failed))
+    assert arrived == failed
+    return unpack_failure(arrived, "work")
+
+
+def arrives_as_text(error: BaseException, text: str = "") -> TaskError:
+    arrived = travel(error)
+    assert type(arrived) is TaskError
+    assert text in str(arrived)
+    assert type(arrived.__cause__) is RemoteTraceback
+    assert "the user's own line" in str(arrived.__cause__)
+    assert arrived.remote_traceback in str(arrived.__cause__)
+    return arrived
+
+
+class Quota(Exception):
+    def __init__(self, limit):
+        super().__init__(limit)
+        self.limit = limit
+
+
+# What arrives as itself
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"),
+        KeyError("k"),
+        ZeroDivisionError(),
+        OSError(2, "No such file", "a.txt"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        Quota(3),
+        TimeoutError("late"),
+        concurrent.futures.CancelledError(),
+        asyncio.QueueEmpty(),
+        TaskError("inner", "mod.Kind", "trace"),
+        RecursionError("deep"),
+        MemoryError(),
+        AssertionError(),
+        ModuleNotFoundError("m", name="m", path="p"),
+    ],
+)
+def test_an_exception_arrives_with_its_own_type(error):
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    assert arrived.args == error.args
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+    assert type(arrived.__cause__) is RemoteTraceback
+
+
+def test_the_remote_traceback_is_the_cause_and_is_printed():
+    printed = "".join(traceback.format_exception(travel(Quota(3))))
+    assert "the user's own line" in printed
+    assert "direct cause" in printed
+    assert printed.rstrip().endswith("Quota: 3")
+
+
+def test_notes_arrive():
+    error = ValueError("no")
+    error.add_note("at step 3")
+    arrived = travel(error)
+    assert arrived.__notes__ == ["at step 3"]
+    assert "at step 3" in str(arrived.__cause__)
+
+
+def test_a_cause_is_told_in_the_traceback_and_replaced_by_it():
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise ValueError("second") from first
+    except ValueError as second:
+        error = second
+    arrived = travel(error)
+    assert type(arrived) is ValueError
+    text = str(arrived.__cause__)
+    assert "KeyError: 'first'" in text
+    assert "direct cause" in text
+    assert type(arrived.__cause__) is RemoteTraceback
+
+
+def test_a_group_arrives_with_its_exceptions():
+    arrived = travel(ExceptionGroup("two", [ValueError("a"), Quota(2)]))
+    assert type(arrived) is ExceptionGroup
+    assert [type(error) for error in arrived.exceptions] == [ValueError, Quota]
+    assert "Sub" not in str(arrived)
+    assert "Quota: 2" in str(arrived.__cause__)
+
+
+def test_a_class_that_cannot_be_imported_arrives():
+    class Local(Exception):
+        def __str__(self):
+            return "local text"
+
+    arrived = travel(Local(1))
+    assert type(arrived).__name__ == "Local"
+    assert str(arrived) == "local text"
+
+
+class Frozen(Exception):
+    """Takes no attribute from anybody, as a frozen dataclass does not."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class Covered(Exception):
+    """Hides the slot that its cause goes into."""
+
+    __cause__ = None
+
+
+@pytest.mark.parametrize("error", [Frozen("no"), Covered("no")])
+def test_a_cause_is_set_whatever_the_class_says(error):
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    cause = vars(BaseException)["__cause__"].__get__(arrived)
+    assert type(cause) is RemoteTraceback
+
+
+# What arrives as text
+
+
+class Stray(BaseException):
+    pass
+
+
+class StrayGroup(BaseExceptionGroup):
+    pass
+
+
+class Both(Exception, KeyboardInterrupt):
+    pass
+
+
+class Cancelled(RuntimeError, asyncio.CancelledError):
+    pass
+
+
+class End(StopIteration, ValueError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StopIteration(3),
+        StopAsyncIteration(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        Stray("no"),
+        StrayGroup("two", [Stray("a"), ValueError("b")]),
+        Both("no"),
+        Cancelled("no"),
+        End("no"),
+    ],
+)
+def test_what_would_upset_a_loop_arrives_as_text(error):
+    arrived = arrives_as_text(error, "work failed with an exception that cannot be")
+    assert type(error).__qualname__ in arrived.type_name
+    assert str(error) in str(arrived)
+
+
+def test_a_builtin_is_named_without_its_module_and_another_with_it():
+    assert arrives_as_text(SystemExit(3), ": SystemExit: 3").type_name == "SystemExit"
+    name = f"{__name__}.Stray"
+    assert arrives_as_text(Stray("no"), f": {name}: no").type_name == name
+
+
+def test_without_a_text_the_name_is_all():
+    assert str(arrives_as_text(KeyboardInterrupt())).endswith(": KeyboardInterrupt")
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text():
+    error = Quota(threading.Lock())
+    assert arrives_as_text(error, "lock").type_name == f"{__name__}.Quota"
+
+
+class Asking(Exception):
+    """Wants more on unpickling than it kept."""
+
+    def __init__(self, code, reason):
+        super().__init__(f"{code}: {reason}")
+
+
+class Changing(Exception):
+    """Becomes something else by pickling."""
+
+    def __init__(self, make, *args):
+        super().__init__(make, *args)
+        self.made = make, args
+
+    def __reduce__(self):
+        return self.made
+
+
+def leave(kind):
+    raise kind
+
+
+class Unready(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Asking(3, "why"),
+        Changing(leave, ValueError),
+        Changing(leave, SystemExit),
+        Changing(leave, KeyboardInterrupt),
+        Changing(str, "no exception"),
+        Changing(dict),
+        Changing(SystemExit, 3),
+        Changing(StopIteration),
+        Changing(asyncio.CancelledError),
+        Changing(type, "Kind", (), {}),
+        Unready("no"),
+    ],
+)
+def test_an_exception_that_does_not_unpickle_as_one_arrives_as_text(error):
+    arrived = arrives_as_text(error, str(error))
+    assert arrived.type_name == f"{__name__}.{type(error).__name__}"
+
+
+class Liar:
+    """Says that it is an exception."""
+
+    __class__ = ValueError
+
+
+def test_an_object_that_pretends_to_be_an_exception_is_not_one():
+    arrives_as_text(Changing(Liar))
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", b"\x80\x05N."])
+def test_a_payload_that_is_no_pickled_exception_counts_for_nothing(payload):
+    failed = Failed(7, RAISED, "Kind", "why", "trace", payload)
+    arrived = unpack_failure(failed, "work")
+    assert type(arrived) is TaskError
+    assert arrived.type_name == "Kind"
+    assert str(arrived).endswith(": Kind: why")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+class Spiteful(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("kind", [Mute, Spiteful])
+def test_an_exception_without_a_text_still_arrives(kind):
+    failed = pack_failure(7, RAISED, raised(kind("x")), NO_FRAME)
+    assert failed.message.startswith("<its text cannot be had: ")
+    assert "the user's own line" in failed.traceback
+    assert type(unpack_failure(failed, "work")) is kind
+
+
+def test_a_traceback_that_cannot_be_had_is_said_so():
+    class Untraceable(Exception):
+        @property
+        def __traceback__(self):
+            raise SystemExit(3)
+
+    failed = pack_failure(7, RAISED, Untraceable("no"), NO_FRAME)
+    assert failed.traceback == "<its traceback cannot be had: SystemExit>"
+    assert type(unpack_failure(failed, "work")).__name__ == "Untraceable"
+
+
+def test_undecodable_text_arrives():
+    arrived = travel(ValueError("file \udcff.txt"))
+    assert str(arrived) == "file \udcff.txt"
+    assert "\udcff" in str(arrived.__cause__)
+    arrives_as_text(SystemExit("\ud800"), "SystemExit: \ud800")
+
+
+# How it failed
+
+
+def test_a_stopped_task_s_exception_never_travels_as_itself():
+    arrived = travel(ValueError("interrupted"), STOPPED)
+    assert type(arrived) is TaskError
+    assert pack_failure(7, STOPPED, ValueError(), NO_FRAME).payload is None
+
+
+def test_what_could_not_be_loaded_says_so():
+    arrived = travel(ModuleNotFoundError("No module named 'm'"), UNREADABLE)
+    assert type(arrived) is DeserializationError
+    assert str(arrived) == (
+        "work could not start: the worker cannot load its function or arguments: "
+        "ModuleNotFoundError: No module named 'm'"
+    )
+    assert "the user's own line" in str(arrived.__cause__)
+
+
+def test_a_result_that_could_not_be_sent_says_so():
+    arrived = travel(SerializationError("the result cannot be pickled"), UNSENDABLE)
+    assert type(arrived) is SerializationError
+    assert str(arrived) == "work ran, but the result cannot be pickled"
+    assert type(arrived.__cause__) is RemoteTraceback
+
+
+# Tracebacks
+
+
+def worker_frame(file_name: str, function, depth: int = 1):
+    """Call a function from frames of a file that does not exist."""
+    source = f"def enter(function, depth):\n{' ' * 4}" + (
+        "return enter(function, depth - 1) if depth > 1 else function()\n"
+    )
+    names: dict[str, object] = {}
+    exec(compile(source, file_name, "exec"), names)
+    return names["enter"](function, depth)
+
+
+def user_code():
+    raise ValueError("why")  # in the user's file
+
+
+def test_the_first_frames_are_left_out_up_to_the_user_s_own():
+    def own():
+        worker_frame("/site/aiogpu/worker/execute.py", user_code, depth=3)
+
+    def callback():
+        worker_frame("/home/user/aiogpu/worker/tool.py", user_code)
+
+    def trace(function, skip):
+        try:
+            function()
+        except ValueError as error:
+            # The frame of this very call is the test's, not the worker's.
+            error.__traceback__ = error.__traceback__.tb_next.tb_next.tb_next
+            return pack_failure(7, RAISED, error, skip).traceback
+        raise AssertionError
+
+    text = trace(own, "/aiogpu/worker/")
+    assert "execute.py" not in text
+    assert "in the user's file" in text
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("ValueError: why\n")
+    assert trace(own, NO_FRAME).count("execute.py") == 3
+    assert "tool.py" in trace(callback, "/site/")
+
+
+def test_a_frame_behind_the_user_s_own_is_kept():
+    def user():
+        worker_frame("/site/aiogpu/worker/execute.py", user_code)
+
+    try:
+        user()
+    except ValueError as error:
+        text = pack_failure(7, RAISED, error, "/aiogpu/worker/").traceback
+    assert "execute.py" in text
+    assert "in the user's file" in text
+
+
+def test_where_every_frame_is_left_out_the_exception_is_still_named():
+    text = pack_failure(7, RAISED, raised(Quota(3)), __file__).traceback
+    assert text == f"{__name__}.Quota: 3\n"
+
+
+def test_a_failure_without_a_traceback_is_still_described():
+    failed = pack_failure(7, RAISED, ValueError("never raised"), NO_FRAME)
+    assert failed.traceback == "ValueError: never raised\n"
+    assert pickle.loads(failed.payload).args == ("never raised",)

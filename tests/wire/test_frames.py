@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode
+from aiogpu.wire.messages import TAGS, Define, Done, Failed, Forked, Keep, Log, Ready
+
+
+def test_a_frame_is_a_length_and_an_array():
+    assert encode(Keep(3)) == b"\x03\0\0\0" + msgpack.packb([TAGS[Keep], 3])
+
+
+def test_decode_undoes_encode():
+    assert decode(encode(Done(1, b"x"))[HEADER:]) == Done(1, b"x")
+    assert decode(memoryview(encode(Done(1, b"x")))[HEADER:]) == Done(1, b"x")
+
+
+@pytest.mark.parametrize("size", [0, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE])
+def test_a_payload_of_any_size_travels(size):
+    message = Done(1, bytes(size))
+    assert FrameReader().feed(encode(message)) == [message]
+
+
+def test_undecodable_text_travels():
+    line = Failed(1, "raised", "\udcff", "a\ud800b", "\udfff\n", None)
+    assert FrameReader().feed(encode(line)) == [line]
+
+
+def test_bytes_that_are_no_text_travel():
+    line = Log(1, 2, b"\xff\xfe\x00")
+    assert FrameReader().feed(encode(line)) == [line]
+
+
+def test_a_message_above_the_limit_is_not_sent():
+    size = len(encode(Done(1, bytes(100)))) - HEADER
+    assert encode(Done(1, bytes(100)), limit=size)
+    with pytest.raises(SerializationError, match=f"message of {size} bytes exceeds"):
+        encode(Done(1, bytes(100)), limit=size - 1)
+
+
+def nested(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"k": value}
+    return value
+
+
+def test_a_value_that_msgpack_refuses_is_not_sent_and_spoils_nothing():
+    with pytest.raises(SerializationError, match="too large for a frame"):
+        encode(Define(1, 1, "f", nested(2000), b""))
+    with pytest.raises(OverflowError):
+        encode(Forked(1, 1 << 70))
+    assert FrameReader().feed(encode(Keep(3))) == [Keep(3)]
+
+
+def test_a_reader_waits_for_a_header_first():
+    reader = FrameReader()
+    assert reader.missing == HEADER
+    assert reader.feed(b"\x01") == []
+    assert reader.missing == HEADER - 1
+    assert reader.feed(b"") == []
+    assert reader.missing == HEADER - 1
+
+
+def test_a_reader_then_waits_for_the_rest_of_the_frame():
+    data = encode(Done(1, bytes(50)))
+    reader = FrameReader()
+    reader.feed(data[:HEADER])
+    assert reader.missing == len(data) - HEADER
+    reader.feed(data[HEADER:-1])
+    assert reader.missing == 1
+    assert reader.feed(data[-1:]) == [Done(1, bytes(50))]
+    assert reader.missing == HEADER
+
+
+def test_a_reader_waits_anew_behind_a_whole_frame():
+    data = encode(Ready())
+    reader = FrameReader()
+    assert reader.feed(data + data[:5]) == [Ready()]
+    assert reader.missing == len(data) - 5
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "header only"])
+def test_a_reader_refuses_a_frame_above_its_limit(whole):
+    data = encode(Done(1, bytes(50)))
+    exact = FrameReader(limit=len(data) - HEADER)
+    assert exact.feed(data) == [Done(1, bytes(50))]
+    small = FrameReader(limit=len(data) - HEADER - 1)
+    with pytest.raises(ProtocolError, match=r"exceeds the limit of \d+$"):
+        small.feed(data if whole else data[:HEADER])
+
+
+def test_a_reader_refuses_what_is_too_long_behind_a_whole_frame():
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        FrameReader(limit=10).feed(encode(Ready()) + b"\xff\xff\xff\xff")
+
+
+def test_a_reader_refuses_what_is_no_message_in_a_cut_frame():
+    reader = FrameReader()
+    assert reader.feed(b"\x01\0\0") == []
+    with pytest.raises(ProtocolError, match="no msgpack"):
+        reader.feed(b"\0\xc1")
