@@ -90,7 +90,7 @@ class Definition:
         found: object = sys.modules.get(reference.module)
         for name in reference.qualname.split("."):
             found = getattr(found, name, None)
-        if getattr(found, "__wrapped__", found) is not self.function:
+        if getattr(found, "__aiogpu_function__", found) is not self.function:
             return None
         if _referenced.setdefault(reference, self) is not self:
             return None
@@ -106,7 +106,7 @@ class RemoteFunction(Generic[P, R]):
         self._site: Site | None = None
         self._session: Callable[[], Session]
         function = definition.function
-        self.__wrapped__ = function
+        self.__wrapped__ = self.__aiogpu_function__ = function
         self.__name__ = definition.name
         self.__qualname__ = getattr(function, "__qualname__", definition.name)
         self.__module__ = getattr(function, "__module__", None) or "__main__"

@@ -32,7 +32,8 @@ def timeline(
     spans: Sequence[Span], gpus: Mapping[Gpu, str], width: int, *, is_ascii: bool
 ) -> Text:
     """One row per device and place on it; a bar begins with its task's number."""
-    margin = max(map(len, gpus.values())) + 2
+    idle, fill = (".", "=") if is_ascii else ("·", "█")
+    margin = max(map(len, gpus.values()), default=0) + 2
     columns = max(10, width - margin - 1)
     begin = min((span.begin for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
@@ -41,34 +42,25 @@ def timeline(
     for gpu, label in gpus.items():
         for row, lane in enumerate(lanes(spans, gpu) or [[]]):
             text.append(("" if row else label).ljust(margin), "bold")
-            _append_lane(text, lane, begin, scale, columns, is_ascii)
-            text.append("\n")
+            at = 0
+            for span in lane:
+                first = max(at, int((span.begin - begin) * scale))
+                last = max(first + 1, int((span.end - begin) * scale))
+                text.append(idle * (first - at), "dim")
+                text.append_text(_bar(span, min(last, columns) - first, fill))
+                at = last
+            text.append(idle * (columns - at) + "\n", "dim")
     seconds = f"{end - begin:.2f} s"
     text.append(" " * margin + "0 s" + seconds.rjust(columns - 3), "dim")
     return text
 
 
-def _append_lane(  # noqa: PLR0913 - a bar's place depends on all of them
-    text: Text,
-    lane: Sequence[Span],
-    begin: float,
-    scale: float,
-    columns: int,
-    is_ascii: bool,
-) -> None:
-    idle, fill = (".", "=") if is_ascii else ("·", "█")
-    at = 0
-    for span in lane:
-        first = max(at, int((span.begin - begin) * scale))
-        last = min(columns, max(first + 1, int((span.end - begin) * scale)))
-        text.append(idle * (first - at), "dim")
-        number = str(span.task)
-        label = number if len(number) <= last - first else ""
-        color = COLORS[span.task % len(COLORS)]
-        text.append(label, f"bold {color}")
-        text.append(fill * (last - first - len(label)), color)
-        at = max(at, last)
-    text.append(idle * (columns - at), "dim")
+def _bar(span: Span, width: int, fill: str) -> Text:
+    """A bar with its task's number, if that has room."""
+    number = str(span.task)
+    label = number if len(number) <= width else ""
+    color = COLORS[span.task % len(COLORS)]
+    return Text.assemble((label, f"bold {color}"), (fill * (width - len(label)), color))
 
 
 def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
@@ -85,20 +77,18 @@ class Screen:
     """Where a fan-out is shown. Enter it before the first task.
 
     Attributes:
-        shows_pixels: whether `add` wants the picture so far.
+        pixels: columns and rows of the picture that `add` wants; None for none.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._is_ascii = self._console.options.ascii_only
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self.shows_pixels = (
-            self._is_live
-            and not self._is_ascii
-            and self._console.color_system is not None
-        )
+        has_pixels = self._console.color_system is not None and not self._is_ascii
+        self.pixels = PREVIEW if self._is_live and has_pixels else None
         self._live = Live(console=self._console, auto_refresh=False)
         self._gpus: dict[Gpu, str] = {}
+        self._begin = 0.0
 
     def __enter__(self) -> Screen:
         if self._is_live:
@@ -117,8 +107,9 @@ class Screen:
         """Print a line, in a terminal above the drawing."""
         self._console.print(line, markup=False)
 
-    def name_devices(self, gpus: Sequence[Gpu]) -> None:
-        """Say which devices there are, in order."""
+    def begin(self, gpus: Sequence[Gpu], now: float) -> None:
+        """Say which devices there are, in order, and that the clock runs."""
+        self._begin = now
         # A UUID is longer than a margin; its beginning tells devices apart.
         self._gpus = {gpu: f"GPU {str(gpu)[:12]}" for gpu in gpus}
 
@@ -130,7 +121,7 @@ class Screen:
     ) -> None:
         """Show that the last of `finished` has ended."""
         if not self._is_live:
-            self.print(self._line(finished[-1], finished[0].begin))
+            self.print(self._line(finished[-1]))
             return
         picture = [thumbnail(levels)] if levels else []
         chart = self._timeline([*finished, *running])
@@ -145,7 +136,8 @@ class Screen:
         width = self._console.width
         return timeline(spans, self._gpus, width, is_ascii=self._is_ascii)
 
-    def _line(self, span: Span, begin: float) -> str:
+    def _line(self, span: Span) -> str:
+        begin = self._begin
         gpus = ", ".join(self._gpus[gpu] for gpu in span.gpus)
         return (
             f"task {span.task:3}  {gpus}  pid {span.pid}  "

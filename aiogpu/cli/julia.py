@@ -20,7 +20,7 @@ import aiogpu
 
 from .timeline import Span
 
-STEPS: Final = 400
+STEPS: Final = 1000
 """A point that has not escaped by then counts as inside."""
 LEVELS: Final = 16
 """Shades of a preview."""
@@ -29,7 +29,7 @@ Counts = NDArray[np.uint16]
 
 
 class Scene(NamedTuple):
-    """What is computed: z → z² + c on a square of `size` × `size` points."""
+    """What is computed: z → z² + c on a square of `size` by `size` points."""
 
     size: int
     c_x: float
@@ -37,11 +37,11 @@ class Scene(NamedTuple):
 
     @classmethod
     def of(cls, size: int, seed: int) -> Scene:
-        """A scene with c just outside the Mandelbrot set's heart, where it is rich."""
+        """A scene with c just inside the edge of the Mandelbrot set's heart."""
         angle = random.Random(seed).uniform(0.3, 1.3)
         x = math.cos(angle) / 2 - math.cos(2 * angle) / 4
         y = math.sin(angle) / 2 - math.sin(2 * angle) / 4
-        return cls(size, 1.03 * x, 1.03 * y)
+        return cls(size, 0.99 * x, 0.99 * y)
 
     def band(self, number: int, of: int) -> tuple[int, int]:
         """First row of a band and the row after its last."""
@@ -80,16 +80,18 @@ def band(scene: Scene, number: int, of: int) -> Band:
     first, end = scene.band(number, of)
     counts = escape_counts(scene, first, end)
     gpus = tuple(aiogpu.get_gpu_ids())
-    return Band(
-        first, counts, Span(number, gpus, os.getpid(), begin, time.monotonic())
-    )
+    return Band(first, counts, Span(number, gpus, os.getpid(), begin, time.monotonic()))
 
 
 class Picture:
-    """The whole, as it is put together from bands."""
+    """The whole, as it is put together from bands.
+
+    Attributes:
+        scene: what it shows.
+    """
 
     def __init__(self, scene: Scene) -> None:
-        self._scene = scene
+        self.scene = scene
         self._counts: Counts = np.zeros((scene.size, scene.size), np.uint16)
 
     def add(self, part: Band) -> None:
@@ -99,13 +101,13 @@ class Picture:
 
     def equals_serial(self) -> bool:
         """Compute all in this process, at once, and compare."""
-        serial = escape_counts(self._scene, 0, self._scene.size)
+        serial = escape_counts(self.scene, 0, self.scene.size)
         return np.array_equal(self._counts, serial)
 
     def preview(self, width: int, height: int) -> list[list[int]]:
         """Levels from 0 to `LEVELS` - 1, by row; 0 where nothing is yet."""
-        rows = np.arange(height) * self._scene.size // height
-        columns = np.arange(width) * self._scene.size // width
+        rows = np.arange(height) * self.scene.size // height
+        columns = np.arange(width) * self.scene.size // width
         counts = self._counts[np.ix_(rows, columns)]
         scale = (LEVELS - 1) / math.log1p(STEPS)
         levels: list[list[int]] = (np.log1p(counts) * scale).astype(int).tolist()

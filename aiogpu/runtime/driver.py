@@ -63,7 +63,9 @@ class Driver:
         self._calls: dict[TaskId, Call] = {}
         self._deaths: dict[WorkerId, Death] = {}
         self._last_task = 0
-        self._timer: asyncio.TimerHandle | None = None
+        # uvloop's handles do not say when they are due.
+        self._timer: asyncio.Handle | None = None
+        self._timer_at: float | None = None
         self._closed = loop.create_future()
         pool.on_started = self._on_started
         pool.on_answer = self._on_answer
@@ -103,23 +105,26 @@ class Driver:
         """Tell the core what happened, and do what it says."""
         for effect in self.scheduler.handle(event, self._loop.time()):
             self._ways[type(effect)](effect)
-        if self._timer is not None or self.scheduler.deadline() is not None:
-            self._rearm()
-        if self.scheduler.is_closed and not self._closed.done():
-            self._closed.set_result(None)
-
-    def _rearm(self) -> None:
         deadline = self.scheduler.deadline()
+        if deadline != self._timer_at:
+            self._rearm(deadline)
+        if self.scheduler.is_closing:
+            self._note_closed()
+
+    def _rearm(self, deadline: float | None) -> None:
         if self._timer is not None:
-            if self._timer.when() == deadline:
-                return
             self._timer.cancel()
             self._timer = None
+        self._timer_at = deadline
         if deadline is not None:
             self._timer = self._loop.call_at(deadline, self._on_time)
 
+    def _note_closed(self) -> None:
+        if self.scheduler.is_closed and not self._closed.done():
+            self._closed.set_result(None)
+
     def _on_time(self) -> None:
-        self._timer = None
+        self._timer = self._timer_at = None
         self.feed(TimePassed())
 
     async def close(self, timeout: float) -> None:

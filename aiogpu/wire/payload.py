@@ -104,14 +104,14 @@ def dump_reference(module: str, qualname: str) -> bytes:
 def load_function(payload: bytes) -> Any:
     """Undo `dump_function` or `dump_reference`.
 
-    What is imported may be a decorated function; its `__wrapped__` is meant.
+    What is imported may be a remote function; what it runs is meant.
     Raises whatever the import or unpickling raises.
     """
     found = pickle.loads(payload)
     if type(found) is not tuple:
         return found
     found = load_reference(*found)
-    return getattr(found, "__wrapped__", found)
+    return getattr(found, "__aiogpu_function__", found)
 
 
 def load_reference(module: str, qualname: str) -> Any:

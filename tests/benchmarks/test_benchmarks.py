@@ -1,0 +1,191 @@
+"""The benchmark runs to its end, says what it must, and its parts stay apart."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.method import FULL, QUICK, Pair, alternate, percentile
+from benchmarks.report import table
+from benchmarks.rows import Goal, judge, latency_row, rate_row
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+GOAL = Goal(1.6, "x floor")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", *arguments],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("AIOGPU_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A quick run of everything: what it printed, and what it wrote."""
+    file = tmp_path_factory.mktemp("results") / "new" / "run.json"
+    done = run("--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_all_workloads_run_to_the_end(quick):
+    _, report = quick
+    found = [row["name"].partition(":")[0] for row in report["rows"]]
+    assert list(dict.fromkeys(found)) == list(WORKLOADS)
+    assert not [row for row in report["rows"] if "not measured" in row["verdict"]]
+
+
+def test_the_json_says_on_what_machine_it_was_made(quick):
+    _, report = quick
+    machine = report["machine"]
+    assert (report["schema"], report["environment"]) == (1, "aiogpu")
+    assert report["is_quick"] is True
+    assert machine["cpu"]
+    assert machine["kernel"]
+    assert 1 <= machine["usable_cores"] <= machine["cores"]
+    assert machine["python"].startswith(f"3.{sys.version_info.minor}.")
+    assert {"aiogpu", "uvloop", "msgpack", "cloudpickle"} <= set(machine["libraries"])
+    assert len(machine["load_average"]) == len(report["load_average_after"]) == 3
+
+
+def test_the_json_holds_all_samples(quick):
+    _, report = quick
+    rows = {row["name"]: row for row in report["rows"]}
+    for name in ("noop_latency", "gpu_latency"):
+        for samples in ("samples", "floor_samples"):
+            assert [len(block) for block in rows[name][samples]] == [20, 20]
+    assert rows["noop_latency"]["p50"] <= rows["noop_latency"]["p99"]
+    assert rows["start: asyncio in worker"]["p50"] == 0
+
+
+def test_a_quick_run_is_held_against_no_goal(quick):
+    text, report = quick
+    assert not {row["verdict"] for row in report["rows"]} & {"met", "not met"}
+    assert "makes too few calls" in text
+
+
+def test_the_table_has_the_machine_and_a_line_for_each_row(quick):
+    text, report = quick
+    heading, columns, *lines = text.splitlines()
+    assert "load average" in heading
+    assert columns.split()[-3:] == ["ratio", "goal", "verdict"]
+    assert len(lines) == len(report["rows"])
+
+
+def test_an_environment_that_lacks_something_says_so():
+    done = run("--environment", "executor", "noop_latency", "gpu_latency")
+    assert done.returncode == 0, done.stderr
+    assert "not measured: an executor shares out no GPUs" in done.stdout
+
+
+def test_the_floor_is_small():
+    assert len((FOLDER / "floor.py").read_text().splitlines()) <= 80
+
+
+def test_blocks_are_as_long_as_the_method_asks():
+    assert FULL.calls >= 200
+    assert FULL.is_judged
+    assert not QUICK.is_judged
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "workloads").glob("*.py")), ids=str)
+def test_workloads_know_no_system(path):
+    assert not [n for n in imports(path) if n.startswith(("aiogpu", "concurrent"))]
+    assert not [n for n in imports(path) if n.startswith("benchmarks.environments")]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((FOLDER / "environments").glob("*.py")), ids=str
+)
+def test_environments_know_no_workload(path):
+    ours = {name for name in imports(path) if name.startswith("benchmarks")}
+    assert ours <= {
+        "benchmarks.port",
+        "benchmarks.environments.aiogpu_local",
+        "benchmarks.environments.executor",
+    }
+
+
+def imports(path):
+    """All modules that a file imports, at its top or later."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "an absolute import is easier to check"
+            yield node.module
+
+
+def pair(floor_us, workload_us):
+    """Two blocks of equal samples."""
+    return Pair([[floor_us * 1000] * 3] * 2, [[workload_us * 1000] * 3] * 2)
+
+
+@pytest.mark.parametrize(
+    ("floor", "workload", "verdict"),
+    [
+        (50, 80, "met"),
+        (50, 81, "not met"),
+        (70, 100, "met"),
+        (71, 100, "INVALID: the floor's p50 is above 70 us; the machine is busy"),
+    ],
+)
+def test_a_latency_is_held_against_a_valid_floor(floor, workload, verdict):
+    row = latency_row("x", pair(floor, workload), GOAL, FULL)
+    assert row.verdict == verdict
+    assert (row.floor, row.p50, row.p99) == (floor, workload, workload)
+    assert row.ratio == pytest.approx(workload / floor)
+    assert verdict in table([row])
+
+
+@pytest.mark.parametrize(
+    ("floor", "verdict"),
+    [
+        (250, "no goal"),
+        (251, "INVALID: the floor is below 80 k/s; the machine is busy"),
+    ],
+)
+def test_a_rate_is_held_against_a_valid_floor(floor, verdict):
+    row = rate_row("x", pair(floor, 1000), 20, FULL)
+    assert row.verdict == verdict
+    assert row.p50 == 20_000
+    assert row.ratio == pytest.approx(floor / 1000)
+
+
+def test_the_figure_is_the_median_of_the_blocks_ratios():
+    uneven = Pair([[10], [20], [1000]], [[20], [40], [1000]])
+    assert uneven.ratio == 2
+    assert uneven.added == 10
+
+
+def test_without_a_goal_nothing_is_judged():
+    assert judge(5, None, FULL) == "no goal"
+
+
+def test_percentiles_are_over_all_blocks():
+    blocks = [list(range(50)), list(range(50, 100))]
+    assert [percentile(blocks, n) for n in (0, 50, 99, 100)] == [0, 50, 99, 99]
+
+
+async def test_floor_and_workload_alternate_after_a_warm_up():
+    story = []
+
+    async def block(name):
+        story.append(name)
+        return [len(story)]
+
+    found = await alternate(lambda: block("floor"), lambda: block("work"), 2)
+    assert story == ["floor", "work"] * 3
+    assert (found.floor, found.workload) == ([[3], [5]], [[4], [6]])
