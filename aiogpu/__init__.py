@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
     from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.node import available_resources as available_resources
+    from aiogpu.api.node import cluster_resources as cluster_resources
+    from aiogpu.api.node import init as init
+    from aiogpu.api.node import shutdown as shutdown
+    from aiogpu.api.node import status as status
+    from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
-    from aiogpu.api.session import available_resources as available_resources
-    from aiogpu.api.session import cluster_resources as cluster_resources
-    from aiogpu.api.session import init as init
-    from aiogpu.api.session import run as run
-    from aiogpu.api.session import shutdown as shutdown
-    from aiogpu.api.session import status as status
     from aiogpu.api.task import RemoteFunction as RemoteFunction
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 _ROOMS = {
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
-    "api.session": (
-        "Session",
+    "api.node": (
         "available_resources",
         "cluster_resources",
         "init",
-        "run",
         "shutdown",
         "status",
     ),
+    "api.run": ("run",),
+    "api.session": ("Session",),
     "api.task": ("RemoteFunction", "remote"),
     "core.snapshot": ("NodeStatus",),
     "errors": (

@@ -12,7 +12,14 @@ import uvloop
 from benchmarks.environments import ENVIRONMENTS
 from benchmarks.method import FULL, QUICK, Scale
 from benchmarks.port import Environment, UnsupportedError
-from benchmarks.report import heading, machine_facts, report, table, write_report
+from benchmarks.report import (
+    heading,
+    load_average,
+    machine_facts,
+    report,
+    table,
+    write_report,
+)
 from benchmarks.rows import Row
 from benchmarks.workloads import WORKLOADS
 
@@ -43,6 +50,7 @@ def main(workloads: Sequence[str], system: str, file: Path | None, quick: bool) 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = runner.run(measure_all(environment, workloads or list(WORKLOADS), scale))
     click.echo(table(rows))
+    click.echo(f"load average at the end {load_average()}")
     if file is not None:
         write_report(file, report(environment, machine, rows, quick))
 

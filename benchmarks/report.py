@@ -63,13 +63,17 @@ def write_report(path: Path, content: dict[str, Any]) -> None:
 
 def heading(machine: dict[str, Any]) -> str:
     """The machine in one line."""
-    load = " ".join(f"{load:.2f}" for load in machine["load_average"])
     libraries = ", ".join(f"{name} {v}" for name, v in machine["libraries"].items())
     return (
         f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores, "
         f"Linux {machine['kernel']}, Python {machine['python']}, {libraries}; "
-        f"load average {load}"
+        f"load average {load_average(machine['load_average'])}"
     )
+
+
+def load_average(averages: Sequence[float] | None = None) -> str:
+    """These load averages, or the present ones, as text."""
+    return " ".join(f"{load:.2f}" for load in averages or os.getloadavg())
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any, Final, TypedDict
 
@@ -132,6 +131,8 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
     """The error for an option that does not exist, with the likeliest that does."""
+    from difflib import get_close_matches
+
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return OptionError(

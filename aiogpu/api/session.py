@@ -10,31 +10,26 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import warnings
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.handle import Handle
-from aiogpu.api.options import check_resources, check_seconds, check_text
-from aiogpu.core.resources import quantity
-from aiogpu.core.snapshot import NodeStatus
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
     AiogpuError,
     NodeClosedError,
     NodeError,
-    NodeRunningError,
     NoLoopError,
-    OptionError,
 )
 from aiogpu.runtime.call import Site
 from aiogpu.worker.context import current
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from aiogpu.core.snapshot import NodeStatus
 
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 
@@ -100,10 +95,16 @@ class Session:
         elif self._state is SessionState.OPENING:
             self._early.append(Early(site, payload, handle))
         else:
-            raise self._unusable()
+            raise self.unusable()
         return handle
 
-    def _unusable(self) -> NodeError:
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the session."""
+        return self._state is SessionState.FORKED
+
+    def unusable(self) -> NodeError:
+        """The error for a session that is not open, with the reason."""
         if self._state is SessionState.FORKED:
             return NodeError(
                 f"this node belongs to process {self._pid}, of which process "
@@ -200,7 +201,7 @@ class Session:
 
     def _ask(self) -> Engine:
         if self._state is not SessionState.OPEN:
-            raise self._unusable()
+            raise self.unusable()
         return self._engine
 
     def disown(self) -> None:
@@ -213,164 +214,13 @@ class Session:
             self._engine.abandon()
 
 
-class Opening:
-    """What `init` gives: await it, or use it in `async with`."""
-
-    def __init__(
-        self, address: str | None, options: NodeOptions, ignore_reinit_error: bool
-    ) -> None:
-        self._address = address
-        self._options = options
-        self._ignore_reinit_error = ignore_reinit_error
-        self._is_used = False
-        self._mine: Session | None = None
-
-    def __await__(self) -> Generator[Any, None, Session]:
-        return self._open().__await__()
-
-    async def __aenter__(self) -> Session:
-        return await self._open()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._mine is not None:
-            await self._mine.shutdown()
-
-    async def _open(self) -> Session:
-        self._is_used = True
-        _refuse_in_worker("aiogpu.init()")
-        loop = asyncio.get_running_loop()
-        session = _sessions.get(loop)
-        if session is not None:
-            if self._ignore_reinit_error:
-                await session.opened()
-                return session
-            raise NodeRunningError(
-                "this event loop has a node already. Call aiogpu.shutdown() before "
-                "another init(), or say init(ignore_reinit_error=True) to share it."
-            )
-        session = self._mine = _start(self._address, self._options, loop)
-        try:
-            await session.opened()
-        except asyncio.CancelledError:
-            await session.shutdown()
-            raise
-        return session
-
-    def __del__(self) -> None:
-        if not self._is_used:
-            warnings.warn(
-                "aiogpu.init() was called but never awaited; write `await "
-                "aiogpu.init(...)` or `async with aiogpu.init(...)`.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _start(
+def start_session(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
 ) -> Session:
+    """Make a session and begin to open it; calls may be made at once."""
     session = Session(create_engine(address, options, loop), loop)
     session.start_opening()
     return session
-
-
-def init(  # noqa: PLR0913 - all by keyword, each an option of its own
-    *,
-    address: str | None = None,
-    num_cpus: float | None = None,
-    num_gpus: int | None = None,
-    resources: Mapping[str, float] | None = None,
-    accelerator_type: str | None = None,
-    preload: Sequence[str] = (),
-    log_to_driver: bool = True,
-    cancel_grace: float = 2.0,
-    ignore_reinit_error: bool = False,
-) -> Opening:
-    """Open a node for this event loop: `await` it, or `async with` it.
-
-    Args:
-        address: None or "local" for a node inside this program. The variable
-            AIOGPU_ADDRESS supplies the default.
-        num_cpus: CPUs to share out; what this process may use unless given.
-        num_gpus: GPUs to share out; those detected unless given. May exceed them,
-            since resources are logical.
-        resources: custom resources by name, such as `{"license": 2}`.
-        accelerator_type: type of the node's GPUs where it is not detected.
-        preload: modules that are imported once, before workers are forked.
-        log_to_driver: show what tasks print, line by line.
-        cancel_grace: seconds from a task's cancel to the kill of its process.
-        ignore_reinit_error: give this loop's node, should it have one.
-
-    Raises:
-        OptionError: an option is ill-valued.
-        NodeRunningError: at the await; this loop has a node already.
-        NodeStartError: at the await; the node cannot start.
-        DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
-    """
-    options = NodeOptions(
-        num_cpus=_check_cpus(num_cpus),
-        num_gpus=_check_gpus(num_gpus),
-        resources=_check_custom(resources),
-        accelerator_type=check_text("accelerator_type", accelerator_type),
-        preload=_check_preload(preload),
-        log_to_driver=_check_flag("log_to_driver", log_to_driver),
-        cancel_grace=check_seconds("cancel_grace", cancel_grace),
-    )
-    address = check_text("address", address) or os.environ.get("AIOGPU_ADDRESS") or None
-    return Opening(
-        address, options, _check_flag("ignore_reinit_error", ignore_reinit_error)
-    )
-
-
-def _check_cpus(value: object) -> float | None:
-    if value is None:
-        return None
-    quantity("num_cpus", value)
-    assert isinstance(value, int | float)
-    return float(value)
-
-
-def _check_gpus(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**6:
-        raise OptionError(
-            f"init(num_gpus={value!r}): a node has a whole number of GPUs; give an "
-            f"int from 0, or leave it out to detect them."
-        )
-    return value
-
-
-def _check_custom(value: object) -> Mapping[str, float]:
-    if value is None:
-        return {}
-    check_resources("resources", value)
-    assert isinstance(value, Mapping)
-    return dict(value)
-
-
-def _check_preload(value: object) -> tuple[str, ...]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not all(isinstance(name, str) and name for name in value)
-    ):
-        raise OptionError(
-            f"preload={value!r} must be a sequence of module names, such as "
-            f"preload=('numpy',)."
-        )
-    return tuple(value)
-
-
-def _check_flag(option: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{option}={value!r} must be True or False.")
-    return value
 
 
 def current_session() -> Session:
@@ -383,17 +233,25 @@ def current_session() -> Session:
     session = _sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
-    _refuse_in_worker(".remote()")
+    refuse_in_worker(".remote()")
     if loop is None:
+        for inherited in _sessions.values():
+            if inherited.is_forked:
+                raise inherited.unusable()
         raise NoLoopError(
             ".remote() needs a running event loop, and there is none in this thread. "
             "Call it inside an `async def` that runs by aiogpu.run(main())."
         )
-    address = os.environ.get("AIOGPU_ADDRESS") or None
-    return _start(address, NodeOptions(), loop)
+    return start_session(default_address(), NodeOptions(), loop)
 
 
-def _refuse_in_worker(what: str) -> None:
+def default_address() -> str | None:
+    """The address that the variable AIOGPU_ADDRESS supplies, None without."""
+    return os.environ.get("AIOGPU_ADDRESS") or None
+
+
+def refuse_in_worker(what: str) -> None:
+    """Raise `NodeError` where this process is a worker."""
     if current.worker:
         raise NodeError(
             f"{what} was called inside a task; in this version tasks start no tasks. "
@@ -401,50 +259,9 @@ def _refuse_in_worker(what: str) -> None:
         )
 
 
-def _here() -> Session | None:
-    loop = asyncio._get_running_loop()
-    return None if loop is None else _sessions.get(loop)
-
-
-async def shutdown() -> None:
-    """Close this loop's node, if it has one: stop its tasks, leave nothing behind."""
-    session = _here()
-    if session is not None:
-        await session.shutdown()
-
-
-async def cluster_resources() -> dict[str, float]:
-    """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
-    session = current_session()
-    await session.opened()
-    return session.cluster_resources()
-
-
-async def available_resources() -> dict[str, float]:
-    """What is free of each resource; 0.0 where nothing is."""
-    session = current_session()
-    await session.opened()
-    return session.available_resources()
-
-
-async def status() -> NodeStatus:
-    """Who holds what share of which device, what waits and why."""
-    session = current_session()
-    await session.opened()
-    return session.status()
-
-
-def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
-    """`asyncio.run` on uvloop.
-
-    Args:
-        main: the program's coroutine.
-        debug: asyncio's debug mode; None for the interpreter's setting.
-    """
-    import uvloop
-
-    with asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+def session_of(loop: asyncio.AbstractEventLoop) -> Session | None:
+    """The session of that loop, None if it has none."""
+    return _sessions.get(loop)
 
 
 def _disown_all() -> None:

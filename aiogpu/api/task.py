@@ -154,13 +154,15 @@ class RemoteFunction(Generic[P, R]):
         """
         return RemoteFunction(self._definition, merged(self._options, options))
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> NoReturn:
-        """Always raises `MisuseError`: a remote function is not called directly."""
-        raise MisuseError(
-            f"{self.__name__} is a remote function and runs in a worker: write "
-            f"`await {self.__name__}.remote(...)`. To call it here, in this process, "
-            f"write `{self.__name__}.__wrapped__(...)`."
-        )
+    if not TYPE_CHECKING:
+        # Visible, it would make type checkers accept every direct call.
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: a remote function is not called directly."""
+            raise MisuseError(
+                f"{self.__name__} is a remote function and runs in a worker: write "
+                f"`await {self.__name__}.remote(...)`. To call it here, in this "
+                f"process, write `{self.__name__}.__wrapped__(...)`."
+            )
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         definition = self._definition

@@ -7,15 +7,15 @@ is one line of text, and the chart follows at the end. Computes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import Final
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.style import Style
 from rich.text import Text
 
-from .timeline import Span, lanes
+from .timeline import Span, device_label, lanes
 
 Gpu = int | str
 
@@ -67,8 +67,10 @@ def thumbnail(levels: Sequence[Sequence[int]]) -> Text:
     """Two rows of pixels a line: the upper half of each character, and the lower."""
     text = Text(no_wrap=True)
     for upper, lower in zip(levels[::2], levels[1::2], strict=True):
-        for above, below in zip(upper, lower, strict=True):
-            text.append("▀", Style.parse(f"{SHADES[above]} on {SHADES[below]}"))
+        # Runs of one colour are joined: a frame is a tenth of its size then.
+        for (above, below), run in groupby(zip(upper, lower, strict=True)):
+            style = f"{SHADES[above]} on {SHADES[below]}"
+            text.append("▀" * len(list(run)), style)
         text.append("\n")
     return text
 
@@ -84,7 +86,9 @@ class Screen:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._is_ascii = self._console.options.ascii_only
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        has_pixels = self._console.color_system is not None and not self._is_ascii
+        has_pixels = (
+            self._console.color_system in ("256", "truecolor") and not self._is_ascii
+        )
         self.pixels = PREVIEW if self._is_live and has_pixels else None
         self._live = Live(console=self._console, auto_refresh=False)
         self._gpus: dict[Gpu, str] = {}
@@ -110,8 +114,7 @@ class Screen:
     def begin(self, gpus: Sequence[Gpu], now: float) -> None:
         """Say which devices there are, in order, and that the clock runs."""
         self._begin = now
-        # A UUID is longer than a margin; its beginning tells devices apart.
-        self._gpus = {gpu: f"GPU {str(gpu)[:12]}" for gpu in gpus}
+        self._gpus = {gpu: device_label(gpu) for gpu in gpus}
 
     def add(
         self,

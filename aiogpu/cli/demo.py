@@ -20,7 +20,7 @@ import click
 
 import aiogpu
 
-from .timeline import Span, peak
+from .timeline import Span, device_label, peak
 
 if TYPE_CHECKING:
     from .chart import Screen
@@ -138,11 +138,11 @@ async def fan_out(
         ids = tuple(device.id for device in node.devices)
         begin = time.monotonic()
         screen.begin(ids, begin)
-        screen.print(headline(count, node))
         handles = [
             task.options(name=f"{NAME}{number}").remote(picture.scene, number, count)
             for number in range(count)
         ]
+        screen.print(headline(picture.scene, node))
         spans: list[Span] = []
         running: Mapping[int, Span] = {}
         for soonest in asyncio.as_completed(handles):
@@ -155,12 +155,13 @@ async def fan_out(
         return Outcome(spans, ids, time.monotonic() - begin)
 
 
-def headline(count: int, node: aiogpu.NodeStatus) -> str:
-    """Say what is about to run on what."""
+def headline(scene: Scene, node: aiogpu.NodeStatus) -> str:
+    """Say what runs on what."""
     devices = ", ".join(
-        f"GPU {device.id} ({device.name or 'logical'})" for device in node.devices
+        f"{device_label(device.id)} ({device.name or 'logical'})"
+        for device in node.devices
     )
-    return f"{count} tasks on {devices}"
+    return f"A Julia set of {scene.size} x {scene.size} points on {devices}."
 
 
 def running_spans(
@@ -185,12 +186,12 @@ def tell(outcome: Outcome, picture: Picture, screen: Screen) -> None:
     begin = time.monotonic()
     is_right = picture.equals_serial()
     serial = time.monotonic() - begin
-    screen.print(
-        f"{len(outcome.spans)} tasks in {outcome.seconds:.2f} s, each in a fresh "
-        f"process; without tasks it takes {serial:.2f} s."
+    peaks = ", ".join(
+        f"{peak(outcome.spans, gpu)} on {device_label(gpu)}" for gpu in outcome.gpus
     )
-    for gpu in outcome.gpus:
-        screen.print(f"GPU {gpu}: {peak(outcome.spans, gpu)} tasks at once at most.")
+    screen.print(f"tasks    {len(outcome.spans)}, each in a fresh process")
+    screen.print(f"seconds  {outcome.seconds:.2f} ({serial:.2f} without tasks)")
+    screen.print(f"at once  {peaks}")
     if not is_right:
         raise click.ClickException("the result DIFFERS from the serial one.")
-    screen.print("The result equals the serial one, bit by bit.")
+    screen.print("result   equals the serial one, bit by bit")

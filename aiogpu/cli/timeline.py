@@ -53,3 +53,8 @@ def peak(spans: Iterable[Span], gpu: int | str) -> int:
         running += change
         highest = max(highest, running)
     return highest
+
+
+def device_label(gpu: int | str) -> str:
+    """A short name: an index with its kind, or the beginning of a UUID."""
+    return gpu[:12] if isinstance(gpu, str) else f"GPU {gpu}"

@@ -83,10 +83,14 @@ def move_worker(record: WorkerRecord, state: WorkerState) -> None:
 
 def binding_of(spec: TaskSpec, lease: Lease) -> Binding:
     """The binding that a worker needs to run this spec on this lease."""
+    environment = spec.shape.environment
     if not lease.shares:
-        return spec.shape.environment, ()
+        return environment, ()
+    if len(lease.shares) == 1 == len(lease.shares[0]):
+        kind, ((index, _),) = lease.request.devices[0][0], lease.shares[0]
+        return environment, ((kind, (index,)),)
     devices = tuple(
         (kind, tuple(index for index, _ in shares))
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True)
     )
-    return spec.shape.environment, devices
+    return environment, devices

@@ -111,10 +111,16 @@ class Scheduler:
             return [Abandon(task), Forget(task)]
         record = TaskRecord(task, spec, spec.max_retries)
         self.tasks[task] = record
-        self.ready.push(record)
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
-        return self._place([])
+        effects: list[Effect] = []
+        # Where nobody waits, nobody is passed over: the queue may be left out.
+        lease = self.ledger.take(spec.shape.request) if self.ready.is_empty else None
+        if lease is not None:
+            self._start(record, lease, effects)
+            return effects
+        self.ready.push(record)
+        return self._place(effects)
 
     def _on_finished(
         self, task: TaskId, worker_id: WorkerId, retry: bool, now: float

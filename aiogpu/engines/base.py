@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from aiogpu.core.snapshot import NodeStatus
-from aiogpu.runtime.call import Receiver, Site
+if TYPE_CHECKING:
+    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.runtime.call import Receiver, Site
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from aiogpu.core.specs import TaskSpec
-from aiogpu.wire.messages import Done, Failed
+if TYPE_CHECKING:
+    from aiogpu.core.specs import TaskSpec
+    from aiogpu.wire.messages import Done, Failed
 
 _site_ids: Final = count(1)
 _function_ids: Final = count(1)

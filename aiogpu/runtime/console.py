@@ -46,6 +46,7 @@ class Console:
         self.written = 0
         self._loop = loop
         self._is_shown = is_shown
+        self._is_holding = True
         self._last = 0
         self._waiting = 0
         self._paused: set[Source] = set()
@@ -53,6 +54,7 @@ class Console:
         self._after: list[tuple[int, int, Callable[[], None]]] = []
         self._lines: SimpleQueue[tuple[int, int, str] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._drained: asyncio.Future[None] | None = None
 
     def write(self, stream: int, line: str, source: Source) -> int:
         """Write a line to stdout (1) or stderr (2) soon; gives its number."""
@@ -73,17 +75,23 @@ class Console:
 
     def after(self, number: int, action: Callable[[], None]) -> None:
         """Act once line `number` is out: at once if it is. Order is kept."""
-        if number <= self.written:
+        if number <= self.written or not self._is_holding:
             action()
         else:
             heappush(self._after, (number, next(self._order), action))
 
+    def hold_nothing(self) -> None:
+        """Let answers go ahead of their lines from now on; the node is closing."""
+        self._is_holding = False
+        self._release()
+
     async def drain(self, timeout: float) -> None:
         """Wait until all lines are out, or the time is up."""
-        done = self._loop.create_future()
-        timer = self._loop.call_later(timeout, _finish, done)
-        self.after(self._last, lambda: _finish(done))
-        await done
+        self._drained = self._loop.create_future()
+        timer = self._loop.call_later(timeout, _finish, self._drained)
+        if self.written == self._last:
+            _finish(self._drained)
+        await self._drained
         timer.cancel()
 
     def close(self) -> None:
@@ -93,11 +101,18 @@ class Console:
     def _progress(self, number: int, size: int) -> None:
         self.written = number
         self._waiting -= size
+        if self._drained is not None and number == self._last:
+            _finish(self._drained)
         if self._paused and self._waiting < FULL // 2:
             for source in self._paused:
                 source.resume()
             self._paused.clear()
-        while self._after and self._after[0][0] <= self.written:
+        self._release()
+
+    def _release(self) -> None:
+        while self._after and (
+            self._after[0][0] <= self.written or not self._is_holding
+        ):
             heappop(self._after)[2]()
 
     def _write_all(self) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
+from aiogpu.runtime.transport import Peer
 
 KEPT: Final = 20
 """Lines kept for `WorkerDiedError.last_output`."""
@@ -29,6 +30,7 @@ class Output:
         label: who writes to the pipes, such as `worker-3 pid=4711`.
         last: the last lines, oldest first.
         number: of the last line given to the console.
+        peer: the worker's connection, by which its tasks' lines come.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Output:
         self.label = ""
         self.last: deque[str] = deque(maxlen=KEPT)
         self.number = 0
+        self.peer: Peer | None = None
         self._console = console
         self._paths = paths
         self._pipes: list[LinePipe] = []
@@ -73,14 +76,18 @@ class Output:
             pipe.end_line()
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Read no more for now, neither from the pipes nor from the worker."""
         for pipe in self._pipes:
             pipe.pause()
+        if self.peer is not None:
+            self.peer.pause()
 
     def resume(self) -> None:
         """Read again."""
         for pipe in self._pipes:
             pipe.resume()
+        if self.peer is not None:
+            self.peer.resume()
 
     def close(self) -> None:
         """Close the pipes and remove their names."""

@@ -216,6 +216,9 @@ class Pool:
                 slot.output.label = f"worker-{worker_id} pid={pid}"
             case Ended(worker_id, status) if worker and worker.id == worker_id:
                 worker.status = status
+                if worker.peer is not None:
+                    # A paused connection would not show its end.
+                    worker.peer.resume()
                 self._check_gone(worker)
 
     def _on_keeper_lost(self, slot: Slot) -> None:
@@ -257,6 +260,7 @@ class Pool:
         worker.peer = peer
         worker.pid = hello.pid
         worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
+        worker.slot.output.peer = peer
         peer.on_message = partial(self._on_worker_message, worker)
         peer.on_lost = partial(self._on_worker_lost, worker)
         self.on_started(worker.id)
@@ -276,7 +280,7 @@ class Pool:
                 self._console.after(output.number, tell)
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
-        worker.peer = None
+        worker.peer = worker.slot.output.peer = None
         if worker.status is None:
             # It may have closed its descriptors and live on.
             self.kill(worker.id)

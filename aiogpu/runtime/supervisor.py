@@ -87,6 +87,7 @@ class Supervisor:
         parts, self._parts = self._parts, None
         if parts is None:
             return
+        parts.console.hold_nothing()
         if self.driver is not None:
             patience = self.driver.scheduler.patience
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)

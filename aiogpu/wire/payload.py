@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, SerializationError
-from aiogpu.wire.culprit import find_culprit
 
 PROTOCOL: Final = 5
 _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
@@ -156,6 +155,9 @@ def _cloud_dumps(value: object) -> bytes:
 def _unpicklable(
     what: str, roots: Mapping[str, object], error: Exception
 ) -> SerializationError:
+    # Only a failure pays for the import.
+    from aiogpu.wire.culprit import find_culprit
+
     path = find_culprit(roots, _cloud_dumps)
     return SerializationError(
         f"{what} cannot be pickled: {path}: {_described(error)}. Create it inside the "

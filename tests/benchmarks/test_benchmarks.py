@@ -78,8 +78,9 @@ def test_a_quick_run_is_held_against_no_goal(quick):
 
 def test_the_table_has_the_machine_and_a_line_for_each_row(quick):
     text, report = quick
-    heading, columns, *lines = text.splitlines()
+    heading, columns, *lines, ending = text.splitlines()
     assert "load average" in heading
+    assert ending.startswith("load average at the end")
     assert columns.split()[-3:] == ["ratio", "goal", "verdict"]
     assert len(lines) == len(report["rows"])
 

@@ -58,8 +58,8 @@ async def gated_coroutine(path: str, name: str) -> str:
 
 @aiogpu.remote
 def spin(path: str, name: str) -> None:
-    say(path, name)
     try:
+        say(path, name)
         while True:
             pass
     except KeyboardInterrupt:
@@ -69,13 +69,16 @@ def spin(path: str, name: str) -> None:
 
 @aiogpu.remote
 def swallow(path: str, name: str) -> None:
-    say(path, name)
+    is_said = False
     while True:
         try:
+            if not is_said:
+                say(path, name)
+                is_said = True
             while True:
                 pass
         except BaseException:
-            say(path, f"{name}-swallowed")
+            continue
 
 
 @aiogpu.remote
@@ -87,9 +90,13 @@ async def deaf_coroutine(path: str, name: str) -> None:
 
 @aiogpu.remote
 def block_in_c(path: str, name: str) -> None:
-    say(path, name)
-    # Consumes for ever without a single bytecode, so no signal handler runs.
-    deque(repeat(None), maxlen=0)
+    try:
+        say(path, name)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        # Consumes for ever without a single bytecode, so no signal handler runs.
+        deque(repeat(None), maxlen=0)
 
 
 @aiogpu.remote

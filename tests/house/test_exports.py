@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
+import aiogpu.errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "aiogpu"
@@ -68,15 +69,13 @@ def test_all_names_come_by_star():
     assert set(aiogpu.__all__) <= set(names)
 
 
-def test_every_exception_is_public():
-    import aiogpu.errors
-
-    defined = {
+def test_every_error_is_public():
+    errors = {
         name
         for name, value in vars(aiogpu.errors).items()
-        if isinstance(value, type) and value.__module__ == "aiogpu.errors"
+        if isinstance(value, type) and issubclass(value, aiogpu.AiogpuError)
     }
-    assert defined <= set(aiogpu.__all__)
+    assert errors <= set(aiogpu.__all__)
 
 
 def test_dir_shows_what_is_public_before_it_is_loaded():

@@ -1,0 +1,157 @@
+"""The running loop's node, as users open, ask and close it."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.api.node_options import check_flag, check_node_options
+from aiogpu.api.options import check_text
+from aiogpu.api.session import (
+    Session,
+    current_session,
+    default_address,
+    refuse_in_worker,
+    session_of,
+    start_session,
+)
+from aiogpu.engines.base import NodeOptions
+from aiogpu.errors import NodeRunningError
+
+if TYPE_CHECKING:
+    from aiogpu.core.snapshot import NodeStatus
+
+
+class Opening:
+    """What `init` gives: await it, or use it in `async with`."""
+
+    def __init__(
+        self, address: str | None, options: NodeOptions, ignore_reinit_error: bool
+    ) -> None:
+        self._address = address
+        self._options = options
+        self._ignore_reinit_error = ignore_reinit_error
+        self._is_used = False
+        self._mine: Session | None = None
+
+    def __await__(self) -> Generator[Any, None, Session]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Session:
+        return await self._open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._mine is not None:
+            await self._mine.shutdown()
+
+    async def _open(self) -> Session:
+        self._is_used = True
+        refuse_in_worker("aiogpu.init()")
+        loop = asyncio.get_running_loop()
+        session = session_of(loop)
+        if session is not None:
+            if self._ignore_reinit_error:
+                await session.opened()
+                return session
+            raise NodeRunningError(
+                "this event loop has a node already. Call aiogpu.shutdown() before "
+                "another init(), or say init(ignore_reinit_error=True) to share it."
+            )
+        session = self._mine = start_session(self._address, self._options, loop)
+        try:
+            await session.opened()
+        except asyncio.CancelledError:
+            await session.shutdown()
+            raise
+        return session
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                "aiogpu.init() was called but never awaited; write `await "
+                "aiogpu.init(...)` or `async with aiogpu.init(...)`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def init(  # noqa: PLR0913 - all by keyword, each an option of its own
+    *,
+    address: str | None = None,
+    num_cpus: float | None = None,
+    num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    accelerator_type: str | None = None,
+    preload: Sequence[str] = (),
+    log_to_driver: bool = True,
+    cancel_grace: float = 2.0,
+    ignore_reinit_error: bool = False,
+) -> Opening:
+    """Open a node for this event loop: `await` it, or `async with` it.
+
+    Args:
+        address: None or "local" for a node inside this program. The variable
+            AIOGPU_ADDRESS supplies the default.
+        num_cpus: CPUs to share out; what this process may use unless given.
+        num_gpus: GPUs to share out; those detected unless given. May exceed them,
+            since resources are logical.
+        resources: custom resources by name, such as `{"license": 2}`.
+        accelerator_type: type of the node's GPUs where it is not detected.
+        preload: modules that are imported once, before workers are forked.
+        log_to_driver: show what tasks print, line by line.
+        cancel_grace: seconds from a task's cancel to the kill of its process.
+        ignore_reinit_error: give this loop's node, should it have one.
+
+    Raises:
+        OptionError: an option is ill-valued.
+        NodeRunningError: at the await; this loop has a node already.
+        NodeStartError: at the await; the node cannot start.
+        DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
+    """
+    options = check_node_options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=resources,
+        accelerator_type=accelerator_type,
+        preload=preload,
+        log_to_driver=log_to_driver,
+        cancel_grace=cancel_grace,
+    )
+    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
+    return Opening(check_text("address", address) or default_address(), options, shared)
+
+
+async def shutdown() -> None:
+    """Close this loop's node, if it has one: stop its tasks, leave nothing behind."""
+    session = session_of(asyncio.get_running_loop())
+    if session is not None:
+        await session.shutdown()
+
+
+async def cluster_resources() -> dict[str, float]:
+    """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
+    session = current_session()
+    await session.opened()
+    return session.cluster_resources()
+
+
+async def available_resources() -> dict[str, float]:
+    """What is free of each resource; 0.0 where nothing is."""
+    session = current_session()
+    await session.opened()
+    return session.available_resources()
+
+
+async def status() -> NodeStatus:
+    """Who holds what share of which device, what waits and why."""
+    session = current_session()
+    await session.opened()
+    return session.status()

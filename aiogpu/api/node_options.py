@@ -1,0 +1,79 @@
+"""What `init` is asked for, checked; every mistake is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from aiogpu.api.options import check_resources, check_seconds, check_text
+from aiogpu.core.resources import quantity
+from aiogpu.engines.base import NodeOptions
+from aiogpu.errors import OptionError
+
+
+def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
+    *,
+    num_cpus: object,
+    num_gpus: object,
+    resources: object,
+    accelerator_type: object,
+    preload: object,
+    log_to_driver: object,
+    cancel_grace: object,
+) -> NodeOptions:
+    """Check the options of a node; raises `OptionError`."""
+    return NodeOptions(
+        num_cpus=_check_cpus(num_cpus),
+        num_gpus=_check_gpus(num_gpus),
+        resources=_check_custom(resources),
+        accelerator_type=check_text("accelerator_type", accelerator_type),
+        preload=_check_preload(preload),
+        log_to_driver=check_flag("log_to_driver", log_to_driver),
+        cancel_grace=check_seconds("cancel_grace", cancel_grace),
+    )
+
+
+def _check_cpus(value: object) -> float | None:
+    if value is None:
+        return None
+    quantity("num_cpus", value)
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _check_gpus(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**6:
+        raise OptionError(
+            f"init(num_gpus={value!r}): a node has a whole number of GPUs; give an "
+            f"int from 0, or leave it out to detect them."
+        )
+    return value
+
+
+def _check_custom(value: object) -> Mapping[str, float]:
+    if value is None:
+        return {}
+    check_resources("resources", value)
+    assert isinstance(value, Mapping)
+    return dict(value)
+
+
+def _check_preload(value: object) -> tuple[str, ...]:
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not all(isinstance(name, str) and name for name in value)
+    ):
+        raise OptionError(
+            f"preload={value!r} must be a sequence of module names, such as "
+            f"preload=('numpy',)."
+        )
+    return tuple(value)
+
+
+def check_flag(option: str, value: object) -> bool:
+    """Check a switch; raises `OptionError`."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{option}={value!r} must be True or False.")
+    return value

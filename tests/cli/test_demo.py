@@ -1,0 +1,179 @@
+"""`aiogpu demo` as a user runs it: in a terminal, in a pipe, wrongly, interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pexpect
+import psutil
+import pytest
+
+COMMAND = [sys.executable, "-m", "aiogpu", "demo"]
+SMALL = ["--size", "64", "--tasks", "6"]
+GONE_WITHIN = 5.0
+"""Seconds; a bound for a failing test, not a wait: `wait_procs` returns at once."""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without what would change the demo's output."""
+    left_out = ("CUDA_", "AIOGPU_", "PYTHONIOENCODING", "NO_COLOR", "FORCE_COLOR")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+    return {**kept, "TERM": "xterm-256color", "COLUMNS": "80", **changes}
+
+
+def in_pipe(*options: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def in_terminal(*options: str, **changes: str) -> pexpect.spawn[str]:
+    return pexpect.spawn(
+        COMMAND[0],
+        [*COMMAND[1:], *options],
+        env=environment(**changes),
+        dimensions=(50, 80),
+        encoding="utf-8",
+        # A terminal drops what it has not shown yet at Ctrl-C, also half characters.
+        codec_errors="replace",
+        timeout=60,
+    )
+
+
+def test_pipe_gets_plain_lines() -> None:
+    ran = in_pipe(*SMALL, "--gpus", "2")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "\x1b" not in ran.stdout
+    first, *lines = ran.stdout.splitlines()
+    assert re.fullmatch(
+        r"A Julia set of 64 x 64 points on GPU 0 \(.+\), GPU 1 \(.+\)\.", first
+    )
+    tasks = [re.match(r"task +(\d+)  GPU \d  pid \d+  from ", line) for line in lines]
+    assert sorted(int(task[1]) for task in tasks if task) == [*range(6)]
+    chart = [line for line in lines if "█" in line]
+    assert all(len(line) < 80 for line in chart)
+    assert lines[-4] == "tasks    6, each in a fresh process"
+    assert re.fullmatch(r"at once  [1-4] on GPU 0, [0-2] on GPU 1", lines[-2])
+    assert lines[-1] == "result   equals the serial one, bit by bit"
+
+
+def test_terminal_gets_a_live_picture() -> None:
+    demo = in_terminal(*SMALL, "--gpus", "1")
+    demo.expect("A Julia set of 64 x 64 points")
+    demo.expect("▀")
+    demo.expect("GPU 0")
+    demo.expect("equals the serial one, bit by bit")
+    demo.expect(pexpect.EOF)
+    demo.close()
+    assert demo.exitstatus == 0
+
+
+def test_terminal_without_colours_gets_no_pixels() -> None:
+    demo = in_terminal(*SMALL, NO_COLOR="1", TERM="dumb")
+    demo.expect(pexpect.EOF)
+    demo.close()
+    assert "▀" not in demo.before
+    assert "task   5  GPU" in demo.before
+    assert demo.exitstatus == 0
+
+
+def test_output_that_takes_only_ascii() -> None:
+    ran = in_pipe(*SMALL, PYTHONIOENCODING="ascii")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.isascii()
+    assert "=" in ran.stdout
+
+
+def test_whole_gpus() -> None:
+    ran = in_pipe("--size", "32", "--tasks", "3", "--gpus", "4", "--share", "2")
+    assert ran.returncode == 0
+    assert ran.stdout.count("GPU 0, GPU 1  pid") >= 1
+    assert "at once  1 on GPU 0, 1 on GPU 1, " in ran.stdout
+
+
+def test_visible_devices_are_those_shown() -> None:
+    ran = in_pipe(*SMALL, CUDA_VISIBLE_DEVICES="5")
+    if ran.returncode == 0:  # no NVML here: the entry is taken as it stands
+        assert "on GPU 5 (logical)." in ran.stdout
+    else:
+        assert "there is no device '5'" in ran.stderr
+
+
+def test_hidden_gpus_leave_logical_ones() -> None:
+    ran = in_pipe(*SMALL, CUDA_VISIBLE_DEVICES="")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "GPU 1" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--share", "1.5"], "Invalid value for --share: num_gpus=1.5 mixes"),
+        (["--share", "0"], "Invalid value for --share: a share is above 0."),
+        (["--share", "nan"], "Invalid value for --share: num_gpus=nan"),
+        (["--share", "much"], "'much' is not a valid float"),
+        (["--share", "3", "--gpus", "2"], "asks for {CPU: 1, GPU: 3}"),
+        (["--gpus", "0"], "0 is not in the range"),
+        (["--tasks", "65", "--size", "64"], "--tasks 65 is more than the 64 rows"),
+        (["--gpu", "1"], "--gpus"),
+        (["fast"], "unexpected extra argument (fast)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_told(options: list[str], said: str) -> None:
+    ran = in_pipe(*options)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert ran.stdout == ""
+    assert "Traceback" not in ran.stderr
+
+
+def test_too_few_visible_devices_are_told() -> None:
+    ran = in_pipe(*SMALL, "--gpus", "2", CUDA_VISIBLE_DEVICES="0")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("Error: num_gpus=2, but CUDA_VISIBLE_DEVICES='0'")
+
+
+def test_missing_numpy_is_told(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('not today')")
+    ran = in_pipe(*SMALL, PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1
+    assert "(not today). Install it by: pip install 'aiogpu[demo]'" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_interrupt_leaves_nothing(runtime_directory: Path) -> None:
+    demo = in_terminal("--size", "2048", "--tasks", "64", "--gpus", "2")
+    demo.expect("0 s")  # the first frame: tasks run
+    (directory,) = runtime_directory.iterdir()
+    children = psutil.Process(demo.pid).children(recursive=True)
+    assert len(children) > 2  # the zygote, keepers, workers
+    demo.sendintr()
+    demo.expect("Interrupted.")
+    demo.expect(pexpect.EOF)
+    demo.close()
+    assert demo.exitstatus == 130
+    assert "Traceback" not in demo.before
+    assert psutil.wait_procs(children, timeout=GONE_WITHIN)[1] == []
+    assert not directory.exists()
+
+
+def test_reader_that_leaves_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(
+        [*COMMAND, *SMALL], env=environment(), stdout=writer, stderr=subprocess.PIPE
+    ) as demo:
+        os.close(writer)
+        _, error = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert error == b""

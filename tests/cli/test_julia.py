@@ -1,0 +1,49 @@
+"""Bands make up the whole, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aiogpu.cli.julia import STEPS, Band, Picture, Scene, escape_counts
+from aiogpu.cli.timeline import Span
+
+SPAN = Span(0, (0,), 1, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("of", [1, 3, 17, 40])
+def test_bands_are_the_whole(of: int) -> None:
+    scene = Scene.of(40, 7)
+    picture = Picture(scene)
+    for number in range(of):
+        first, end = scene.band(number, of)
+        picture.add(Band(first, escape_counts(scene, first, end), SPAN))
+    assert picture.equals_serial()
+
+
+def test_a_wrong_pixel_is_seen() -> None:
+    scene = Scene.of(40, 7)
+    picture = Picture(scene)
+    counts = escape_counts(scene, 0, 40)
+    counts[3, 5] ^= 1
+    picture.add(Band(0, counts, SPAN))
+    assert not picture.equals_serial()
+
+
+def test_the_set_is_symmetric_and_has_an_inside() -> None:
+    counts = escape_counts(Scene.of(40, 7), 0, 40)
+    assert np.array_equal(counts, counts[::-1, ::-1])
+    assert counts.max() == STEPS
+    assert counts.min() < 5
+
+
+def test_a_preview_is_dark_where_nothing_is_yet() -> None:
+    scene = Scene.of(40, 7)
+    picture = Picture(scene)
+    assert picture.preview(3, 2) == [[0, 0, 0], [0, 0, 0]]
+    picture.add(Band(20, np.full((20, 40), STEPS, np.uint16), SPAN))
+    assert picture.preview(3, 2) == [[0, 0, 0], [15, 15, 15]]
+
+
+def test_seeds_give_shapes() -> None:
+    assert Scene.of(40, 1) == Scene.of(40, 1) != Scene.of(40, 2)

@@ -1,0 +1,153 @@
+"""[B13] What tasks print: tagged, in time, and never at the loop's expense."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import sys
+import threading
+
+import pytest
+
+import aiogpu
+from aiogpu.runtime.console import FULL
+from tests.engines import tasks
+from tests.gate import Gate
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+async def test_lines_come_tagged_before_the_await_returns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        pid = await tasks.pid.remote()
+        for round_ in range(20):
+            await tasks.output.remote([f"round {round_}", "ünï"])
+            out, err = capsys.readouterr()
+            assert out == f"(output pid={pid}) round {round_}\n(output pid={pid}) ünï\n"
+            assert err == ""
+        await tasks.output.options(name="embed").remote(["x"])
+        assert capsys.readouterr().out == f"(embed pid={pid}) x\n"
+
+
+async def test_lines_come_while_the_task_runs(
+    gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.mixed_output.remote(gate.path)
+        await gate.entered("printed")
+        pid = gate.pids["printed"]
+        seen = ""
+        async with asyncio.timeout(20):
+            while "stdout" not in seen:
+                await asyncio.sleep(0)
+                seen += capsys.readouterr().out
+        assert seen == f"(mixed_output pid={pid}) to stdout\n"
+        gate.release("printed")
+        await handle
+        out, _ = capsys.readouterr()
+        assert out == f"(mixed_output pid={pid}) unfinished\n"
+
+
+async def test_stderr_goes_to_stderr(
+    gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.mixed_output.remote(gate.path)
+        await gate.entered("printed")
+        gate.release("printed")
+        await handle
+        assert capsys.readouterr().err == (
+            f"(mixed_output pid={gate.pids['printed']}) to stderr\n"
+        )
+
+
+async def test_raw_bytes_carry_the_workers_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        for round_ in range(20):
+            await tasks.raw_output.remote(f"a {round_}\nrest")
+            out = capsys.readouterr().out
+            assert re.fullmatch(
+                rf"\(worker-1 pid=\d+\) a {round_}\n\(worker-1 pid=\d+\) rest\n", out
+            )
+
+
+async def test_raw_bytes_of_an_isolated_task(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        await tasks.raw_output.options(num_gpus=1).remote("from a fresh process\n")
+        assert "from a fresh process\n" in capsys.readouterr().out
+
+
+async def test_it_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+        await tasks.output.remote(["x"])
+        await tasks.raw_output.remote("y\n")
+    assert capsys.readouterr() == ("", "")
+
+
+async def test_lines_of_several_tasks_are_not_mixed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=3):
+        lines = [f"{i} " + "z" * 200 for i in range(200)]
+        await asyncio.gather(*(tasks.output.remote(lines) for _ in range(3)))
+    written = capsys.readouterr().out.splitlines()
+    assert len(written) == 600
+    assert all(re.fullmatch(r"\(output pid=\d+\) \d+ z{200}", line) for line in written)
+
+
+class SlowTerminal(io.StringIO):
+    """Blocks every write until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_free = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_free.wait()
+        return super().write(text)
+
+
+async def test_a_slow_terminal_slows_the_task_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = SlowTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    lines = 100_000
+    async with aiogpu.init(num_cpus=2) as session:
+        printing = tasks.flood.remote(lines)
+        waited = asyncio.ensure_future(printing)
+        results = [await tasks.add.remote(i) for i in range(500)]
+        assert results == list(range(1, 501))
+        assert not waited.done()
+        console = session._engine._supervisor._parts.console  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            while console._waiting <= FULL:
+                await asyncio.sleep(0)
+        for _ in range(200):
+            await tasks.add.remote(1)
+        # One read of the socket at most comes after the pause.
+        assert console._waiting < 2 * FULL
+        terminal.is_free.set()
+        await waited
+        assert terminal.getvalue().count("\n") == lines
+
+
+class BrokenTerminal(io.StringIO):
+    """Fails every write, as a closed pipe does."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+async def test_a_broken_terminal_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", BrokenTerminal())
+    async with aiogpu.init(num_cpus=1):
+        await tasks.output.remote(["x"])
+        assert await tasks.add.remote(1) == 2

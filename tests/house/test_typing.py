@@ -1,0 +1,87 @@
+"""mypy and pyright both infer what `good.py` says and refuse what `bad.py` marks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = Path(__file__).with_name("typing")
+GOOD, BAD = CASES / "good.py", CASES / "bad.py"
+OFFLINE = {
+    # pyright's wheel holds pyright, that of nodejs holds node: nothing is downloaded,
+    # no newer version is asked for, and the machine's own node is left alone.
+    "PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT": "1",
+    "PYRIGHT_PYTHON_GLOBAL_NODE": "0",
+    "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
+    "PYRIGHT_PYTHON_FORCE_VERSION": "",
+    "PYRIGHT_PYTHON_PYLANCE_VERSION": "",
+}
+
+
+class Refusal(NamedTuple):
+    """An error that a type checker reports."""
+
+    file: str
+    line: int
+    text: str
+
+
+def checked_by(*command: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-m", *command, str(GOOD), str(BAD)],
+        cwd=ROOT,
+        env=os.environ | OFFLINE,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def mypy() -> list[Refusal]:
+    reports = map(json.loads, checked_by("mypy", "--strict", "-O", "json").splitlines())
+    return [
+        Refusal(Path(each["file"]).name, each["line"], each["message"])
+        for each in reports
+        if each["severity"] == "error"
+    ]
+
+
+def pyright() -> list[Refusal]:
+    report = json.loads(
+        checked_by("pyright", "--outputjson", "--pythonpath", sys.executable)
+    )
+    return [
+        Refusal(
+            Path(each["file"]).name,
+            each["range"]["start"]["line"] + 1,
+            each["message"],
+        )
+        for each in report["generalDiagnostics"]
+        if each["severity"] in ("error", "warning")
+    ]
+
+
+def marked(checker: str) -> set[int]:
+    """The lines of `bad.py` that this type checker must refuse."""
+    marks = ("# refused", f"# refused by {checker}")
+    return {
+        number
+        for number, line in enumerate(BAD.read_text().splitlines(), start=1)
+        if line.endswith(marks)
+    }
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
+def test_good_use_is_accepted_and_bad_use_refused(checker):
+    refusals = checker()
+
+    assert not [each for each in refusals if each.file == GOOD.name]
+    refused = {each.line for each in refusals}
+    assert refused == marked(checker.__name__), "\n".join(map(str, refusals))

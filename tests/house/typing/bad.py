@@ -1,0 +1,91 @@
+"""What type checkers must refuse: the lines marked `# refused`, and no other.
+
+A line marked `# refused by pyright` is one that mypy cannot tell.
+"""
+
+from __future__ import annotations
+
+import aiogpu
+from aiogpu import Handle
+
+
+@aiogpu.remote
+def embed(x: int, *, scale: float = 1.0) -> str:
+    return str(x * scale)
+
+
+@aiogpu.remote
+async def fetch(url: str) -> bytes:
+    return url.encode()
+
+
+async def arguments() -> None:
+    embed.remote("1")  # refused
+    embed.remote()  # refused
+    embed.remote(1, 2)  # refused
+    embed.remote(1, scael=2)  # refused
+    embed.remote(1, scale="2")  # refused
+    fetch.remote(b"a")  # refused
+    embed.options(num_gpus=1).remote("1")  # refused
+
+
+async def results() -> None:
+    number: int = await embed.remote(1)  # refused
+    text: str = embed.remote(1)  # refused
+    handle: Handle[bytes] = embed.remote(1)  # refused
+    data: str = await fetch.remote("a")  # refused
+    late: str = fetch.options(timeout=1).remote("a").result()  # refused
+    print(number, text, handle, data, late)
+
+
+async def handles() -> None:
+    handle = embed.remote(1)
+    print(handle + "a")  # refused
+    print(handle.upper())  # refused
+    handle.task_name = 1  # refused
+    print(len(await fetch.remote(1)))  # refused
+    print(not handle)  # refused by pyright
+
+
+@aiogpu.remote(num_gpu=1)  # refused
+def unknown_option() -> None: ...
+
+
+@aiogpu.remote(num_gpus="1")  # refused
+def ill_typed_option() -> None: ...
+
+
+@aiogpu.remote("embed")  # refused
+def an_option_without_its_name() -> None: ...
+
+
+def options_of_a_function() -> None:
+    embed.options(num_gpu=1)  # refused
+    embed.options(num_gpus="1")  # refused
+    embed.options(retry_exceptions=[ValueError()])  # refused
+    embed.options(runtime_env={"env_vars": {"A": 1}})  # refused
+    embed.options(1)  # refused
+
+
+def called_directly() -> None:
+    text: str = embed(1)  # refused
+    print(text, embed(2).upper())  # refused
+
+
+async def nodes() -> None:
+    await aiogpu.init(num_gpus=0.5)  # refused
+    await aiogpu.init(1)  # refused
+    await aiogpu.init(preload=[1])  # refused
+    with aiogpu.init():  # refused
+        pass
+    print((await aiogpu.status()).devicse)  # refused
+    print(aiogpu.status().devices)  # refused
+
+
+def misspelt() -> None:
+    from aiogpu import Handel  # refused
+
+    print(Handel)
+    aiogpu.nope()  # refused
+    aiogpu.remotee(embed)  # refused
+    aiogpu.run(embed)  # refused

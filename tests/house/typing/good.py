@@ -1,0 +1,142 @@
+# pyright: strict
+"""What type checkers must infer of the public names; nothing here may be an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, assert_type
+
+import aiogpu
+from aiogpu import Handle, NodeStatus, RemoteFunction, Session
+
+
+@aiogpu.remote
+def embed(x: int, *, scale: float = 1.0) -> str:
+    return str(x * scale)
+
+
+@aiogpu.remote
+async def fetch(url: str) -> bytes:
+    return url.encode()
+
+
+@aiogpu.remote(num_gpus=0.25, priority=1, runtime_env={"env_vars": {"A": "1"}})
+def train(steps: int) -> list[float]:
+    return [0.0] * steps
+
+
+@aiogpu.remote(num_cpus=2, retry_exceptions=[OSError], timeout=2.5)
+async def score(steps: int) -> dict[str, float]:
+    return {"loss": 1 / steps}
+
+
+@aiogpu.remote()
+def bare() -> None:
+    return None
+
+
+@aiogpu.remote
+def anything(x: Any) -> Any:
+    return x
+
+
+def identity(x: int) -> int:
+    return x
+
+
+def describe(x: int, /) -> str:
+    return str(x)
+
+
+def runs_later(x: int) -> Coroutine[Any, Any, int]:
+    raise NotImplementedError
+
+
+async def handles_have_the_type_of_the_result() -> None:
+    assert_type(embed.remote(1), Handle[str])
+    assert_type(embed.remote(x=1, scale=2), Handle[str])
+    assert_type(await embed.remote(1), str)
+    assert_type(fetch.remote("a"), Handle[bytes])
+    assert_type(await fetch.remote("a"), bytes)
+    assert_type(train.remote(1), Handle[list[float]])
+    assert_type(await train.remote(1), list[float])
+    assert_type(score.remote(1), Handle[dict[str, float]])
+    assert_type(await score.remote(1), dict[str, float])
+    assert_type(bare.remote(), Handle[None])
+    assert_type(await anything.remote(1), Any)
+    assert_type(aiogpu.remote(identity).remote(1), Handle[int])
+    assert_type(aiogpu.remote(num_gpus=1)(identity).remote(1), Handle[int])
+    assert_type(aiogpu.remote(runs_later).remote(1), Handle[int])
+
+
+async def a_handle_tells_its_result_and_its_error() -> None:
+    handle = embed.remote(1)
+    assert_type(handle.result(), str)
+    assert_type(handle.exception(), BaseException | None)
+    assert_type(handle.cancel(), bool)
+    assert_type(handle.done(), bool)
+    assert_type(handle.task_name, str)
+    future: asyncio.Future[str] = handle
+    del future
+
+
+async def other_options_keep_the_types() -> None:
+    options = embed.options(num_gpus=0.5, name="a", max_retries=-1)
+    assert_type(options.remote(1), Handle[str])
+    assert_type(options.options(max_calls=1).remote(1, scale=2), Handle[str])
+    assert_type(fetch.options(timeout=1).remote("a"), Handle[bytes])
+    assert_type(await train.options(accelerator_type="A100").remote(1), list[float])
+    suited: RemoteFunction[[int], str] = aiogpu.remote(describe).options(num_cpus=2)
+    assert_type(suited.remote(1), Handle[str])
+
+
+async def asyncio_takes_handles() -> None:
+    both = await asyncio.gather(embed.remote(1), fetch.remote("a"))
+    assert_type(both, tuple[str, bytes])
+    many = await asyncio.gather(*[train.remote(n) for n in range(3)])
+    assert_type(many, list[list[float]])
+    either = await asyncio.gather(embed.remote(1), return_exceptions=True)
+    assert_type(either, tuple[str | BaseException])
+    assert_type(await asyncio.wait_for(embed.remote(1), 1), str)
+    assert_type(await asyncio.shield(embed.remote(1)), str)
+    for first in asyncio.as_completed([embed.remote(1), embed.remote(2)]):
+        assert_type(await first, str)
+    done, pending = await asyncio.wait([embed.remote(1)])
+    assert_type(done.pop().result(), str)
+    del pending
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(embed.remote(1).coro())
+        assert_type(task, asyncio.Task[str])
+
+
+async def a_node_opens_in_two_ways() -> None:
+    session = await aiogpu.init(num_cpus=2, num_gpus=1, preload=["numpy"])
+    assert_type(session, Session)
+    await aiogpu.shutdown()
+    async with aiogpu.init(resources={"license": 2}) as session:
+        assert_type(session, Session)
+        assert_type(session.status(), NodeStatus)
+    async with await aiogpu.init(log_to_driver=False) as session:
+        assert_type(session, Session)
+
+
+async def a_node_tells_what_it_has() -> None:
+    assert_type(await aiogpu.status(), NodeStatus)
+    assert_type(await aiogpu.cluster_resources(), dict[str, float])
+    assert_type(await aiogpu.available_resources(), dict[str, float])
+
+
+def a_task_asks_where_it_runs() -> None:
+    assert_type(aiogpu.get_gpu_ids(), list[int | str])
+    context = aiogpu.get_runtime_context()
+    assert_type(context.get_accelerator_ids(), dict[str, list[str]])
+    assert_type(context.task_name, str)
+
+
+async def main() -> int:
+    return 0
+
+
+assert_type(aiogpu.run(main()), int)
+assert_type(aiogpu.run(main(), debug=True), int)
