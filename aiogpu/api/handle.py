@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.wire.payload import load_result
 
 T = TypeVar("T")
+
+# Looked up once; `super()` costs more than the methods themselves.
+_set_result: Final[Callable[[Any, object], None]] = asyncio.Future.set_result
+_result: Final[Callable[[Any], object]] = asyncio.Future.result
 
 
 class Handle(asyncio.Future[T]):
@@ -72,8 +76,8 @@ class Handle(asyncio.Future[T]):
         )
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not super().done():
-            waiter = super().get_loop().create_future()
+        if not self.done():
+            waiter = self.get_loop().create_future()
             self._waiters.append(waiter)
             try:
                 yield from waiter
@@ -121,14 +125,15 @@ class Handle(asyncio.Future[T]):
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
-        if not super().done():
+        if not self.done():
             self._payload = payload
-            super().set_result(None)  # type: ignore[arg-type]
-            self._wake()
+            _set_result(self, None)
+            if self._waiters:
+                self._wake()
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
-        if not super().done():
+        if not self.done():
             super().set_exception(error)
             if isinstance(error, NodeClosedError):
                 # Who shuts a node down has said that he wants none of its results.
@@ -147,7 +152,7 @@ class Handle(asyncio.Future[T]):
         Raises:
             DeserializationError: it cannot be unpickled in this process.
         """
-        super().result()
+        _result(self)
         if self._payload is not None:
             self._decode()
         if self._error is not None:

@@ -75,22 +75,21 @@ class Bucket:
 
 
 class ReadyQueue:
-    """All waiting tasks of the node."""
+    """All waiting tasks of the node.
+
+    Attributes:
+        by_shape: the buckets that hold a task; empty when nothing waits.
+    """
 
     def __init__(self) -> None:
-        self._buckets: dict[Shape, Bucket] = {}
+        self.by_shape: dict[Shape, Bucket] = {}
         self._left = 0
 
     def __len__(self) -> int:
-        return sum(bucket.size for bucket in self._buckets.values())
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._buckets
+        return sum(bucket.size for bucket in self.by_shape.values())
 
     def __repr__(self) -> str:
-        return f"<ReadyQueue {len(self)} tasks of {len(self._buckets)} shapes>"
+        return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
 
     def push(self, record: TaskRecord) -> None:
         """Add a new task behind those of its shape and priority."""
@@ -102,33 +101,33 @@ class ReadyQueue:
 
     def _bucket(self, record: TaskRecord) -> Bucket:
         shape = record.spec.shape
-        bucket = self._buckets.get(shape)
+        bucket = self.by_shape.get(shape)
         if bucket is None:
-            bucket = self._buckets[shape] = Bucket(shape)
+            bucket = self.by_shape[shape] = Bucket(shape)
         return bucket
 
     def discard(self, record: TaskRecord) -> None:
         """Note that a task waits no longer; its state says so already."""
-        bucket = self._buckets[record.spec.shape]
+        bucket = self.by_shape[record.spec.shape]
         bucket.size -= 1
         self._left += 1
         if bucket.size == 0:
-            del self._buckets[bucket.shape]
+            del self.by_shape[bucket.shape]
         if self._left > 64 and self._left > len(self):
             self._left = 0
-            for bucket in self._buckets.values():
+            for bucket in self.by_shape.values():
                 bucket.compact()
 
     def buckets(self) -> list[Bucket]:
         """The buckets with waiting tasks, in no particular order."""
-        return list(self._buckets.values())
+        return list(self.by_shape.values())
 
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket that has run empty."""
-        del self._buckets[bucket.shape]
+        del self.by_shape[bucket.shape]
 
     def __iter__(self) -> Iterator[TaskRecord]:
-        for bucket in self._buckets.values():
+        for bucket in self.by_shape.values():
             yield from bucket
 
 

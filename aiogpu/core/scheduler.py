@@ -47,7 +47,7 @@ from aiogpu.core.records import (
     move_task,
     move_worker,
 )
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.specs import TaskSpec
 from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
 
@@ -63,7 +63,7 @@ class Scheduler:
         self.tasks: dict[TaskId, TaskRecord] = {}
         self.timers = Timers()
         self.is_closing = False
-        self._feasible: set[Shape] = set()
+        self._most_idle = self.patience.idle_workers
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}, {self.ledger!r}>"
@@ -73,18 +73,9 @@ class Scheduler:
         """Whether a closing node has nothing left that runs."""
         return self.is_closing and not len(self.workers)
 
-    def why_infeasible(self, spec: TaskSpec) -> str | None:
-        """Say what the node lacks for this spec even when idle, None if nothing."""
-        if spec.shape in self._feasible:
-            return None
-        reason = self.ledger.why_infeasible(spec.shape.request)
-        if reason is None:
-            self._feasible.add(spec.shape)
-        return reason
-
     def deadline(self) -> float | None:
         """When to send `TimePassed`, None for never."""
-        return self.timers.next()
+        return self.timers.earliest
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in what happened; answer what is to be done, in order."""
@@ -115,10 +106,11 @@ class Scheduler:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
         effects: list[Effect] = []
         # Where nobody waits, nobody is passed over: the queue may be left out.
-        lease = self.ledger.take(spec.shape.request) if self.ready.is_empty else None
-        if lease is not None:
-            self._start(record, lease, effects)
-            return effects
+        if not self.ready.by_shape:
+            lease = self.ledger.take(spec.shape.request)
+            if lease is not None:
+                self._start(record, lease, effects)
+                return effects
         self.ready.push(record)
         return self._place(effects)
 
@@ -138,8 +130,10 @@ class Scheduler:
             self._end(record)
             effects.append(Settle(task) if was_wanted else Forget(task))
         self._release(worker, record.spec, now)
-        self._place(effects)
-        self._retire_idle(now, effects)
+        if self.ready.by_shape:
+            self._place(effects)
+        if self.workers.idle > self._most_idle:
+            self._retire_idle(now, effects)
         return effects
 
     def _release(self, worker: WorkerRecord, spec: TaskSpec, now: float) -> None:
@@ -260,6 +254,7 @@ class Scheduler:
 
     def _on_closing(self, now: float) -> list[Effect]:
         self.is_closing = True
+        self._most_idle = 0
         effects: list[Effect] = []
         for record in list(self.tasks.values()):
             if record.state is not TaskState.STOPPING:
@@ -270,8 +265,7 @@ class Scheduler:
 
     def _retire_idle(self, now: float, effects: list[Effect]) -> None:
         """Retire the longest idle, after placing, so that work comes first."""
-        wanted = 0 if self.is_closing else self.patience.idle_workers
-        while self.workers.idle > wanted:
+        while self.workers.idle > self._most_idle:
             worker = self.workers.pop_longest_idle()
             self._let_end(worker, now)
             effects.append(Retire(worker.id))
@@ -291,7 +285,7 @@ class Scheduler:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
 
     def _place(self, effects: list[Effect]) -> list[Effect]:
-        if not self.ready.is_empty and not self.is_closing:
+        if self.ready.by_shape and not self.is_closing:
             for record, lease in place(self.ready, self.ledger):
                 self._start(record, lease, effects)
         return effects

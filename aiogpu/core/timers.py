@@ -36,9 +36,14 @@ class Alarm(NamedTuple):
 
 
 class Timers:
-    """Alarms in order of time."""
+    """Alarms in order of time.
+
+    Attributes:
+        earliest: when the next alarm rings, None without one.
+    """
 
     def __init__(self) -> None:
+        self.earliest: float | None = None
         self._heap: list[Alarm] = []
         self._sequence = 0
         self._stale = 0
@@ -50,15 +55,17 @@ class Timers:
         """Ask to be woken at `when`."""
         self._sequence += 1
         heappush(self._heap, Alarm(when, self._sequence, kind, subject))
+        self._note_earliest()
 
-    def next(self) -> float | None:
-        """When the earliest alarm rings, None without one."""
-        return self._heap[0].when if self._heap else None
+    def _note_earliest(self) -> None:
+        self.earliest = self._heap[0].when if self._heap else None
 
     def due(self, now: float) -> Iterator[Alarm]:
         """Remove and yield all alarms that ring at `now` or before."""
         while self._heap and self._heap[0].when <= now:
-            yield heappop(self._heap)
+            alarm = heappop(self._heap)
+            self._note_earliest()
+            yield alarm
 
     def note_stale(self, kind: AlarmKind, alive: Container[int]) -> None:
         """Count an alarm of that kind as needless, and sweep when they abound.
@@ -76,3 +83,4 @@ class Timers:
                 if alarm.kind is not kind or alarm.subject in alive
             ]
             heapify(self._heap)
+            self._note_earliest()

@@ -7,7 +7,7 @@ file does not know what tasks ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import WorkerState
@@ -15,10 +15,17 @@ from aiogpu.core.records import Binding, WorkerRecord, move_worker
 
 
 class Workers:
-    """All workers that are wanted, alive or still ending."""
+    """All workers that are wanted, alive or still ending.
+
+    Attributes:
+        get: gives the worker of an id, None once it is gone.
+        idle: how many wait for work.
+    """
 
     def __init__(self) -> None:
         self._records: dict[WorkerId, WorkerRecord] = {}
+        self.get: Callable[[WorkerId], WorkerRecord | None] = self._records.get
+        self.idle = 0
         self._idle: dict[WorkerId, WorkerRecord] = {}
         self._idle_by_binding: dict[Binding | None, list[WorkerRecord]] = {}
         self._unclaimed: dict[WorkerId, WorkerRecord] = {}
@@ -31,16 +38,7 @@ class Workers:
         return iter(self._records.values())
 
     def __repr__(self) -> str:
-        return f"<Workers {len(self)}: {len(self._idle)} idle>"
-
-    @property
-    def idle(self) -> int:
-        """How many wait for work."""
-        return len(self._idle)
-
-    def get(self, worker: WorkerId) -> WorkerRecord | None:
-        """The worker of that id, None once it is gone."""
-        return self._records.get(worker)
+        return f"<Workers {len(self)}: {self.idle} idle>"
 
     def create(self) -> WorkerRecord:
         """Record a worker that is to be forked."""
@@ -61,6 +59,7 @@ class Workers:
         if not stack:
             del self._idle_by_binding[binding]
         del self._idle[record.id]
+        self.idle -= 1
         return record
 
     def take_unclaimed(self) -> WorkerRecord | None:
@@ -69,10 +68,16 @@ class Workers:
 
     def put_idle(self, record: WorkerRecord) -> None:
         """Move a worker to IDLE and remember that it can take work."""
+        if record.state is WorkerState.STARTING:
+            self._unclaimed.pop(record.id, None)
         move_worker(record, WorkerState.IDLE)
-        self._unclaimed.pop(record.id, None)
         self._idle[record.id] = record
-        self._idle_by_binding.setdefault(record.binding, []).append(record)
+        self.idle += 1
+        stack = self._idle_by_binding.get(record.binding)
+        if stack is None:
+            self._idle_by_binding[record.binding] = [record]
+        else:
+            stack.append(record)
 
     def put_unclaimed(self, record: WorkerRecord) -> None:
         """Remember that a starting worker has no task."""
@@ -91,6 +96,7 @@ class Workers:
 
     def _leave_idle(self, record: WorkerRecord) -> None:
         del self._idle[record.id]
+        self.idle -= 1
         stack = self._idle_by_binding[record.binding]
         stack.remove(record)
         if not stack:
@@ -116,5 +122,5 @@ class Workers:
             unclaimed = record.state is WorkerState.STARTING and record.task is None
             assert unclaimed == (record.id in self._unclaimed), record
         stacked = sum(len(stack) for stack in self._idle_by_binding.values())
-        assert stacked == len(self._idle), self
+        assert stacked == len(self._idle) == self.idle, self
         assert all(self._idle_by_binding.values()), self

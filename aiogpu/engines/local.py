@@ -43,6 +43,8 @@ class LocalEngine:
         self._loop = loop
         self._supervisor = Supervisor(loop)
         self._driver: Driver | None = None
+        # Left on sites that were found feasible; it outlives the node, so is small.
+        self._mark = object()
 
     def __repr__(self) -> str:
         return f"<LocalEngine {self._driver!r}>"
@@ -80,10 +82,13 @@ class LocalEngine:
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a task; see `Engine.submit`."""
-        driver = self._open_driver
-        reason = driver.scheduler.why_infeasible(site.spec)
-        if reason is not None:
-            raise _infeasible(site.spec, reason, self.total())
+        driver = self._driver
+        if driver is None or site.checked_by is not self._mark:
+            driver = self._open_driver
+            reason = driver.scheduler.ledger.why_infeasible(site.spec.shape.request)
+            if reason is not None:
+                raise _infeasible(site.spec, reason, self.total())
+            site.checked_by = self._mark
         if len(payload) > LARGEST_PAYLOAD:
             raise SerializationError(
                 f"the arguments of {site.spec.name}.remote() are {len(payload)} bytes "

@@ -56,6 +56,7 @@ class Site:
         environ: variables of `runtime_env`.
         is_coroutine: whether it is cancelled by a message first.
         retry_exceptions: exceptions after which it is tried again; True for all.
+        checked_by: who has found last that the request can be met.
     """
 
     id: int
@@ -65,6 +66,7 @@ class Site:
     environ: Mapping[str, str]
     is_coroutine: bool
     retry_exceptions: bool | tuple[type[BaseException], ...]
+    checked_by: object = None
 
     def is_retried(self, error: Exception) -> bool:
         """Whether this exception is one after which the task is tried again."""

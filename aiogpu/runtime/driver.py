@@ -63,6 +63,7 @@ class Driver:
         self._calls: dict[TaskId, Call] = {}
         self._deaths: dict[WorkerId, Death] = {}
         self._last_task = 0
+        self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None
@@ -105,9 +106,9 @@ class Driver:
         """Tell the core what happened, and do what it says."""
         for effect in self.scheduler.handle(event, self._loop.time()):
             self._ways[type(effect)](effect)
-        deadline = self.scheduler.deadline()
-        if deadline != self._timer_at:
-            self._rearm(deadline)
+        earliest = self._timers.earliest
+        if earliest != self._timer_at:
+            self._rearm(earliest)
         if self.scheduler.is_closing:
             self._note_closed()
 

@@ -12,7 +12,11 @@ CHUNK: Final = 1 << 16
 
 
 class LinePipe:
-    """The reading end of a pipe; `show` gets each line without its end."""
+    """The reading end of a pipe; `show` gets each line without its end.
+
+    Attributes:
+        partial: what came since the last end of line.
+    """
 
     def __init__(
         self,
@@ -23,7 +27,7 @@ class LinePipe:
         self._loop = loop
         self._descriptor = descriptor
         self._show = show
-        self._partial = b""
+        self.partial = b""
         os.set_blocking(descriptor, False)
         self.resume()
 
@@ -45,10 +49,10 @@ class LinePipe:
             data = os.read(self._descriptor, CHUNK)
         except BlockingIOError:
             return False
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, self.partial = (self.partial + data).split(b"\n")
         for line in lines:
             self._show(line)
-        if len(self._partial) >= CHUNK or not data:
+        if len(self.partial) >= CHUNK or not data:
             self.end_line()
         if not data:
             self.pause()
@@ -56,8 +60,8 @@ class LinePipe:
 
     def end_line(self) -> None:
         """Show what came since the last end of line, if anything."""
-        if self._partial:
-            line, self._partial = self._partial, b""
+        if self.partial:
+            line, self.partial = self.partial, b""
             self._show(line)
 
     def drain(self) -> None:

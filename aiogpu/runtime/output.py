@@ -73,7 +73,8 @@ class Output:
             for pipe in self._pipes:
                 pipe.drain()
         for pipe in self._pipes:
-            pipe.end_line()
+            if pipe.partial:
+                pipe.end_line()
 
     def pause(self) -> None:
         """Read no more for now, neither from the pipes nor from the worker."""

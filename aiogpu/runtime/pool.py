@@ -139,16 +139,16 @@ class Pool:
     ) -> None:
         """Send a task; `bind` comes first where the worker is fresh."""
         worker = self.workers[worker_id]
-        site = call.site
+        site, peer = call.site, worker.peer
         worker.task_name = site.spec.name
-        run = Run(task, site.id, call.payload, is_last)
-        if worker.peer is None:
+        if peer is None:
             return
+        run = Run(task, site.id, call.payload, is_last)
         if bind is None and site.id in worker.sites:
-            worker.peer.send(run)
+            peer.send_one(run)
             return
         messages: list[Message] = [] if bind is None else [bind]
-        worker.peer.send(*messages, *self._introduce(worker, site), run)
+        peer.send(*messages, *self._introduce(worker, site), run)
 
     def _introduce(self, worker: LiveWorker, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site."""
@@ -267,17 +267,17 @@ class Pool:
 
     def _on_worker_message(self, worker: LiveWorker, message: Message) -> None:
         output = worker.slot.output
-        if type(message) is Log:
-            named = f"{worker.task_name} pid={worker.pid}"
-            label = named if message.task else output.label
-            output.show(message.stream, label, message.line)
-        elif type(message) is Done or type(message) is Failed:
+        if type(message) is Done or type(message) is Failed:
             output.catch_up()
             if output.number <= self._console.written:
                 self.on_answer(worker.id, message)
             else:
                 tell = partial(self.on_answer, worker.id, message)
                 self._console.after(output.number, tell)
+        elif type(message) is Log:
+            named = f"{worker.task_name} pid={worker.pid}"
+            label = named if message.task else output.label
+            output.show(message.stream, label, message.line)
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None

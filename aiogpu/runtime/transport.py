@@ -78,6 +78,11 @@ class Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(b"".join(map(encode, messages)))
 
+    def send_one(self, message: Message) -> None:
+        """The same for a single message, the commonest case."""
+        if self._transport is not None:
+            self._transport.write(encode(message))
+
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""
         if self._transport is not None:

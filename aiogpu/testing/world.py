@@ -157,7 +157,7 @@ class World:
         spec = TaskSpec(
             name, shape, function, max_calls, max_retries, priority, timeout
         )
-        reason = self.scheduler.why_infeasible(spec)
+        reason = self.scheduler.ledger.why_infeasible(spec.shape.request)
         if reason is not None:
             raise InfeasibleError(f"{name!r} asks for {reason}")
         task = PaperTask(TaskId(len(self._by_id)), spec)

@@ -7,7 +7,9 @@ that prints, and one frame is never torn by another or by an interrupt.
 from __future__ import annotations
 
 import os
+import select
 import socket
+import time
 from _thread import allocate_lock, get_ident
 from collections import deque
 from typing import Final
@@ -18,6 +20,11 @@ from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 
 CHUNK: Final = 65536
+GLANCES: Final = 100
+"""How often the socket is looked at, awake, before the worker sleeps: for about
+the time that a driver takes from one call's answer to the next call."""
+SHORT: Final = 200e-6
+"""Seconds; after a wait that was no longer, the next one begins awake."""
 
 
 class Channel:
@@ -32,6 +39,11 @@ class Channel:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._socket.sendall(greeting(WORKER, worker, os.getpid()))
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        # With one CPU, staying awake would only keep the driver from running.
+        self._may_stay_awake = len(os.sched_getaffinity(0)) > 1
+        self._is_awake = False
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -44,9 +56,28 @@ class Channel:
             ProtocolError: the driver sent what is no message.
         """
         while not self._received:
+            self._wait()
             if not self.read():
                 return None
         return self._received.popleft()
+
+    def _wait(self) -> None:
+        """Wait for bytes: awake for a moment if that has paid, then asleep.
+
+        Waking a sleeping core costs as much as all else in a short call. Where
+        calls come seldom or are long, nothing is spent on staying awake.
+        """
+        poll = self._poll.poll
+        if self._is_awake:
+            for _ in range(GLANCES):
+                if poll(0):
+                    return
+                os.sched_yield()
+            self._is_awake = False
+        elif self._may_stay_awake:
+            started = time.monotonic()
+            poll()
+            self._is_awake = time.monotonic() - started < SHORT
 
     def read(self) -> bool:
         """Read once, waiting for bytes; False when the driver has gone."""
@@ -74,11 +105,8 @@ class Channel:
         """
         frame = encode(message)
         if self._interrupts.entered and get_ident() == self._main:
-            with self._interrupts.shielded():
-                self._write(frame)
+            with self._interrupts.shielded(), self._lock:
+                self._socket.sendall(frame)
         else:
-            self._write(frame)
-
-    def _write(self, frame: bytes) -> None:
-        with self._lock:
-            self._socket.sendall(frame)
+            with self._lock:
+                self._socket.sendall(frame)

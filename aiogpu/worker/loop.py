@@ -8,7 +8,7 @@ import sys
 
 from aiogpu.errors import SerializationError
 from aiogpu.wire.failure import UNSENDABLE, pack_failure
-from aiogpu.wire.messages import Bind, Define, Done, Exit, Failed, Forget, Run
+from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind
@@ -23,6 +23,7 @@ class Worker:
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self._channel = channel
         self._stdio = Stdio(channel)
+        self._out, self._err = self._stdio.senders
         self._executor = Executor(channel, interrupts)
 
     def serve(self) -> None:
@@ -44,15 +45,13 @@ class Worker:
 
     def _run(self, message: Run) -> None:
         answer = self._executor.run(message)
-        self._stdio.end_lines()
-        current.task = 0
-        self._answer(answer)
-
-    def _answer(self, answer: Done | Failed) -> None:
+        if self._out.partial or self._err.partial:
+            self._stdio.end_lines()
         try:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+        current.task = 0
 
     def end(self) -> None:
         """Leave the process: exit functions of the user's, a flush, no more.

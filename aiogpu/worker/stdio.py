@@ -25,13 +25,17 @@ LONGEST: Final = 1 << 16
 
 
 class LineSender(io.BufferedIOBase):
-    """Takes bytes, sends lines. May be written to from any thread."""
+    """Takes bytes, sends lines. May be written to from any thread.
+
+    Attributes:
+        partial: what was written since the last end of line.
+    """
 
     def __init__(self, channel: Channel, stream: int) -> None:
         super().__init__()
         self._channel = channel
         self._stream = stream
-        self._partial = b""
+        self.partial = b""
         self._lock = RLock()
 
     def writable(self) -> bool:
@@ -46,19 +50,19 @@ class LineSender(io.BufferedIOBase):
         """Send what is complete, keep the rest."""
         fresh = bytes(data)
         with self._lock:
-            *lines, self._partial = (self._partial + fresh).split(b"\n")
+            *lines, self.partial = (self.partial + fresh).split(b"\n")
             for line in lines:
                 self._send(line)
-            while len(self._partial) >= LONGEST:
-                self._send(self._partial[:LONGEST])
-                self._partial = self._partial[LONGEST:]
+            while len(self.partial) >= LONGEST:
+                self._send(self.partial[:LONGEST])
+                self.partial = self.partial[LONGEST:]
         return len(fresh)
 
     def end_line(self) -> None:
         """Send what was written since the last end of line, if anything."""
-        if self._partial:
+        if self.partial:
             with self._lock:
-                line, self._partial = self._partial, b""
+                line, self.partial = self.partial, b""
                 self._send(line)
 
     def _send(self, line: bytes) -> None:
@@ -66,15 +70,19 @@ class LineSender(io.BufferedIOBase):
 
 
 class Stdio:
-    """The two streams of a worker."""
+    """The two streams of a worker.
+
+    Attributes:
+        senders: of stdout and of stderr.
+    """
 
     def __init__(self, channel: Channel) -> None:
-        self._senders = [LineSender(channel, 1), LineSender(channel, 2)]
-        sys.stdout, sys.stderr = (_text(sender) for sender in self._senders)
+        self.senders = [LineSender(channel, 1), LineSender(channel, 2)]
+        sys.stdout, sys.stderr = (_text(sender) for sender in self.senders)
 
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""
-        for sender in self._senders:
+        for sender in self.senders:
             sender.end_line()
 
 

@@ -45,7 +45,7 @@ def drain(ready: ReadyQueue) -> list[int]:
 def test_first_come_first_served():
     ready = queue(task(1), task(2), task(3))
     assert drain(ready) == [1, 2, 3]
-    assert ready.is_empty
+    assert not ready.by_shape
 
 
 def test_higher_priority_goes_first():
@@ -82,7 +82,7 @@ def test_a_shape_that_nobody_waits_for_is_forgotten():
     leave(ready, two)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
     leave(ready, one)
-    assert ready.is_empty
+    assert not ready.by_shape
     assert ready.buckets() == []
 
 

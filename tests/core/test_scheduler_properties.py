@@ -142,7 +142,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert scheduler.ledger.available() == scheduler.ledger.totals()
         assert not scheduler.ledger.leases
         assert not scheduler.tasks
-        assert scheduler.ready.is_empty
+        assert not scheduler.ready.by_shape
         assert len(scheduler.timers) == 0
         assert w.running == w.waiting == w.starting == set()
         for name, task in w.tasks.items():

@@ -13,12 +13,12 @@ def test_alarms_ring_in_order_of_time_and_of_setting():
     timers.set(2.0, AlarmKind.STOP, 1)
     timers.set(1.0, AlarmKind.END, 2)
     timers.set(2.0, AlarmKind.EXPIRE, 3)
-    assert timers.next() == 1.0
+    assert timers.earliest == 1.0
     assert subjects(timers, 0.9) == []
     assert subjects(timers, 1.0) == [2]
-    assert timers.next() == 2.0
+    assert timers.earliest == 2.0
     assert subjects(timers, 9.0) == [1, 3]
-    assert timers.next() is None
+    assert timers.earliest is None
 
 
 def test_an_alarm_set_while_others_ring_waits_for_its_own_time():
@@ -26,7 +26,7 @@ def test_an_alarm_set_while_others_ring_waits_for_its_own_time():
     timers.set(1.0, AlarmKind.STOP, 1)
     for alarm in timers.due(1.0):
         timers.set(alarm.when + 0.5, alarm.kind, alarm.subject)
-    assert timers.next() == 1.5
+    assert timers.earliest == 1.5
 
 
 def test_alarms_of_subjects_that_have_gone_are_swept():

@@ -264,6 +264,7 @@ class Remote:
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
+        self.__aiogpu_function__ = function
 
 
 @Remote
