@@ -25,11 +25,11 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
 )
-from aiogpu.runtime.call import Site
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.runtime.call import Site
 
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 

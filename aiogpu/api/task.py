@@ -25,7 +25,6 @@ from typing import (
 
 from aiogpu.api.options import Options, TaskOptions, check_options
 from aiogpu.errors import MisuseError
-from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
 from aiogpu.wire.payload import (
     dump_arguments,
     dump_function,
@@ -37,6 +36,7 @@ from aiogpu.wire.payload import (
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
+    from aiogpu.runtime.call import Function, Site
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +70,8 @@ class Definition:
             SerializationError: with the path to what cannot be pickled.
         """
         if self._sent is None:
+            from aiogpu.runtime.call import Function, new_function_id
+
             reference = self.reference()
             payload = (
                 dump_function(self.name, self.function)
@@ -130,6 +132,7 @@ class RemoteFunction(Generic[P, R]):
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
         from aiogpu.api.session import current_session
+        from aiogpu.runtime.call import Site, new_site_id
 
         options, definition = self._options, self._definition
         function = definition.sent()

@@ -44,6 +44,8 @@ from aiogpu.wire.setup import output_path
 
 SITES_KEPT: Final = 1024
 """Sites that a worker remembers; a program that makes ever new ones is bounded."""
+START_LIMIT: Final = 60.0
+"""Seconds from the wish for a worker until it must have connected."""
 SPARE_SLOTS: Final = 16
 """Keepers without a worker that are kept for the next one."""
 
@@ -110,12 +112,22 @@ class Pool:
         worker = LiveWorker(worker_id, slot)
         slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
+        worker.start_timer = self._loop.call_later(
+            START_LIMIT, self._on_late_start, worker
+        )
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
 
     def _fail_spawn(self, worker_id: int, reason: str) -> None:
         # Later, not now: the core is told of events one at a time.
         self._loop.call_soon(self.on_gone, worker_id, Death(reason=reason))
+
+    def _on_late_start(self, worker: LiveWorker) -> None:
+        worker.reason = f"it did not connect within {START_LIMIT:g} s"
+        if worker.slot.keeper is not None:
+            worker.slot.keeper.send(End(worker.id))
+        else:
+            self._check_gone(worker, is_certain=True)
 
     def _add_slot(self) -> Slot:
         if self._free_indices:
@@ -259,6 +271,8 @@ class Pool:
             return
         worker.peer = peer
         worker.pid = hello.pid
+        if worker.start_timer is not None:
+            worker.start_timer.cancel()
         worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
         worker.slot.output.peer = peer
         peer.on_message = partial(self._on_worker_message, worker)
@@ -292,6 +306,8 @@ class Pool:
         if not is_certain and (worker.status is None or worker.peer is not None):
             return
         slot = worker.slot
+        if worker.start_timer is not None:
+            worker.start_timer.cancel()
         slot.output.catch_up()
         del self.workers[worker.id]
         slot.worker = None

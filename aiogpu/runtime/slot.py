@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class LiveWorker:
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
         status: its wait status, once its keeper has said so.
+        reason: what else is known of its end.
+        start_timer: rings if it has not connected in time.
     """
 
     id: int
@@ -46,6 +49,7 @@ class LiveWorker:
     functions: set[int] = field(default_factory=set)
     status: int | None = None
     reason: str = ""
+    start_timer: asyncio.Handle | None = None
 
 
 @dataclass(slots=True, eq=False)

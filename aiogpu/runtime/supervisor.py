@@ -34,7 +34,7 @@ class Parts:
     console: Console
     zygote: Zygote
     pool: Pool
-    server: asyncio.AbstractServer
+    server: asyncio.AbstractServer | None = None
 
 
 class Supervisor:
@@ -48,7 +48,8 @@ class Supervisor:
     async def start_zygote(self, preload: Sequence[str], log_to_driver: bool) -> None:
         """Make the directory and the socket, and start the zygote.
 
-        It is not waited for: the caller has a ledger to find out meanwhile.
+        It is not waited for: the caller has a ledger to find out meanwhile. After
+        a failure, `stop` takes back what was made.
 
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
@@ -58,15 +59,11 @@ class Supervisor:
         node = os.path.basename(directory)
         zygote = Zygote(self._loop, console, node, directory, preload)
         pool = Pool(self._loop, zygote, console, directory)
-        try:
-            server = await self._loop.create_unix_server(
-                lambda: Peer(pool.greeted), socket_path(directory), backlog=1024
-            )
-            zygote.start()
-        except BaseException:
-            remove_directory(directory)
-            raise
-        self._parts = Parts(directory, console, zygote, pool, server)
+        self._parts = parts = Parts(directory, console, zygote, pool)
+        parts.server = await self._loop.create_unix_server(
+            lambda: Peer(pool.greeted), socket_path(directory), backlog=1024
+        )
+        zygote.start()
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment
@@ -93,7 +90,8 @@ class Supervisor:
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
         await parts.pool.close()
         await parts.zygote.close()
-        parts.server.close()
+        if parts.server is not None:
+            parts.server.close()
         await parts.console.drain(SLACK)
         parts.console.close()
         remove_directory(parts.directory)

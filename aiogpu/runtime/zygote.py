@@ -26,6 +26,8 @@ from aiogpu.wire.setup import Setup
 _log: Final = logging.getLogger(__name__)
 
 INTENSITY: Final = 3
+PATIENCE: Final = 5.0
+"""Seconds that a zygote gets to end by itself."""
 PERIOD: Final = 10.0
 """At most `INTENSITY` restarts in `PERIOD` seconds."""
 
@@ -150,15 +152,21 @@ class Zygote:
                 unfit.reason,
             )
             self._preload.remove(unfit.module)
-            self.start()
+            self._start_again()
         elif self._may_restart():
             _log.warning("! the zygote ended with status %d; starting another", status)
-            self.start()
+            self._start_again()
         else:
             words = "".join(f"\n  {line}" for line in last)
             self._break(
                 NodeStartError(f"the zygote ended with status {status}:{words}")
             )
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except NodeStartError as error:
+            self._break(error)
 
     def _may_restart(self) -> bool:
         if not self._ready.done():
@@ -183,10 +191,14 @@ class Zygote:
         """End the process and wait for it; keepers must have been told before."""
         self._is_closing = True
         if self._process is not None:
-            if self._peer is not None:
+            if self._peer is not None and self._ready.done():
                 self._peer.send(Close())
             else:
+                # It is still importing, and reads nothing until it has done so.
                 self._process.kill()
+            await asyncio.wait([self._ended], timeout=PATIENCE)
+        if self._process is not None:
+            self._process.kill()
             await self._ended
         self.page.close()
         os.close(self._page)

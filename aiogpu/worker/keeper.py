@@ -52,6 +52,7 @@ class Keeper:
         if self._worker is not None:
             kernel.kill(self._pid)
         end_children()
+        self._watch.close()
 
     def _obey(self, message: Message) -> None:
         match message:

@@ -27,11 +27,13 @@ class Watch:
     Attributes:
         driver: pidfd of the driver; forks inherit it.
         is_over: the driver has died, or broke the protocol, or closed.
+        is_orphaned: the driver has died.
     """
 
     def __init__(self, role: str, identity: int, path: str, driver: int) -> None:
         self.driver = driver
         self.is_over = False
+        self.is_orphaned = False
         self._connection = Connection.connecting(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -63,7 +65,7 @@ class Watch:
         if self._socket.fileno() in ready:
             messages = self._receive()
         if self.driver in ready:
-            self.is_over = True
+            self.is_over = self.is_orphaned = True
         if any(isinstance(message, Close) for message in messages):
             self.is_over = True
         return messages
@@ -78,6 +80,10 @@ class Watch:
         if not data:
             self.is_over = True
         return messages
+
+    def close(self) -> None:
+        """Close the connection; the driver sees this process end."""
+        self._socket.close()
 
     def leave(self) -> None:
         """Close all but the driver's pidfd: this process is a fork and goes on."""

@@ -57,6 +57,7 @@ class Zygote:
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
         if not self._preload():
+            self._watch.close()
             return
         gc.collect()
         gc.freeze()
@@ -67,7 +68,9 @@ class Zygote:
                     self._fork(message.slot)
             self._reap()
         self._wait_for_keepers()
-        shutil.rmtree(self._setup.directory, ignore_errors=True)
+        self._watch.close()
+        if self._watch.is_orphaned:
+            shutil.rmtree(self._setup.directory, ignore_errors=True)
 
     def _preload(self) -> bool:
         """Import what is to be shared; False if a module made us unfit."""
