@@ -142,9 +142,13 @@ def _print(stream: int, text: str) -> None:
     """Write to what `sys.stdout` or `sys.stderr` is now; a notebook changes them."""
     file = sys.stdout if stream == 1 else sys.stderr
     try:
-        file.write(text)
+        try:
+            file.write(text)
+        except UnicodeEncodeError as error:
+            raw = text.encode(error.encoding, "backslashreplace")
+            file.write(raw.decode(error.encoding))
         file.flush()
-    except (OSError, ValueError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - a notebook's stream may raise anything
         # Closed, a broken pipe, or none at all; the tasks are not to suffer.
         _log.debug("! %d characters of output are lost: %s", len(text), error)
 

@@ -26,11 +26,11 @@ def usable_cpus(
 def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
     """This process's cgroups and their parents, of either version."""
     try:
-        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        text = os.fsdecode((proc / "self/cgroup").read_bytes())
     except OSError:
         return []
     folders = []
-    for line in lines:
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             roots = [cgroups, cgroups / "unified"]
@@ -50,9 +50,9 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
 def _quota_v2(folder: Path) -> float | None:
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
-    return None if quota == "max" else int(quota) / int(period)
 
 
 def _quota_v1(folder: Path) -> float | None:

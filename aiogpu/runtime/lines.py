@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import struct
+import termios
 from collections.abc import Callable
 from typing import Final
 
@@ -27,6 +30,7 @@ class LinePipe:
         self._loop = loop
         self._descriptor = descriptor
         self._show = show
+        self._is_closed = False
         self.partial = b""
         os.set_blocking(descriptor, False)
         self.resume()
@@ -41,14 +45,15 @@ class LinePipe:
 
     def resume(self) -> None:
         """Read whenever there is something."""
-        self._loop.add_reader(self._descriptor, self._read)
+        if not self._is_closed:
+            self._loop.add_reader(self._descriptor, self._read)
 
-    def _read(self) -> bool:
-        """Read once; False when there was nothing, or nothing will come."""
+    def _read(self) -> int:
+        """Read once; gives how many bytes came."""
         try:
             data = os.read(self._descriptor, CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         *lines, self.partial = (self.partial + data).split(b"\n")
         for line in lines:
             self._show(line)
@@ -56,7 +61,7 @@ class LinePipe:
             self.end_line()
         if not data:
             self.pause()
-        return bool(data)
+        return len(data)
 
     def end_line(self) -> None:
         """Show what came since the last end of line, if anything."""
@@ -65,11 +70,14 @@ class LinePipe:
             self._show(line)
 
     def drain(self) -> None:
-        """Read until the pipe is empty."""
-        while self._read():
-            continue
+        """Read what the pipe holds now; whoever writes on may never let it empty."""
+        held = fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4))
+        (rest,) = struct.unpack("i", held)
+        while rest > 0 and (read := self._read()):
+            rest -= read
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor; a `resume` that comes late does nothing."""
+        self._is_closed = True
         self.pause()
         os.close(self._descriptor)

@@ -42,15 +42,26 @@ class Output:
         self.peer: Peer | None = None
         self._console = console
         self._paths = paths
+        self._is_paused = False
         self._pipes: list[LinePipe] = []
         self._poll = select.poll()
-        for stream, path in enumerate(paths, start=1):
-            os.mkfifo(path, 0o600)
-            # Open for both, so that a pipe without a writer is not at its end.
-            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
-            self._pipes.append(pipe)
-            self._poll.register(descriptor, select.POLLIN)
+        try:
+            for stream, path in enumerate(paths, start=1):
+                os.mkfifo(path, 0o600)
+                # Open for both, so that a pipe without a writer is not at its end.
+                descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                pipe = LinePipe(loop, descriptor, partial(self._show_raw, stream))
+                self._pipes.append(pipe)
+                self._poll.register(descriptor, select.POLLIN)
+        except OSError:
+            self.close()
+            raise
+
+    def listen_to(self, peer: Peer) -> None:
+        """Have the slot's worker wait as well while its pipes do."""
+        self.peer = peer
+        if self._is_paused:
+            peer.pause()
 
     def unlink(self) -> None:
         """Remove the pipes' names; the keeper has opened them."""
@@ -78,6 +89,7 @@ class Output:
 
     def pause(self) -> None:
         """Read no more for now, neither from the pipes nor from the worker."""
+        self._is_paused = True
         for pipe in self._pipes:
             pipe.pause()
         if self.peer is not None:
@@ -85,6 +97,7 @@ class Output:
 
     def resume(self) -> None:
         """Read again."""
+        self._is_paused = False
         for pipe in self._pipes:
             pipe.resume()
         if self.peer is not None:

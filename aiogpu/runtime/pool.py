@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from aiogpu.memory.page import SLOTS
-from aiogpu.runtime.call import Call, Site
+from aiogpu.runtime.call import Call
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.slot import Death, LiveWorker, Slot
@@ -25,13 +25,11 @@ from aiogpu.wire.messages import (
     Bind,
     Cancel,
     Close,
-    Define,
     Done,
     End,
     Ended,
     Exit,
     Failed,
-    Forget,
     Fork,
     Forked,
     Hello,
@@ -42,8 +40,6 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.wire.setup import output_path
 
-SITES_KEPT: Final = 1024
-"""Sites that a worker remembers; a program that makes ever new ones is bounded."""
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
 SPARE_SLOTS: Final = 16
@@ -80,6 +76,7 @@ class Pool:
         self._is_closing = False
         self._closed = loop.create_future()
         zygote.on_lost_slot = self._on_lost_slot
+        zygote.on_restart = self._on_zygote_restart
         zygote.on_broken = self._on_zygote_broken
 
     def __repr__(self) -> str:
@@ -141,7 +138,11 @@ class Pool:
             output_path(self._directory, index, 1),
             output_path(self._directory, index, 2),
         )
-        output = Output(self._loop, self._console, paths)
+        try:
+            output = Output(self._loop, self._console, paths)
+        except OSError:
+            self._free_indices.append(index)
+            raise
         slot = self._slots[index] = Slot(index, self._zygote.generation, output)
         self._zygote.keep(index)
         return slot
@@ -160,26 +161,7 @@ class Pool:
             peer.send_one(run)
             return
         messages: list[Message] = [] if bind is None else [bind]
-        peer.send(*messages, *self._introduce(worker, site), run)
-
-    def _introduce(self, worker: LiveWorker, site: Site) -> list[Message]:
-        """What the worker must hear before it can run a site."""
-        messages: list[Message] = []
-        if site.id in worker.sites:
-            return messages
-        if len(worker.sites) >= SITES_KEPT:
-            messages.append(Forget())
-            worker.sites.clear()
-            worker.functions.clear()
-        function = site.function
-        payload = b"" if function.id in worker.functions else function.payload
-        resources = dict(site.resources)
-        messages.append(
-            Define(site.id, function.id, site.spec.name, resources, payload)
-        )
-        worker.sites.add(site.id)
-        worker.functions.add(function.id)
-        return messages
+        peer.send(*messages, *worker.introduce(site), run)
 
     def interrupt(
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
@@ -219,6 +201,8 @@ class Pool:
         peer.on_lost = partial(self._on_keeper_lost, slot)
         if slot.worker is not None:
             peer.send(Fork(slot.worker.id))
+        else:
+            self._free_slot(slot)
 
     def _on_keeper_message(self, slot: Slot, message: Message) -> None:
         worker = slot.worker
@@ -243,7 +227,9 @@ class Pool:
             # Its zygote has died before it, so nobody else will report this.
             self._on_lost_slot(slot.index)
 
-    def _on_lost_slot(self, index: int) -> None:
+    def _on_lost_slot(
+        self, index: int, reason: str = "the keeper process of its slot died"
+    ) -> None:
         """The slot's keeper has died, or was closed; all below it has ended."""
         slot = self._slots.get(index)
         if slot is None:
@@ -251,14 +237,16 @@ class Pool:
         worker = slot.worker
         if worker is not None:
             worker.status = int(signal.SIGKILL) if worker.pid else None
-            worker.reason = "the keeper process of its slot died"
+            worker.reason = reason
             self._check_gone(worker, is_certain=True)
         self._remove_slot(slot)
 
-    def _remove_slot(self, slot: Slot) -> None:
+    def _remove_slot(self, slot: Slot, is_reused: bool = True) -> None:
+        """Forget a slot; its number is not reused if a keeper may come yet."""
         if self._slots.pop(slot.index, None) is not None:
             slot.output.close()
-            self._free_indices.append(slot.index)
+            if is_reused:
+                self._free_indices.append(slot.index)
             if slot in self._free:
                 self._free.remove(slot)
         if self._is_closing and not self._slots and not self._closed.done():
@@ -274,7 +262,7 @@ class Pool:
         if worker.start_timer is not None:
             worker.start_timer.cancel()
         worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
-        worker.slot.output.peer = peer
+        worker.slot.output.listen_to(peer)
         peer.on_message = partial(self._on_worker_message, worker)
         peer.on_lost = partial(self._on_worker_lost, worker)
         self.on_started(worker.id)
@@ -324,14 +312,34 @@ class Pool:
         elif slot.keeper is not None:
             slot.keeper.send(Close())
 
+    def _on_zygote_restart(self) -> None:
+        """Have the workers whose keepers may never come forked in other slots."""
+        for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
+            worker = slot.worker
+            if worker is not None and worker.pid:
+                self._on_lost_slot(slot.index)
+                continue
+            if worker is not None:
+                self._move(worker)
+            self._remove_slot(slot, is_reused=False)
+
+    def _move(self, worker: LiveWorker) -> None:
+        try:
+            slot = self._add_slot()
+        except OSError as error:
+            worker.reason = f"no slot can be made: {error}"
+            self._check_gone(worker, is_certain=True)
+        else:
+            worker.slot.worker = None
+            worker.slot, slot.worker = slot, worker
+
     def _on_zygote_broken(self) -> None:
         """Fail the workers that will never be forked."""
-        for slot in list(self._slots.values()):
-            if slot.keeper is None:
-                if slot.worker is not None:
-                    slot.worker.reason = str(self._zygote.problem)
-                    self._check_gone(slot.worker, is_certain=True)
-                self._remove_slot(slot)
+        for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
+            if slot.worker is not None and slot.worker.pid:
+                self._on_lost_slot(slot.index)
+            else:
+                self._on_lost_slot(slot.index, str(self._zygote.problem))
 
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""

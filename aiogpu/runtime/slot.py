@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.transport import Peer
+from aiogpu.wire.messages import Define, Forget, Message
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import Site
+
+SITES_KEPT: Final = 1024
+"""Sites that a worker remembers; a program that makes ever new ones is bounded."""
 
 
 class Death(NamedTuple):
@@ -50,6 +57,25 @@ class LiveWorker:
     status: int | None = None
     reason: str = ""
     start_timer: asyncio.Handle | None = None
+
+    def introduce(self, site: Site) -> list[Message]:
+        """What the worker must hear before it can run a site; noted as heard."""
+        messages: list[Message] = []
+        if site.id in self.sites:
+            return messages
+        if len(self.sites) >= SITES_KEPT:
+            messages.append(Forget())
+            self.sites.clear()
+            self.functions.clear()
+        function = site.function
+        payload = b"" if function.id in self.functions else function.payload
+        resources = dict(site.resources)
+        messages.append(
+            Define(site.id, function.id, site.spec.name, resources, payload)
+        )
+        self.sites.add(site.id)
+        self.functions.add(function.id)
+        return messages
 
 
 @dataclass(slots=True, eq=False)

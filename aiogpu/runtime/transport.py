@@ -20,7 +20,7 @@ from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
-_CREDENTIALS: Final = struct.Struct("3i")
+_CREDENTIALS: Final = struct.Struct("iII")
 
 Handler = Callable[[Message], None]
 Greeted = Callable[["Peer", Hello], None]
@@ -49,6 +49,7 @@ class Peer(asyncio.Protocol):
         uid = peer_uid(stream)
         if uid != os.geteuid():
             _log.warning("! refused a connection of user %d", uid)
+            self._connection.close()
             stream.abort()
             return
         self._transport = stream

@@ -39,6 +39,7 @@ class Zygote:
         problem: why there is none any more, None while there is or will be.
         generation: counts its lives; keepers of an earlier one are orphans.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
+        on_restart: told when another life has begun; it must be asked anew for all.
         on_broken: told once when there will be no zygote any more.
     """
 
@@ -53,6 +54,7 @@ class Zygote:
         self.problem: Exception | None = None
         self.generation = 0
         self.on_lost_slot: Callable[[int], None] = _unheard
+        self.on_restart: Callable[[], None] = _unasked
         self.on_broken: Callable[[], None] = _unasked
         self._loop = loop
         self._console = console
@@ -76,9 +78,13 @@ class Zygote:
 
     def start(self) -> None:
         """Start the process; raises `NodeStartError` if that is impossible."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+        except OSError as error:
+            raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
         setup = Setup(
-            sys_path=list(sys.path),
+            # Python ignores what else there may be, such as a Path.
+            sys_path=[str(path) for path in sys.path if isinstance(path, str)],
             node=self._node,
             directory=self._directory,
             driver=os.getpid(),
@@ -94,7 +100,6 @@ class Zygote:
             os.close(writing)
         self._output = ZygoteOutput(self._loop, self._console, reading, child.pid)
         self._process = Process(self._loop, child, self._on_end)
-        self.generation += 1
 
     async def ready(self) -> None:
         """Wait until it may be asked to fork.
@@ -132,6 +137,8 @@ class Zygote:
 
     def _on_end(self, status: int) -> None:
         self._peer = None
+        self.generation += 1
+        self._waiting_slots.clear()
         last = self._output.close() if self._output else ()
         self._process = None
         unfit, self._unfit = self._unfit, None
@@ -167,6 +174,8 @@ class Zygote:
             self.start()
         except NodeStartError as error:
             self._break(error)
+        else:
+            self.on_restart()
 
     def _may_restart(self) -> bool:
         if not self._ready.done():
@@ -184,7 +193,6 @@ class Zygote:
             self._ready.exception()
         if not self._ended.done():
             self._ended.set_result(None)
-        self._waiting_slots.clear()
         self.on_broken()
 
     async def close(self) -> None:

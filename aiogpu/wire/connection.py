@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
     Bind,
@@ -39,6 +39,9 @@ from aiogpu.wire.messages import (
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
 WORKER: Final = "worker"
+
+GREETING_LIMIT: Final = 1024
+"""Bytes of the longest frame from a peer that has not said who it is."""
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost}),
@@ -78,7 +81,7 @@ class Connection:
         )
         self.peer: Hello | None = None
         self._accepted = accepted or frozenset({Hello})
-        self._reader = FrameReader()
+        self._reader = FrameReader(GREETING_LIMIT if accepted is None else LIMIT)
 
     @classmethod
     def accepting(cls) -> Connection:
@@ -130,6 +133,7 @@ class Connection:
             raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
         self.peer = hello
         self._accepted = SAYS[hello.role]
+        self._reader.limit = LIMIT
         self.state = ConnectionState.OPEN
 
     def close(self) -> None:

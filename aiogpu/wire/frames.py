@@ -66,10 +66,14 @@ def decode(body: bytes | memoryview) -> Message:
 
 
 class FrameReader:
-    """Turns a stream of bytes, cut anywhere, into messages."""
+    """Turns a stream of bytes, cut anywhere, into messages.
+
+    Attributes:
+        limit: the longest frame that is accepted, without its header.
+    """
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
+        self.limit = limit
         self._rest = bytearray()
         self._wanted = HEADER
 
@@ -87,7 +91,7 @@ class FrameReader:
         """
         if not self._rest:
             size = len(data)
-            if HEADER <= size <= self._limit:
+            if HEADER <= size <= self.limit:
                 # Nearly always a chunk is exactly one frame.
                 (length,) = _unpack_length(data)
                 if length == size - HEADER:
@@ -109,9 +113,9 @@ class FrameReader:
         start, size = 0, len(source)
         while size - start >= HEADER:
             (length,) = _unpack_length(source, start)
-            if length > self._limit:
+            if length > self.limit:
                 raise ProtocolError(
-                    f"a frame of {length} bytes exceeds the limit of {self._limit}"
+                    f"a frame of {length} bytes exceeds the limit of {self.limit}"
                 )
             body = start + HEADER
             end = body + length

@@ -59,9 +59,14 @@ class Coroutines:
         rest = asyncio.all_tasks(loop)
         for task in rest:
             task.cancel()
-        if rest:
-            loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        try:
+            if rest:
+                loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except KeyboardInterrupt:
+            # What does not let itself be cancelled is left behind with its loop.
+            self._replace_loop()
+            raise
 
     def _replace_loop(self) -> None:
         self._loop.close()

@@ -275,25 +275,21 @@ KILLED = """
 """
 
 
-async def test_a_killed_driver_leaves_nothing(gate: Gate) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_killed_driver_leaves_nothing(
+    number: signal.Signals, gate: Gate
+) -> None:
     """[B7] Workers, what they started, and the node's directory are gone."""
     driver = start(KILLED, gate.path)
-    await gate.entered("daemon", "plain", "coroutine", "deaf")
-    family = psutil.Process(driver.pid).children(recursive=True)
-    assert {process.pid for process in family} >= set(gate.pids.values())
-    driver.send_signal(signal.SIGKILL)
-    driver.communicate()
-    loop = asyncio.get_running_loop()
-    _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
-    assert alive == []
-
-
-async def test_sigterm_to_the_driver_leaves_nothing(gate: Gate) -> None:
-    driver = start(KILLED, gate.path)
-    await gate.entered("daemon", "plain", "coroutine", "deaf")
-    family = psutil.Process(driver.pid).children(recursive=True)
-    driver.send_signal(signal.SIGTERM)
-    driver.communicate()
+    try:
+        await gate.entered("daemon", "plain", "coroutine", "deaf")
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(gate.pids.values())
+        driver.send_signal(number)
+    finally:
+        if not gate.pids:
+            driver.kill()
+        driver.communicate()
     loop = asyncio.get_running_loop()
     _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))
     assert alive == []

@@ -1,0 +1,102 @@
+"""`docs/architecture.md` is one page, names every room, and draws what holds."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aiogpu.core.lifecycle import TASK_LEADS_TO, WORKER_LEADS_TO
+
+ROOT = Path(__file__).parents[2]
+DRAW = ROOT / "docs" / "draw_lifecycle.py"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+DECISIONS = sorted((ROOT / "docs" / "decisions").iterdir())
+LONGEST = 130
+LONGEST_DECISION = 40
+DIAGRAM = re.compile(
+    r"<!-- drawn: (\w+) -->\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+DIAGRAMS = dict(DIAGRAM.findall(PAGE))
+ARROW = re.compile(r"^    (\S+) --> (\S+)$", re.MULTILINE)
+
+
+def built() -> set[str]:
+    """The rooms that stand: folders of modules, and files that are rooms."""
+    package = ROOT / "aiogpu"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    files = {path.stem for path in package.glob("[!_]*.py")}
+    return folders | files
+
+
+def test_it_is_one_page():
+    assert len(PAGE.splitlines()) <= LONGEST
+
+
+def test_the_table_names_every_room_and_no_other():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == built()
+
+
+def test_the_drawing_shows_every_room():
+    drawing = PAGE.split("```\n")[1]
+    words = set(re.findall(r"\w+", drawing))
+    assert built() <= words
+
+
+def test_what_it_names_is_there():
+    named = re.findall(r"`((?:aiogpu|docs|tests)/[\w./]*)", PAGE)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    modules = re.findall(r"`(\w+)\.(\w+)`", PAGE)
+    inside = [f"aiogpu/{room}/{file}.py" for room, file in modules if room in built()]
+    assert len(inside) > 10
+    assert [path for path in inside if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "table"), [("task", TASK_LEADS_TO), ("worker", WORKER_LEADS_TO)]
+)
+def test_a_diagram_is_its_table(name, table):
+    arrows = ARROW.findall(DIAGRAMS[name])
+    first, last = arrows[0], arrows[-1]
+    assert first == ("[*]", next(iter(table)).value)
+    assert last == (next(state.value for state in table if not table[state]), "[*]")
+    assert arrows[1:-1] == [
+        (state.value, after.value) for state in table for after in table[state]
+    ]
+
+
+def test_the_script_draws_what_the_page_has():
+    ran = subprocess.run(
+        [sys.executable, DRAW], capture_output=True, text=True, check=True
+    )
+    assert dict(DIAGRAM.findall(ran.stdout)) == DIAGRAMS
+    assert set(DIAGRAMS) == {"task", "worker"}
+
+
+def test_the_script_redraws_a_page_that_lags_behind(tmp_path):
+    (tmp_path / "draw_lifecycle.py").write_text(DRAW.read_text())
+    page = tmp_path / "architecture.md"
+    page.write_text(PAGE.replace("    stopping --> ended\n", "    stopping --> x\n"))
+    assert page.read_text() != PAGE
+    script = tmp_path / "draw_lifecycle.py"
+    subprocess.run([sys.executable, script, "--write"], check=True)
+    assert page.read_text() == PAGE
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_is_short_and_has_its_three_parts(path):
+    number, _, words = path.stem.partition("-")
+    text = path.read_text()
+    assert int(number) == DECISIONS.index(path) + 1
+    assert re.fullmatch(r"[a-z0-9-]+", words)
+    assert text.startswith(f"# {number}: ")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
+        "Context",
+        "Decision",
+        "Consequence",
+    ]
+    assert len(text.splitlines()) <= LONGEST_DECISION
