@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 
 def pass_gate(path: str, name: str) -> str:
@@ -36,6 +36,7 @@ class Gate:
     def __init__(self, path: str) -> None:
         self.path = path
         self.pids: dict[str, int] = {}
+        self._all: list[asyncio.StreamWriter] = []
         self._visitors: dict[str, asyncio.StreamWriter] = {}
         self._news = asyncio.Condition()
 
@@ -47,14 +48,21 @@ class Gate:
             gate = cls(f"{place}/s")
             server = await asyncio.start_unix_server(gate._visit, gate.path)
             yield gate
-            for visitor in gate._visitors.values():
-                visitor.close()
             server.close()
+            for visitor in gate._all:
+                visitor.close()
+            for visitor in gate._all:
+                with suppress(OSError):
+                    await visitor.wait_closed()
 
     async def _visit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        name, pid = (await reader.readline()).decode().split()
+        self._all.append(writer)
+        words = (await reader.readline()).decode().split()
+        if not words:
+            return  # it was killed on its way in
+        name, pid = words
         async with self._news:
             self._visitors[name] = writer
             self.pids[name] = int(pid)

@@ -134,12 +134,9 @@ class Pool:
             self._next_index += 1
         else:
             raise OSError(f"a node runs at most {SLOTS} workers at a time")
-        paths = (
-            output_path(self._directory, index, 1),
-            output_path(self._directory, index, 2),
-        )
+        out, err = (output_path(self._directory, index, stream) for stream in (1, 2))
         try:
-            output = Output(self._loop, self._console, paths)
+            output = Output(self._loop, self._console, (out, err))
         except OSError:
             self._free_indices.append(index)
             raise

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Final
 
 from aiogpu.wire.messages import Bind
 from aiogpu.worker.context import current
 
+_bound: Final[dict[str, str]] = {}
+
 
 def bind(message: Bind) -> None:
     """Take on the environment and the devices that this worker has for life."""
+    _bound.update(message.environ)
     os.environ.update(message.environ)
     current.accelerators = message.accelerators
+
+
+def restore() -> None:
+    """Undo what a task did to the bound variables; the next one relies on them."""
+    for name, value in _bound.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def renew_randomness() -> None:

@@ -11,7 +11,7 @@ from aiogpu.wire.failure import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
-from aiogpu.worker.environ import bind
+from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
@@ -52,6 +52,7 @@ class Worker:
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         current.task = 0
+        restore()
 
     def end(self) -> None:
         """Leave the process: exit functions of the user's, a flush, no more.

@@ -27,13 +27,13 @@ class Watch:
     Attributes:
         driver: pidfd of the driver; forks inherit it.
         is_over: the driver has died, or broke the protocol, or closed.
-        is_orphaned: the driver has died.
+        is_asked: it is over because the driver said `Close`.
     """
 
     def __init__(self, role: str, identity: int, path: str, driver: int) -> None:
         self.driver = driver
         self.is_over = False
-        self.is_orphaned = False
+        self.is_asked = False
         self._connection = Connection.connecting(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -65,10 +65,19 @@ class Watch:
         if self._socket.fileno() in ready:
             messages = self._receive()
         if self.driver in ready:
-            self.is_over = self.is_orphaned = True
-        if any(isinstance(message, Close) for message in messages):
             self.is_over = True
+        if any(isinstance(message, Close) for message in messages):
+            self.is_over = self.is_asked = True
         return messages
+
+    def driver_has_died(self, within: float) -> bool:
+        """Whether the driver has ended, or does within so many seconds.
+
+        A dying process closes its sockets before its pidfd shows its end.
+        """
+        death = select.poll()
+        death.register(self.driver, select.POLLIN)
+        return bool(death.poll(within * 1000))
 
     def _receive(self) -> list[Message]:
         try:

@@ -69,7 +69,7 @@ class Zygote:
             self._reap()
         self._wait_for_keepers()
         self._watch.close()
-        if self._watch.is_orphaned:
+        if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
             shutil.rmtree(self._setup.directory, ignore_errors=True)
 
     def _preload(self) -> bool:

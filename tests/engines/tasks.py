@@ -128,6 +128,14 @@ def environment(*names: str) -> dict[str, str | None]:
 
 
 @aiogpu.remote
+def meddle(name: str, value: str | None) -> str | None:
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    return before
+
+
+@aiogpu.remote
 def surroundings() -> tuple[str, list[str]]:
     return os.getcwd(), sys.path
 

@@ -266,6 +266,18 @@ async def test_an_isolated_task_has_a_process_of_its_own(address: str) -> None:
         assert a == b != c
 
 
+async def test_a_task_cannot_spoil_the_assignment_of_the_next(address: str) -> None:
+    """[B19] [B25]"""
+    async with aiogpu.init(address=address, num_cpus=1, num_gpus=1):
+        name = "CUDA_VISIBLE_DEVICES"
+        for task, assigned in (
+            (tasks.meddle, ""),
+            (tasks.meddle.options(num_gpus=1, max_calls=0), "0"),
+        ):
+            for value in ("7", None, "0,1,2,3", None):
+                assert await task.remote(name, value) == assigned
+
+
 async def test_variables_of_its_own(address: str) -> None:
     """[B10] [B19]"""
     async with aiogpu.init(address=address, num_cpus=1):

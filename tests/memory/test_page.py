@@ -1,0 +1,65 @@
+"""The control page: two words a slot, seen by every process that maps it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from aiogpu.memory.page import PAGE_SIZE, SLOTS, ControlPage
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    descriptor = ControlPage.create()
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_fresh_page_asks_for_nothing(descriptor: int) -> None:
+    page = ControlPage.open(descriptor)
+    assert os.fstat(descriptor).st_size == PAGE_SIZE
+    assert {page.asked(slot) for slot in range(SLOTS)} == {0}
+    assert {page.heard(slot) for slot in range(SLOTS)} == {0}
+    page.close()
+
+
+def test_each_slot_has_words_of_its_own(descriptor: int) -> None:
+    page = ControlPage.open(descriptor)
+    page.ask(0, 7)
+    page.hear(0, 6)
+    page.ask(SLOTS - 1, 2**64 - 1)
+    assert (page.asked(0), page.heard(0)) == (7, 6)
+    assert (page.asked(1), page.heard(1)) == (0, 0)
+    assert page.asked(SLOTS - 1) == 2**64 - 1
+    with pytest.raises(IndexError):
+        page.ask(SLOTS, 1)
+    page.close()
+
+
+def test_two_mappings_share_their_words(descriptor: int) -> None:
+    driver, worker = ControlPage.open(descriptor), ControlPage.open(descriptor)
+    driver.ask(3, 11)
+    assert worker.asked(3) == 11
+    worker.hear(3, 11)
+    assert driver.heard(3) == 11
+    worker.close()
+    assert driver.heard(3) == 11
+    driver.close()
+
+
+def test_a_fork_shares_them_too(descriptor: int) -> None:
+    page = ControlPage.open(descriptor)
+    pid = os.fork()
+    if pid == 0:
+        page.hear(5, 42)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert page.heard(5) == 42
+    page.close()
+
+
+def test_the_descriptor_is_not_inherited_by_programs(descriptor: int) -> None:
+    assert not os.get_inheritable(descriptor)
+    assert "aiogpu-page" in os.readlink(f"/proc/self/fd/{descriptor}")

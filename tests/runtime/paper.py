@@ -1,0 +1,151 @@
+"""Paper doubles of what surrounds the runtime's parts: they note what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+from aiogpu.runtime.console import Source
+from aiogpu.wire.messages import Hello, Message
+
+
+class PaperSocket:
+    """A socket's credentials."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("iII", 1, self._uid, 0)[:size]
+
+
+class PaperTransport(asyncio.Transport):
+    """Keeps what is written and done."""
+
+    def __init__(self, uid: int | None = None) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.calls: list[str] = []
+        self._socket = PaperSocket(os.geteuid() if uid is None else uid)
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self._socket if name == "socket" else default
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume")
+
+
+class PaperPeer:
+    """Stands for a keeper's or a worker's connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.calls: list[str] = []
+        self.on_message: Callable[[Message], None]
+        self.on_lost: Callable[[], None]
+
+    def send(self, *messages: Message) -> None:
+        self.sent += messages
+
+    def send_one(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def taken(self) -> list[Message]:
+        """What was sent since the last look."""
+        taken, self.sent = self.sent, []
+        return taken
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+
+class PaperConsole:
+    """Lines are out when the test says so."""
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.lines: list[tuple[int, str]] = []
+        self._after: list[tuple[int, Callable[[], None]]] = []
+
+    def write(self, stream: int, line: str, source: Source) -> int:
+        self.lines.append((stream, line))
+        return len(self.lines)
+
+    def after(self, number: int, action: Callable[[], None]) -> None:
+        if number <= self.written:
+            action()
+        else:
+            self._after.append((number, action))
+
+    def show_all(self) -> None:
+        self.written = len(self.lines)
+        waiting, self._after = self._after, []
+        for _, action in waiting:
+            action()
+
+    @property
+    def texts(self) -> Sequence[str]:
+        return [text for _, text in self.lines]
+
+
+class PaperPage:
+    """The words of a control page."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, int] = {}
+        self.heard_of: dict[int, int] = {}
+
+    def ask(self, slot: int, task: int) -> None:
+        self.asked[slot] = task
+
+    def heard(self, slot: int) -> int:
+        return self.heard_of.get(slot, 0)
+
+
+class PaperZygote:
+    """Notes for which slots keepers are wanted."""
+
+    def __init__(self) -> None:
+        self.problem: Exception | None = None
+        self.generation = 0
+        self.page = PaperPage()
+        self.kept: list[int] = []
+        self.peers: list[object] = []
+        self.on_lost_slot: Callable[[int], None]
+        self.on_restart: Callable[[], None]
+        self.on_broken: Callable[[], None]
+
+    def keep(self, slot: int) -> None:
+        self.kept.append(slot)
+
+    def greeted(self, peer: object, _hello: Hello) -> None:
+        self.peers.append(peer)
+
+    def die(self) -> None:
+        """End, and begin another life."""
+        self.generation += 1
+        self.on_restart()
+
+    def break_for_good(self, problem: Exception) -> None:
+        self.generation += 1
+        self.problem = problem
+        self.on_broken()

@@ -1,0 +1,156 @@
+"""A peer's connection: who is refused, who is cut off, and what is then silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from aiogpu.runtime.transport import Peer, peer_uid
+from aiogpu.wire.connection import KEEPER, WORKER, greeting
+from aiogpu.wire.frames import encode
+from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Log, Message, Run
+from tests.runtime.paper import PaperTransport
+
+
+class Hall:
+    """Receives peers, as the pool does."""
+
+    def __init__(self) -> None:
+        self.greetings: list[Hello] = []
+        self.heard: list[Message] = []
+        self.lost = 0
+
+    def greeted(self, peer: Peer, hello: Hello) -> None:
+        self.greetings.append(hello)
+        peer.on_message = self.heard.append
+        peer.on_lost = self.note_lost
+
+    def note_lost(self) -> None:
+        self.lost += 1
+
+    def connect(self, uid: int | None = None) -> tuple[Peer, PaperTransport]:
+        peer, transport = Peer(self.greeted), PaperTransport(uid)
+        peer.connection_made(transport)
+        return peer, transport
+
+
+def test_messages_are_passed_on_in_order() -> None:
+    hall = Hall()
+    peer, _ = hall.connect()
+    assert "unknown" in repr(peer)
+    stream = greeting(WORKER, 3, 4711) + encode(Log(1, 1, b"a")) + encode(Done(1, b""))
+    for byte in stream:
+        peer.data_received(bytes([byte]))
+    assert [(hello.role, hello.id) for hello in hall.greetings] == [("worker", 3)]
+    assert hall.heard == [Log(1, 1, b"a"), Done(1, b"")]
+    assert "worker 3" in repr(peer)
+
+
+def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    hall = Hall()
+    peer, transport = hall.connect(uid=os.geteuid() + 1)
+    assert transport.calls == ["abort"]
+    assert f"user {os.geteuid() + 1}" in caplog.text
+    # Bytes that had come already are not listened to, nor is anything sent.
+    peer.data_received(greeting(WORKER, 1, 1))
+    peer.send(Exit())
+    peer.abort()
+    peer.connection_lost(None)
+    assert (hall.greetings, transport.written) == ([], [])
+    assert transport.calls == ["abort"]
+
+
+def test_a_user_id_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User namespaces and directory services give ids above 2**31."""
+    monkeypatch.setattr("os.geteuid", lambda: 3_000_000_000)
+    _, transport = Hall().connect()
+    assert peer_uid(transport) == 3_000_000_000
+    assert transport.calls == []
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        b"\xff\xff\xff\xff",
+        encode(Done(1, b"")),
+        greeting(WORKER, 1, 1) + greeting(WORKER, 1, 1),
+        greeting(KEEPER, 1, 1) + encode(Done(1, b"")),
+        greeting("stranger", 1, 1),
+        greeting(WORKER, 1, 1) + b"\x01\x00\x00\x00\xc1",
+    ],
+    ids=["too long", "no greeting", "two greetings", "not his", "role", "no msgpack"],
+)
+def test_whoever_breaks_the_rules_is_cut_off_alone(
+    bytes_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    hall = Hall()
+    good, good_transport = hall.connect()
+    good.data_received(greeting(WORKER, 7, 1))
+    bad, bad_transport = hall.connect()
+    bad.data_received(bytes_)
+    assert bad_transport.calls == ["abort"]
+    assert "cut off" in caplog.text
+    bad.data_received(encode(Ended(1, 0)))
+    good.data_received(encode(Done(1, b"x")))
+    assert hall.heard == [Done(1, b"x")]
+    assert good_transport.calls == []
+
+
+def test_several_messages_are_one_write() -> None:
+    peer, transport = Hall().connect()
+    run, fork = Run(1, 1, b"", False), Fork(2)
+    peer.send(fork, run)
+    peer.send_one(run)
+    assert transport.written == [encode(fork) + encode(run), encode(run)]
+
+
+def test_after_the_loss_all_is_silent() -> None:
+    hall = Hall()
+    peer, transport = hall.connect()
+    peer.data_received(greeting(KEEPER, 0, 1))
+    peer.pause()
+    peer.resume()
+    peer.connection_lost(ConnectionResetError())
+    assert hall.lost == 1
+    peer.send(Fork(1))
+    peer.send_one(Fork(1))
+    peer.pause()
+    peer.resume()
+    peer.abort()
+    peer.data_received(encode(Ended(1, 0)))
+    assert transport.written == []
+    assert transport.calls == ["pause", "resume"]
+    assert hall.heard == []
+
+
+def test_who_is_not_known_yet_speaks_to_nobody() -> None:
+    peer, _ = Peer(lambda _peer, _hello: None), None
+    peer.connection_made(PaperTransport())
+    peer.data_received(greeting(WORKER, 1, 1) + encode(Log(0, 1, b"x")))
+    peer.connection_lost(None)
+
+
+async def test_a_real_socket_names_its_user() -> None:
+    hall = Hall()
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    transport, peer = await loop.create_connection(
+        lambda: Peer(hall.greeted), sock=ours
+    )
+    assert peer_uid(transport) == os.geteuid()
+    theirs.sendall(greeting(WORKER, 1, 1))
+    async with asyncio.timeout(20):
+        while not hall.greetings:
+            await asyncio.sleep(0)
+        # Between the abort and its effect nothing may raise, on either loop.
+        peer.abort()
+        peer.send(Exit())
+        peer.pause()
+        peer.resume()
+        peer.abort()
+        while not hall.lost:
+            await asyncio.sleep(0)
+    theirs.close()
