@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import sys
 from typing import Final
 
@@ -46,6 +47,8 @@ class Zygote:
         if os.getppid() != setup.driver:
             sys.exit(0)  # the driver died before this; the pidfd may be another's
         kernel.set_process_name("aiogpu-zygote")
+        # The driver's blocked signals would come along; SIGCHLD must not be one.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
