@@ -88,13 +88,10 @@ class LocalEngine:
             reason = driver.scheduler.ledger.why_infeasible(site.spec.shape.request)
             if reason is not None:
                 raise _infeasible(site.spec, reason, self.total())
+            _check_size(f"the function {site.spec.name}", site.function.payload)
             site.checked_by = self._mark
         if len(payload) > LARGEST_PAYLOAD:
-            raise SerializationError(
-                f"the arguments of {site.spec.name}.remote() are {len(payload)} bytes "
-                f"when pickled; a call carries at most {LARGEST_PAYLOAD}. Pass the "
-                f"path of a file, or split them over several calls."
-            )
+            _check_size(f"the arguments of {site.spec.name}.remote()", payload)
         return driver.submit(site, payload, receiver)
 
     def cancel(self, task: int) -> None:
@@ -121,6 +118,15 @@ class LocalEngine:
     def abandon(self) -> None:
         """The same in haste."""
         self._supervisor.abandon()
+
+
+def _check_size(what: str, payload: bytes) -> None:
+    if len(payload) > LARGEST_PAYLOAD:
+        raise SerializationError(
+            f"{what}: {len(payload)} bytes when pickled; a call carries at most "
+            f"{LARGEST_PAYLOAD}. Pass the path of a file, or split it over several "
+            f"calls."
+        )
 
 
 def build_ledger(options: NodeOptions, device_sets: list[DeviceSet]) -> Ledger:

@@ -76,8 +76,7 @@ class Pool:
         self._is_closing = False
         self._closed = loop.create_future()
         zygote.on_lost_slot = self._on_lost_slot
-        zygote.on_restart = self._on_zygote_restart
-        zygote.on_broken = self._on_zygote_broken
+        zygote.on_death = self._on_zygote_death
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self._slots)} slots>"
@@ -106,12 +105,9 @@ class Pool:
         except OSError as error:
             self._fail_spawn(worker_id, f"no slot can be made: {error}")
             return
-        worker = LiveWorker(worker_id, slot)
-        slot.worker = self.workers[worker_id] = worker
+        timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
+        slot.worker = self.workers[worker_id] = LiveWorker(worker_id, slot, timer)
         slot.output.last.clear()
-        worker.start_timer = self._loop.call_later(
-            START_LIMIT, self._on_late_start, worker
-        )
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
 
@@ -119,7 +115,8 @@ class Pool:
         # Later, not now: the core is told of events one at a time.
         self._loop.call_soon(self.on_gone, worker_id, Death(reason=reason))
 
-    def _on_late_start(self, worker: LiveWorker) -> None:
+    def _on_late_start(self, worker_id: int) -> None:
+        worker = self.workers[worker_id]
         worker.reason = f"it did not connect within {START_LIMIT:g} s"
         if worker.slot.keeper is not None:
             worker.slot.keeper.send(End(worker.id))
@@ -222,25 +219,31 @@ class Pool:
             self._remove_slot(slot)
         elif slot.generation != self._zygote.generation:
             # Its zygote has died before it, so nobody else will report this.
-            self._on_lost_slot(slot.index)
+            self._lose(slot)
 
-    def _on_lost_slot(
-        self, index: int, reason: str = "the keeper process of its slot died"
-    ) -> None:
+    def _on_lost_slot(self, index: int) -> None:
         """The slot's keeper has died, or was closed; all below it has ended."""
         slot = self._slots.get(index)
-        if slot is None:
-            return
+        if slot is not None:
+            self._lose(slot)
+
+    def _lose(self, slot: Slot, is_reused: bool = True) -> None:
+        # Maybe its connection has not been read to the end yet.
+        slot.keeper = None
         worker = slot.worker
         if worker is not None:
-            worker.status = int(signal.SIGKILL) if worker.pid else None
-            worker.reason = reason
+            worker.reason = "the keeper process of its slot died"
+            if worker.pid:
+                worker.status = int(signal.SIGKILL)
+            elif self._zygote.problem is not None:
+                worker.reason = str(self._zygote.problem)
             self._check_gone(worker, is_certain=True)
-        self._remove_slot(slot)
+        self._remove_slot(slot, is_reused)
 
     def _remove_slot(self, slot: Slot, is_reused: bool = True) -> None:
         """Forget a slot; its number is not reused if a keeper may come yet."""
-        if self._slots.pop(slot.index, None) is not None:
+        if self._slots.get(slot.index) is slot:
+            del self._slots[slot.index]
             slot.output.close()
             if is_reused:
                 self._free_indices.append(slot.index)
@@ -256,8 +259,7 @@ class Pool:
             return
         worker.peer = peer
         worker.pid = hello.pid
-        if worker.start_timer is not None:
-            worker.start_timer.cancel()
+        worker.start_timer.cancel()
         worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
         worker.slot.output.listen_to(peer)
         peer.on_message = partial(self._on_worker_message, worker)
@@ -291,8 +293,7 @@ class Pool:
         if not is_certain and (worker.status is None or worker.peer is not None):
             return
         slot = worker.slot
-        if worker.start_timer is not None:
-            worker.start_timer.cancel()
+        worker.start_timer.cancel()
         slot.output.catch_up()
         del self.workers[worker.id]
         slot.worker = None
@@ -309,16 +310,13 @@ class Pool:
         elif slot.keeper is not None:
             slot.keeper.send(Close())
 
-    def _on_zygote_restart(self) -> None:
+    def _on_zygote_death(self) -> None:
         """Have the workers whose keepers may never come forked in other slots."""
         for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
             worker = slot.worker
-            if worker is not None and worker.pid:
-                self._on_lost_slot(slot.index)
-                continue
-            if worker is not None:
+            if worker is not None and not worker.pid and self._zygote.problem is None:
                 self._move(worker)
-            self._remove_slot(slot, is_reused=False)
+            self._lose(slot, is_reused=False)
 
     def _move(self, worker: LiveWorker) -> None:
         try:
@@ -330,17 +328,11 @@ class Pool:
             worker.slot.worker = None
             worker.slot, slot.worker = slot, worker
 
-    def _on_zygote_broken(self) -> None:
-        """Fail the workers that will never be forked."""
-        for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
-            if slot.worker is not None and slot.worker.pid:
-                self._on_lost_slot(slot.index)
-            else:
-                self._on_lost_slot(slot.index, str(self._zygote.problem))
-
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
+        for worker in self.workers.values():
+            worker.start_timer.cancel()
         for slot in list(self._slots.values()):
             if slot.keeper is not None:
                 slot.keeper.send(Close())

@@ -38,17 +38,18 @@ class LiveWorker:
     """A worker process, as far as the driver can see it.
 
     Attributes:
+        start_timer: rings if it has not connected in time.
         peer: its connection, None before and after.
         task_name: name of the task that it was sent last.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
         status: its wait status, once its keeper has said so.
         reason: what else is known of its end.
-        start_timer: rings if it has not connected in time.
     """
 
     id: int
     slot: Slot
+    start_timer: asyncio.Handle
     pid: int = 0
     peer: Peer | None = None
     task_name: str = ""
@@ -56,7 +57,6 @@ class LiveWorker:
     functions: set[int] = field(default_factory=set)
     status: int | None = None
     reason: str = ""
-    start_timer: asyncio.Handle | None = None
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""

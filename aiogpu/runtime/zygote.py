@@ -39,8 +39,8 @@ class Zygote:
         problem: why there is none any more, None while there is or will be.
         generation: counts its lives; keepers of an earlier one are orphans.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
-        on_restart: told when another life has begun; it must be asked anew for all.
-        on_broken: told once when there will be no zygote any more.
+        on_death: told when a life has ended and another begun, unless there is a
+            problem; keepers that have not come must be asked for again.
     """
 
     def __init__(
@@ -54,8 +54,7 @@ class Zygote:
         self.problem: Exception | None = None
         self.generation = 0
         self.on_lost_slot: Callable[[int], None] = _unheard
-        self.on_restart: Callable[[], None] = _unasked
-        self.on_broken: Callable[[], None] = _unasked
+        self.on_death: Callable[[], None] = _unasked
         self._loop = loop
         self._console = console
         self._node = node
@@ -175,7 +174,7 @@ class Zygote:
         except NodeStartError as error:
             self._break(error)
         else:
-            self.on_restart()
+            self.on_death()
 
     def _may_restart(self) -> bool:
         if not self._ready.done():
@@ -193,7 +192,7 @@ class Zygote:
             self._ready.exception()
         if not self._ended.done():
             self._ended.set_result(None)
-        self.on_broken()
+        self.on_death()
 
     async def close(self) -> None:
         """End the process and wait for it; keepers must have been told before."""

@@ -88,6 +88,10 @@ class Channel:
         self._received.extend(self._connection.receive(data))
         return bool(data)
 
+    def close(self) -> None:
+        """Close this process's end; a fork of the worker must not speak for it."""
+        self._socket.close()
+
     def take(self, kind: type[Message]) -> list[Message]:
         """Remove the messages of one kind that were read but not taken yet."""
         found = [message for message in self._received if type(message) is kind]

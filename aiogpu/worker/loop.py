@@ -25,6 +25,12 @@ class Worker:
         self._stdio = Stdio(channel)
         self._out, self._err = self._stdio.senders
         self._executor = Executor(channel, interrupts)
+        os.register_at_fork(after_in_child=self._leave)
+
+    def _leave(self) -> None:
+        """User code has forked: the child is no worker, whatever it returns to."""
+        self._channel.close()
+        self._stdio.leave()
 
     def serve(self) -> None:
         """Obey the driver until it says `Exit`, or goes."""

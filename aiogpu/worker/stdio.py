@@ -80,6 +80,15 @@ class Stdio:
         self.senders = [LineSender(channel, 1), LineSender(channel, 2)]
         sys.stdout, sys.stderr = (_text(sender) for sender in self.senders)
 
+    def leave(self) -> None:
+        """In a fork of the worker: write to descriptors 1 and 2, as others do."""
+        sys.stdout, sys.stderr = (
+            open(  # noqa: SIM115 - they live as long as the process
+                stream, "w", buffering=1, closefd=False, errors="backslashreplace"
+            )
+            for stream in (1, 2)
+        )
+
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""
         for sender in self.senders:

@@ -136,6 +136,17 @@ def meddle(name: str, value: str | None) -> str | None:
 
 
 @aiogpu.remote
+def fork_and_return() -> int:
+    """Fork; parent and child both return from the task."""
+    child = os.fork()
+    if child == 0:
+        print("from the child", flush=True)
+        return -1
+    os.waitpid(child, 0)
+    return os.getpid()
+
+
+@aiogpu.remote
 def surroundings() -> tuple[str, list[str]]:
     return os.getcwd(), sys.path
 

@@ -466,6 +466,17 @@ async def test_a_task_starts_no_tasks_yet(address: str) -> None:
             await tasks.start_task_inside.remote()
 
 
+async def test_a_fork_of_a_worker_does_not_speak_for_it(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=1):
+        worker = await tasks.pid.remote()
+        for _ in range(5):
+            assert await tasks.fork_and_return.remote() == worker
+            assert capsys.readouterr().out.endswith(") from the child\n")
+        assert await tasks.pid.remote() == worker
+
+
 async def test_nothing_of_a_coroutine_goes_on(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         await tasks.leave_asyncio_task.remote(gate.path)
