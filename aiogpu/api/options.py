@@ -7,9 +7,8 @@ heavy stay out: user modules bring this file into every worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from aiogpu.core.resources import (
     CPU,
@@ -19,8 +18,10 @@ from aiogpu.core.resources import (
     device_quantity,
     quantity,
 )
-from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.core.specs import TaskSpec
 
 MANAGED: Final = ("CUDA_VISIBLE_DEVICES",)
 """Variables that aiogpu sets; a task that wants them left alone says so."""
@@ -65,8 +66,11 @@ class Options(TypedDict, total=False):
     runtime_env: Mapping[str, Mapping[str, str]] | None
 
 
-@dataclass(frozen=True, slots=True)
-class TaskOptions:
+NO_ENTRIES: Final[Mapping[str, Any]] = {}
+"""The default of options that are dicts; nobody writes to it."""
+
+
+class TaskOptions(NamedTuple):
     """All options of a task, checked, with their defaults.
 
     Quantities are in parts of 1/10 000.
@@ -74,7 +78,7 @@ class TaskOptions:
 
     num_cpus: int = UNIT
     num_gpus: int = 0
-    resources: Mapping[str, int] = field(default_factory=dict)
+    resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
     max_calls: int | None = None
     max_retries: int = 3
@@ -83,7 +87,7 @@ class TaskOptions:
     name: str | None = None
     priority: int = 0
     timeout: float | None = None
-    runtime_env: Mapping[str, str] = field(default_factory=dict)
+    runtime_env: Mapping[str, str] = NO_ENTRIES
 
     def request(self) -> Request:
         """What the task asks for."""
@@ -100,6 +104,8 @@ class TaskOptions:
         otherwise; this follows the effective options, `.options(num_gpus=1)` on a
         CPU function included.
         """
+        from aiogpu.core.specs import Shape, TaskSpec
+
         max_calls = self.max_calls
         if max_calls is None:
             max_calls = 1 if self.num_gpus else 0

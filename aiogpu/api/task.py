@@ -233,9 +233,7 @@ def remote(function: Any = None, /, **options: Unpack[Options]) -> Any:
 
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
     """Options on top of others; raises `OptionError`."""
-    from dataclasses import replace
-
-    return replace(base, **check_options(dict(options)))
+    return base._replace(**check_options(dict(options)))
 
 
 def _decorate(function: object, options: TaskOptions) -> RemoteFunction[..., Any]:

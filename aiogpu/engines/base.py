@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.runtime.call import Receiver, Site
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
+class NodeOptions(NamedTuple):
     """What `init` was asked for, checked.
 
     Attributes:
@@ -27,7 +25,7 @@ class NodeOptions:
 
     num_cpus: float | None = None
     num_gpus: int | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Mapping[str, float] = {}
     accelerator_type: str | None = None
     preload: Sequence[str] = ()
     log_to_driver: bool = True

@@ -20,6 +20,7 @@ from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 
 CHUNK: Final = 65536
+LARGEST_CHUNK: Final = 1 << 20
 GLANCES: Final = 100
 """How often the socket is looked at, awake, before the worker sleeps: for about
 the time that a driver takes from one call's answer to the next call."""
@@ -81,8 +82,9 @@ class Channel:
 
     def read(self) -> bool:
         """Read once, waiting for bytes; False when the driver has gone."""
+        size = min(max(CHUNK, self._connection.missing), LARGEST_CHUNK)
         try:
-            data = self._socket.recv(max(CHUNK, self._connection.missing))
+            data = self._socket.recv(size)
         except OSError:
             return False
         self._received.extend(self._connection.receive(data))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import shutil
 import signal
 import sys
 from typing import Final
@@ -32,6 +31,9 @@ GUARDS: Final = {
 }
 """Set while modules are imported: libraries that read them start no threads and
 touch no GPU. The driver's own values are back before the first fork."""
+
+NEEDED: Final = ("cloudpickle",)
+"""What nearly every worker would import to read its first function."""
 
 DEVICE_FILES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron")
 
@@ -73,13 +75,16 @@ class Zygote:
         self._wait_for_keepers()
         self._watch.close()
         if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
+            # Costs 4 ms to import, and is needed once in a node's life at most.
+            import shutil
+
             shutil.rmtree(self._setup.directory, ignore_errors=True)
 
     def _preload(self) -> bool:
         """Import what is to be shared; False if a module made us unfit."""
         environ = {name: os.environ.get(name) for name in GUARDS}
         os.environ.update(GUARDS)
-        for module in self._setup.preload:
+        for module in (*NEEDED, *self._setup.preload):
             try:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001 - an import may raise anything
