@@ -81,7 +81,7 @@ class Handle(asyncio.Future[T]):
             self._waiters.append(waiter)
             try:
                 yield from waiter
-            except BaseException:
+            except (asyncio.CancelledError, GeneratorExit):
                 self._withdraw(waiter)
                 raise
         return self.result()
@@ -103,7 +103,11 @@ class Handle(asyncio.Future[T]):
     ) -> None:
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         self._callbacks_added += 1
-        super().add_done_callback(fn, context=context)
+        if context is None:
+            # Given as None, it would be that of whoever settles the handle.
+            super().add_done_callback(fn)
+        else:
+            super().add_done_callback(fn, context=context)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`; gives how many there were."""
@@ -156,7 +160,8 @@ class Handle(asyncio.Future[T]):
         if self._payload is not None:
             self._decode()
         if self._error is not None:
-            raise self._error
+            # Else each raise would add its frames to those of the last.
+            raise self._error.with_traceback(None)
         return self._value  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:

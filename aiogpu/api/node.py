@@ -57,6 +57,9 @@ class Opening:
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
         session = session_of(loop)
+        if session is not None and session.is_closing:
+            await session.shutdown()
+            session = session_of(loop)
         if session is not None:
             if self._ignore_reinit_error:
                 await session.opened()

@@ -6,8 +6,9 @@ heavy stay out: user modules bring this file into every worker.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from aiogpu.core.resources import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MANAGED: Final = ("CUDA_VISIBLE_DEVICES",)
 """Variables that aiogpu sets; a task that wants them left alone says so."""
 NOSET: Final = "AIOGPU_NOSET_"
+_ON: Final = ("1", "true", "yes", "on")
 
 Retried = bool | tuple[type[BaseException], ...]
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
@@ -181,7 +183,7 @@ def check_seconds(option: str, value: object) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not (isfinite(value) and value > 0)
+        or not 0 < value <= sys.float_info.max
     ):
         raise OptionError(
             f"{option}={value!r} must be a number of seconds above 0, such as 2.5."
@@ -247,10 +249,11 @@ def _check_runtime_env(option: str, value: object) -> dict[str, str]:
     ):
         raise OptionError(
             f"{option}['env_vars']={variables!r} must be a dict of texts to texts, "
-            f"without '=' in a name and without NUL."
+            f"without '=' in a name, without NUL and without lone surrogates."
         )
     for name in MANAGED:
-        if name in variables and NOSET + name not in variables:
+        is_left_alone = variables.get(NOSET + name, "").strip().lower() in _ON
+        if name in variables and not is_left_alone:
             raise OptionError(
                 f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
                 f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
@@ -260,6 +263,10 @@ def _check_runtime_env(option: str, value: object) -> dict[str, str]:
 
 
 def _is_variable(name: str, text: str) -> bool:
+    try:
+        os.fsencode(name + text)
+    except UnicodeEncodeError:
+        return False
     return bool(name) and "=" not in name and "\0" not in name + text
 
 

@@ -20,7 +20,6 @@ from aiogpu.api.handle import Handle
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
-    AiogpuError,
     NodeClosedError,
     NodeError,
     NoLoopError,
@@ -99,6 +98,11 @@ class Session:
         return handle
 
     @property
+    def is_closing(self) -> bool:
+        """Whether a shutdown has begun that has not ended."""
+        return self._closing is not None and self._state is not SessionState.CLOSED
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one that opened the session."""
         return self._state is SessionState.FORKED
@@ -140,17 +144,21 @@ class Session:
             if not handle.done():
                 try:
                     handle.task_id = self._engine.submit(site, payload, handle)
-                except AiogpuError as error:
+                except Exception as error:  # noqa: BLE001 - it is the handle's
                     handle.fail(error)
 
     def _fail_early(self, error: BaseException) -> None:
         early, self._early = self._early, []
-        told = error if isinstance(error, Exception) else NodeClosedError(str(error))
+        told = (
+            error
+            if isinstance(error, Exception)
+            else NodeClosedError("this node was given up before it was open.")
+        )
         for call in early:
             call.handle.fail(told)
         if early and self._opening is not None:
             # The handles carry the error; the task need not warn of it as well.
-            self._opening.add_done_callback(lambda task: task.exception())
+            self._opening.add_done_callback(_retrieve)
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:
@@ -169,15 +177,23 @@ class Session:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        if self._opening is not None:
-            with suppress(AiogpuError):
-                await self._opening
-        if self._state is not SessionState.CLOSED:
-            self._state = SessionState.CLOSING
-            try:
+        try:
+            if self._opening is not None:
+                # It may hang in an import of the user's.
+                self._opening.cancel()
+                await asyncio.wait([self._opening])
+                _retrieve(self._opening)
+            if self._state is not SessionState.CLOSED:
+                self._state = SessionState.CLOSING
                 await self._engine.close()
-            finally:
-                self._forget(SessionState.CLOSED)
+        except asyncio.CancelledError:
+            # The loop is ending; its last act, `_close_with_loop`, begins anew.
+            self._closing = None
+            raise
+        except BaseException:
+            self._forget(SessionState.CLOSED)
+            raise
+        self._forget(SessionState.CLOSED)
         if self._closer is not None:
             closer, self._closer = self._closer, None
             await closer.aclose()
@@ -212,6 +228,12 @@ class Session:
         """The interpreter ends and no loop runs any more: leave no files."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.abandon()
+
+
+def _retrieve(opening: asyncio.Task[None]) -> None:
+    """Look at its error, which is told elsewhere, so that asyncio does not."""
+    if not opening.cancelled():
+        opening.exception()
 
 
 def start_session(

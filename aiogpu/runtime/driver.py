@@ -7,6 +7,7 @@ Every event is carried to its end before the next is looked at.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -44,6 +45,8 @@ from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import Death
 from aiogpu.wire.failure import RAISED, unpack_failure
 from aiogpu.wire.messages import Done, Failed
+
+_log: Final = logging.getLogger(__name__)
 
 
 class Driver:
@@ -105,7 +108,11 @@ class Driver:
     def feed(self, event: Event) -> None:
         """Tell the core what happened, and do what it says."""
         for effect in self.scheduler.handle(event, self._loop.time()):
-            self._ways[type(effect)](effect)
+            try:
+                self._ways[type(effect)](effect)
+            except Exception:  # noqa: BLE001
+                # A bug of ours in one must not lose the others: somebody waits.
+                _log.exception("! %r was not carried out", effect)
         earliest = self._timers.earliest
         if earliest != self._timer_at:
             self._rearm(earliest)
@@ -152,7 +159,11 @@ class Driver:
         if site.retry_exceptions is False or answer.kind != RAISED:
             return False
         call.error = unpack_failure(answer, site.spec.name)
-        return site.is_retried(call.error)
+        try:
+            return site.is_retried(call.error)
+        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
+            _log.warning("! %s is not retried: %r", site.spec.name, error)
+            return False
 
     def _on_gone(self, worker: int, death: Death) -> None:
         self._deaths[WorkerId(worker)] = death
@@ -189,7 +200,8 @@ class Driver:
             receiver.receive(answer.payload)
         elif type(answer) is Failed:
             name = call.site.spec.name
-            receiver.fail(call.error or unpack_failure(answer, name))
+            error = call.error
+            receiver.fail(unpack_failure(answer, name) if error is None else error)
 
     def _expire(self, effect: Expire) -> None:
         spec = self._calls[effect.task].site.spec

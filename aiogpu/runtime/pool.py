@@ -8,8 +8,10 @@ so no answer is lost to a race between two sockets.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -42,6 +44,8 @@ from aiogpu.wire.setup import output_path
 
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
+CLOSE_LIMIT: Final = 3.0
+"""Seconds that keepers get to end, before they are killed."""
 SPARE_SLOTS: Final = 16
 """Keepers without a worker that are kept for the next one."""
 
@@ -60,6 +64,7 @@ class Pool:
         zygote: Zygote,
         console: Console,
         directory: str,
+        send_signal: Callable[[int, int], None] = os.kill,
     ) -> None:
         self.workers: dict[int, LiveWorker] = {}
         self.on_started: Callable[[int], None]
@@ -69,6 +74,7 @@ class Pool:
         self._zygote = zygote
         self._console = console
         self._directory = directory
+        self._send_signal = send_signal
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
         self._next_index = 0
@@ -163,6 +169,8 @@ class Pool:
         """Ask a worker to stop a task: a coroutine by message first, then by signal."""
         worker = self.workers[worker_id]
         slot = worker.slot
+        if worker.status is not None:
+            return
         self._zygote.page.ask(slot.index, task)
         if self._zygote.page.heard(slot.index) == task:
             return
@@ -180,16 +188,16 @@ class Pool:
 
     def kill(self, worker_id: int) -> None:
         """End a worker and all that it has started, at once."""
-        keeper = self.workers[worker_id].slot.keeper
-        if keeper is not None:
-            keeper.send(End(worker_id))
+        worker = self.workers[worker_id]
+        if worker.slot.keeper is not None and worker.status is None:
+            worker.slot.keeper.send(End(worker_id))
 
     def _on_keeper(self, peer: Peer, hello: Hello) -> None:
         slot = self._slots.get(hello.id)
         if slot is None or slot.keeper is not None or self._is_closing:
             peer.abort()
             return
-        slot.keeper = peer
+        slot.keeper, slot.keeper_pid = peer, hello.pid
         slot.output.unlink()
         peer.on_message = partial(self._on_keeper_message, slot)
         peer.on_lost = partial(self._on_keeper_lost, slot)
@@ -217,8 +225,12 @@ class Pool:
             self._free.remove(slot)
         if self._is_closing:
             self._remove_slot(slot)
-        elif slot.generation != self._zygote.generation:
-            # Its zygote has died before it, so nobody else will report this.
+        elif slot.generation != self._zygote.generation and slot.index in self._slots:
+            # Its zygote has died before it: nobody else will report this, and nobody
+            # adopts what the worker leaves. Its process group is all we can reach.
+            if slot.worker is not None and slot.worker.pid:
+                with suppress(ProcessLookupError):
+                    self._send_signal(-slot.worker.pid, signal.SIGKILL)
             self._lose(slot)
 
     def _on_lost_slot(self, index: int) -> None:
@@ -230,6 +242,12 @@ class Pool:
     def _lose(self, slot: Slot, is_reused: bool = True) -> None:
         # Maybe its connection has not been read to the end yet.
         slot.keeper = None
+        if self._slots.get(slot.index) is not slot:
+            return
+        # First forget it, so that nobody who is told of its worker's end takes it.
+        del self._slots[slot.index]
+        if slot in self._free:
+            self._free.remove(slot)
         worker = slot.worker
         if worker is not None:
             worker.reason = "the keeper process of its slot died"
@@ -237,19 +255,20 @@ class Pool:
                 worker.status = int(signal.SIGKILL)
             elif self._zygote.problem is not None:
                 worker.reason = str(self._zygote.problem)
+            if worker.peer is not None:
+                worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
-        self._remove_slot(slot, is_reused)
+        slot.output.close()
+        if is_reused:
+            # Last, since its successor's pipes will have the same names.
+            self._free_indices.append(slot.index)
 
-    def _remove_slot(self, slot: Slot, is_reused: bool = True) -> None:
-        """Forget a slot; its number is not reused if a keeper may come yet."""
+    def _remove_slot(self, slot: Slot) -> None:
+        """Forget a slot while the node closes."""
         if self._slots.get(slot.index) is slot:
             del self._slots[slot.index]
             slot.output.close()
-            if is_reused:
-                self._free_indices.append(slot.index)
-            if slot in self._free:
-                self._free.remove(slot)
-        if self._is_closing and not self._slots and not self._closed.done():
+        if not self._slots and not self._closed.done():
             self._closed.set_result(None)
 
     def _on_worker(self, peer: Peer, hello: Hello) -> None:
@@ -288,30 +307,44 @@ class Pool:
         self._check_gone(worker)
 
     def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
-        if worker.id not in self.workers:
+        if worker.is_gone:
             return
         if not is_certain and (worker.status is None or worker.peer is not None):
             return
+        worker.is_gone = True
         slot = worker.slot
         worker.start_timer.cancel()
         slot.output.catch_up()
-        del self.workers[worker.id]
         slot.worker = None
         if slot.keeper is not None:
             self._free_slot(slot)
         last = tuple(slot.output.last)
         death = Death(worker.pid, worker.status, last, worker.reason)
-        tell = partial(self.on_gone, worker.id, death)
+        tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
 
+    def _tell_gone(self, worker_id: int, death: Death) -> None:
+        # Not before: the core may speak of the worker until it is told.
+        del self.workers[worker_id]
+        self.on_gone(worker_id, death)
+
     def _free_slot(self, slot: Slot) -> None:
-        if len(self._free) < SPARE_SLOTS:
+        is_orphan = slot.generation != self._zygote.generation
+        if len(self._free) < SPARE_SLOTS and not is_orphan:
             self._free.append(slot)
         elif slot.keeper is not None:
             slot.keeper.send(Close())
 
     def _on_zygote_death(self) -> None:
-        """Have the workers whose keepers may never come forked in other slots."""
+        """Have the workers whose keepers may never come forked in other slots.
+
+        Keepers that live on get no new work: what they leave when they die, nobody
+        would adopt.
+        """
+        idle, self._free = self._free, []
+        for slot in idle:
+            if slot.keeper is not None:
+                slot.keeper.send(Close())
         for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
             worker = slot.worker
             if worker is not None and not worker.pid and self._zygote.problem is None:
@@ -339,4 +372,10 @@ class Pool:
             else:
                 self._remove_slot(slot)
         if self._slots:
-            await self._closed
+            await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
+        for slot in self._slots.values():
+            # It does not answer. Its worker dies with it, and the zygote ends the rest.
+            with suppress(ProcessLookupError):
+                self._send_signal(slot.keeper_pid, signal.SIGKILL)
+        if self._slots:
+            await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)

@@ -44,6 +44,7 @@ class LiveWorker:
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
         status: its wait status, once its keeper has said so.
+        is_gone: all of it has ended; the core may not have been told yet.
         reason: what else is known of its end.
     """
 
@@ -57,6 +58,7 @@ class LiveWorker:
     functions: set[int] = field(default_factory=set)
     status: int | None = None
     reason: str = ""
+    is_gone: bool = False
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""
@@ -86,6 +88,7 @@ class Slot:
         index: its place on the control page.
         generation: the life of the zygote that forked its keeper.
         keeper: its connection, None before the keeper has greeted and after.
+        keeper_pid: its process id, 0 before it has greeted.
         worker: the worker that it keeps now.
     """
 
@@ -93,4 +96,5 @@ class Slot:
     generation: int
     output: Output
     keeper: Peer | None = None
+    keeper_pid: int = 0
     worker: LiveWorker | None = None

@@ -61,7 +61,7 @@ class Supervisor:
         pool = Pool(self._loop, zygote, console, directory)
         self._parts = parts = Parts(directory, console, zygote, pool)
         parts.server = await self._loop.create_unix_server(
-            lambda: Peer(pool.greeted), socket_path(directory), backlog=1024
+            lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
         zygote.start()
 

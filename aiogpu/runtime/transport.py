@@ -94,6 +94,12 @@ class Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
+    def cut_off(self) -> None:
+        """Close, and pass on nothing more, not even the end."""
+        self.on_message = _ignore
+        self.on_lost = _nothing
+        self.abort()
+
     def abort(self) -> None:
         """Close without sending what is still buffered."""
         if self._transport is not None:

@@ -26,6 +26,8 @@ from aiogpu.wire.setup import Setup
 _log: Final = logging.getLogger(__name__)
 
 INTENSITY: Final = 3
+LAST_WORD: Final = 0.5
+"""Seconds after a zygote's end in which what it sent before is still read."""
 PATIENCE: Final = 5.0
 """Seconds that a zygote gets to end by itself."""
 PERIOD: Final = 10.0
@@ -66,6 +68,9 @@ class Zygote:
         self._output: ZygoteOutput | None = None
         self._peer: Peer | None = None
         self._unfit: Unfit | None = None
+        self._status = 0
+        self._is_silent = False
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
         self._waiting_slots: list[int] = []
         self._restarts: deque[float] = deque()
@@ -99,6 +104,7 @@ class Zygote:
             os.close(writing)
         self._output = ZygoteOutput(self._loop, self._console, reading, child.pid)
         self._process = Process(self._loop, child, self._on_end)
+        self._is_silent = False
 
     async def ready(self) -> None:
         """Wait until it may be asked to fork.
@@ -113,6 +119,7 @@ class Zygote:
         """Take over the connection of a zygote that has greeted."""
         self._peer = peer
         peer.on_message = self._on_message
+        peer.on_lost = self._on_last_word
 
     def keep(self, slot: int) -> None:
         """Ask for a keeper, now or as soon as there is a zygote."""
@@ -135,7 +142,27 @@ class Zygote:
                 self.on_lost_slot(slot)
 
     def _on_end(self, status: int) -> None:
-        self._peer = None
+        """The process has ended; what it said last may not have been read yet."""
+        self._status = status
+        if self._is_closing or self._is_silent:
+            self._conclude()
+        else:
+            self._timer = self._loop.call_later(LAST_WORD, self._conclude)
+
+    def _on_last_word(self) -> None:
+        self._is_silent = True
+        if self._timer is not None:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Decide what follows from an end of which all is known."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        status = self._status
+        if self._peer is not None:
+            self._peer.cut_off()
+            self._peer = None
         self.generation += 1
         self._waiting_slots.clear()
         last = self._output.close() if self._output else ()
@@ -197,6 +224,8 @@ class Zygote:
     async def close(self) -> None:
         """End the process and wait for it; keepers must have been told before."""
         self._is_closing = True
+        if self._timer is not None:
+            self._conclude()
         if self._process is not None:
             if self._peer is not None and self._ready.done():
                 self._peer.send(Close())

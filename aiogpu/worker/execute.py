@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +37,7 @@ class Executor:
         self._payloads: dict[int, bytes] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
+        self._raised: BaseException | None = None
         interrupts.install(self._attempt.__code__)
 
     def define(self, message: Define) -> None:
@@ -55,14 +57,32 @@ class Executor:
         site = self._sites[message.site]
         current.task, current.name = message.task, site.name
         current.resources = site.resources
+        self._raised = None
         outcome = self._attempt(message.task, site, message.payload)
         if isinstance(outcome, tuple):
             return outcome
+        self._raised = outcome.error
         kind, error = outcome.kind, outcome.error
         if self._interrupts.is_asked(message.task):
             self._interrupts.hear(message.task)
             kind = STOPPED
         return pack_failure(message.task, kind, error, OWN_FRAMES)
+
+    def exit_code(self) -> int:
+        """What a program that ended as the last task did would exit with.
+
+        Prints the traceback of an exception that is no `SystemExit`.
+        """
+        error = self._raised
+        if error is None:
+            return 0
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        sys.stderr.write(f"{error.code}\n")
+        return 1
 
     def _attempt(self, task: int, site: Define, payload: bytes) -> Done | Raised:
         # No interrupt lands in this very frame, so leaving is safe at any step.

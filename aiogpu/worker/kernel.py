@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -67,8 +68,10 @@ def _children_by_search() -> list[int]:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a child of ours; one that has ended already is left alone."""
-    try:
+    """Signal a child of ours.
+
+    One that has ended already is left alone; one that has become another user's
+    (sudo) cannot be signalled, and is waited for.
+    """
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return

@@ -23,14 +23,22 @@ class Worker:
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self._channel = channel
         self._stdio = Stdio(channel)
-        self._out, self._err = self._stdio.senders
+        self._is_foreign = False
         self._executor = Executor(channel, interrupts)
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
+        self._is_foreign = True
         self._channel.close()
         self._stdio.leave()
+
+    def _end_fork(self) -> None:
+        """The child has come back from the user's code: end it as `python` would."""
+        code = self._executor.exit_code()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def serve(self) -> None:
         """Obey the driver until it says `Exit`, or goes."""
@@ -51,14 +59,16 @@ class Worker:
 
     def _run(self, message: Run) -> None:
         answer = self._executor.run(message)
-        if self._out.partial or self._err.partial:
-            self._stdio.end_lines()
+        if self._is_foreign:
+            self._end_fork()
+        self._stdio.end_lines()
         try:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         current.task = 0
         restore()
+        self._stdio.restore()
 
     def end(self) -> None:
         """Leave the process: exit functions of the user's, a flush, no more.

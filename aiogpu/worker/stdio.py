@@ -77,8 +77,21 @@ class Stdio:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self.senders = [LineSender(channel, 1), LineSender(channel, 2)]
-        sys.stdout, sys.stderr = (_text(sender) for sender in self.senders)
+        self._channel = channel
+        self._begin()
+
+    def _begin(self) -> None:
+        self.senders = [LineSender(self._channel, 1), LineSender(self._channel, 2)]
+        self._texts = [_text(sender) for sender in self.senders]
+        sys.stdout, sys.stderr = self._texts
+
+    def restore(self) -> None:
+        """Undo what a task did to the streams: replaced or closed them."""
+        out, err = self._texts
+        if out.closed or err.closed:
+            self._begin()
+        elif sys.stdout is not out or sys.stderr is not err:
+            sys.stdout, sys.stderr = out, err
 
     def leave(self) -> None:
         """In a fork of the worker: write to descriptors 1 and 2, as others do."""
@@ -92,7 +105,8 @@ class Stdio:
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""
         for sender in self.senders:
-            sender.end_line()
+            if sender.partial:
+                sender.end_line()
 
 
 def _text(sender: LineSender) -> io.TextIOWrapper[io.BufferedWriter]:

@@ -7,6 +7,7 @@ hold open.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -55,8 +56,8 @@ class Watch:
     def wait(self) -> list[Message]:
         """Block until something happens; give the messages that came.
 
-        A child may have ended whenever this returns. `Close` is not given but
-        sets `is_over`, as does all that ends the connection.
+        A child may have ended whenever this returns. `Close` sets `is_over`, as
+        does all that ends the connection.
         """
         ready = [descriptor for descriptor, _ in self._poll.poll()]
         messages: list[Message] = []
@@ -69,6 +70,25 @@ class Watch:
         if any(isinstance(message, Close) for message in messages):
             self.is_over = self.is_asked = True
         return messages
+
+    def die_with_connection(self, is_on: bool) -> None:
+        """Have the kernel end this process when anything comes, the end above all.
+
+        For the time in which it runs code that may never return and `wait` is not
+        called. SIGIO's default is to terminate (signal(7), F_SETOWN in fcntl(2)).
+        """
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        fcntl.fcntl(self._socket, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(self._socket, fcntl.F_GETFL)
+        wanted = flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC
+        fcntl.fcntl(self._socket, fcntl.F_SETFL, wanted)
+
+    def wait_for_child(self, timeout: float) -> None:
+        """Block until a child may have ended, for so many seconds at most."""
+        children = select.poll()
+        children.register(self._wake, select.POLLIN)
+        if children.poll(max(0.0, timeout) * 1000):
+            os.read(self._wake, CHUNK)
 
     def driver_has_died(self, within: float) -> bool:
         """Whether the driver has ended, or does within so many seconds.

@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from typing import Final
 
 from aiogpu.memory.page import ControlPage
@@ -35,6 +36,9 @@ touch no GPU. The driver's own values are back before the first fork."""
 NEEDED: Final = ("cloudpickle",)
 """What nearly every worker would import to read its first function."""
 
+KEEPER_LIMIT: Final = 1.5
+"""Seconds that keepers get, after the driver's end, before they are killed."""
+
 DEVICE_FILES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron")
 
 
@@ -51,6 +55,7 @@ class Zygote:
         kernel.set_process_name("aiogpu-zygote")
         # The driver's blocked signals would come along; SIGCHLD must not be one.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -61,7 +66,10 @@ class Zygote:
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
-        if not self._preload():
+        self._watch.die_with_connection(True)
+        is_fit = self._preload()
+        self._watch.die_with_connection(False)
+        if not is_fit:
             self._watch.close()
             return
         gc.collect()
@@ -136,9 +144,12 @@ class Zygote:
             self._lost.clear()
 
     def _wait_for_keepers(self) -> None:
-        while self._keepers:
-            pid, _ = os.waitpid(-1, 0)
-            self._keepers.pop(pid, None)
+        """Give keepers a moment to end what they keep; then end them and all else."""
+        deadline = time.monotonic() + KEEPER_LIMIT
+        while self._keepers and time.monotonic() < deadline:
+            self._reap()
+            if self._keepers:
+                self._watch.wait_for_child(deadline - time.monotonic())
         end_children()
 
 

@@ -147,6 +147,31 @@ def fork_and_return() -> int:
 
 
 @aiogpu.remote
+def fork_and_exit(code: int) -> tuple[int, int]:
+    """Fork; the child leaves by SystemExit."""
+    child = os.fork()
+    if child == 0:
+        sys.exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.getpid(), os.waitstatus_to_exitcode(status)
+
+
+@aiogpu.remote
+def spoil_stdout(way: str) -> None:
+    if way == "close":
+        sys.stdout.close()
+    else:
+        sys.stdout = sys.stderr
+
+
+@aiogpu.remote
+def start_sleeper(path: str, name: str) -> None:
+    """Start a process in the worker's own group, then wait."""
+    with subprocess.Popen(["sleep", "1000"]):
+        pass_gate(path, name)
+
+
+@aiogpu.remote
 def surroundings() -> tuple[str, list[str]]:
     return os.getcwd(), sys.path
 

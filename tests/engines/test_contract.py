@@ -474,6 +474,7 @@ async def test_a_fork_of_a_worker_does_not_speak_for_it(
         for _ in range(5):
             assert await tasks.fork_and_return.remote() == worker
             assert capsys.readouterr().out.endswith(") from the child\n")
+            assert await tasks.fork_and_exit.remote(7) == (worker, 7)
         assert await tasks.pid.remote() == worker
 
 

@@ -102,6 +102,16 @@ async def test_lines_of_several_tasks_are_not_mixed(
     assert all(re.fullmatch(r"\(output pid=\d+\) \d+ z{200}", line) for line in written)
 
 
+@pytest.mark.parametrize("way", ["close", "replace"])
+async def test_a_task_cannot_spoil_the_output_of_the_next(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        await tasks.spoil_stdout.remote(way)
+        await tasks.output.remote(["x"])
+        assert capsys.readouterr().out.endswith(") x\n")
+
+
 class SlowTerminal(io.StringIO):
     """Blocks every write until it is let go."""
 

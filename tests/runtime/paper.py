@@ -41,6 +41,11 @@ class PaperTransport(asyncio.Transport):
     def abort(self) -> None:
         self.calls.append("abort")
 
+    def cut_off(self) -> None:
+        self.calls.append("cut off")
+        self.on_message = lambda _message: None
+        self.on_lost = lambda: None
+
     def pause_reading(self) -> None:
         self.calls.append("pause")
 
@@ -70,6 +75,11 @@ class PaperPeer:
 
     def abort(self) -> None:
         self.calls.append("abort")
+
+    def cut_off(self) -> None:
+        self.calls.append("cut off")
+        self.on_message = lambda _message: None
+        self.on_lost = lambda: None
 
     def pause(self) -> None:
         self.calls.append("pause")
@@ -131,8 +141,7 @@ class PaperZygote:
         self.kept: list[int] = []
         self.peers: list[object] = []
         self.on_lost_slot: Callable[[int], None]
-        self.on_restart: Callable[[], None]
-        self.on_broken: Callable[[], None]
+        self.on_death: Callable[[], None]
 
     def keep(self, slot: int) -> None:
         self.kept.append(slot)
@@ -143,9 +152,9 @@ class PaperZygote:
     def die(self) -> None:
         """End, and begin another life."""
         self.generation += 1
-        self.on_restart()
+        self.on_death()
 
     def break_for_good(self, problem: Exception) -> None:
         self.generation += 1
         self.problem = problem
-        self.on_broken()
+        self.on_death()

@@ -1,0 +1,28 @@
+"""Sites and calls for the runtime's tests; nothing in them is ever run."""
+
+from __future__ import annotations
+
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.runtime.call import Call, Function, Site, new_function_id, new_site_id
+
+
+def function() -> Function:
+    return Function(new_function_id(), b"pickled")
+
+
+def site(
+    function_: Function | None = None,
+    *,
+    retry_exceptions: bool | tuple[type[BaseException], ...] = False,
+) -> Site:
+    request = Request.of({"CPU": UNIT}, {})
+    spec = TaskSpec("train", Shape(request))
+    known = function_ or function()
+    return Site(
+        new_site_id(), known, spec, request.as_numbers(), {}, False, retry_exceptions
+    )
+
+
+def call(site_: Site | None = None) -> Call:
+    return Call(site_ or site(), b"arguments", None)

@@ -1,0 +1,475 @@
+"""The pool with paper peers: what it tells the driver, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from aiogpu.errors import NodeStartError
+from aiogpu.memory.page import SLOTS
+from aiogpu.runtime.pool import SPARE_SLOTS, Pool
+from aiogpu.runtime.slot import SITES_KEPT, Death
+from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
+from aiogpu.wire.messages import (
+    Bind,
+    Cancel,
+    Close,
+    Define,
+    Done,
+    End,
+    Ended,
+    Exit,
+    Failed,
+    Forget,
+    Fork,
+    Forked,
+    Hello,
+    Log,
+    Run,
+    Signal,
+)
+from tests.runtime import sites
+from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
+
+LOST = "the keeper process of its slot died"
+
+
+class House:
+    """A pool between paper peers and a paper driver."""
+
+    def __init__(self, directory: Path) -> None:
+        self.zygote, self.console = PaperZygote(), PaperConsole()
+        self.pool = Pool(
+            asyncio.get_running_loop(),
+            self.zygote,  # type: ignore[arg-type]
+            self.console,  # type: ignore[arg-type]
+            str(directory),
+            lambda pid, number: self.signals.append((pid, number)),
+        )
+        self.signals: list[tuple[int, int]] = []
+        self.told: list[tuple[object, ...]] = []
+        self.pool.on_started = lambda worker: self.told.append(("started", worker))
+        self.pool.on_answer = lambda worker, answer: self.told.append((worker, answer))
+        self.pool.on_gone = self.note_gone
+
+    def note_gone(self, worker: int, death: Death) -> None:
+        self.told.append(("gone", worker, death))
+
+    def greet(self, role: str, identity: int, pid: int = 0) -> PaperPeer:
+        peer = PaperPeer()
+        self.pool.greeted(peer, Hello(1, role, identity, pid))  # type: ignore[arg-type]
+        return peer
+
+    def keeper(self, slot: int = 0) -> PaperPeer:
+        return self.greet(KEEPER, slot)
+
+    def worker(self, identity: int = 1) -> PaperPeer:
+        return self.greet(WORKER, identity, 1000 + identity)
+
+    def start(self, identity: int = 1) -> tuple[PaperPeer, PaperPeer]:
+        """A worker in a new slot, from the wish to its greeting."""
+        self.pool.spawn(identity)
+        keeper = self.keeper(self.zygote.kept[-1])
+        keeper.on_message(Forked(identity, 1000 + identity))
+        worker = self.worker(identity)
+        self.told.clear()
+        keeper.sent.clear()
+        return keeper, worker
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    house = House(tmp_path)
+    yield house
+    for slot in list(house.pool._slots.values()):
+        slot.keeper = None
+    for worker in house.pool.workers.values():
+        worker.peer = None
+    await house.pool.close()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
+    pool = house.pool
+    pool.spawn(1)
+    assert house.zygote.kept == [0]
+    assert repr(pool) == "<Pool 1 workers in 1 slots>"
+    keeper = house.keeper()
+    assert keeper.taken() == [Fork(1)]
+    keeper.on_message(Forked(1, 4711))
+    assert pool.pids == {1: 4711}
+    assert house.told == []
+    worker = house.greet(WORKER, 1, 4711)
+    assert house.told == [("started", 1)]
+    pool.retire(1)
+    assert worker.taken() == [Exit()]
+    worker.on_lost()
+    assert keeper.taken() == [End(1)], "it may have closed its descriptors only"
+    keeper.on_message(Ended(1, 0))
+    assert house.told[1:] == [("gone", 1, Death(4711, 0))]
+    pool.spawn(2)
+    assert keeper.taken() == [Fork(2)], "its keeper serves again"
+    assert house.zygote.kept == [0]
+
+
+async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> None:
+    house.pool.spawn(1)
+    keeper = house.keeper()
+    house.worker(1)
+    keeper.on_message(Forked(1, 1001))
+    assert house.told == [("started", 1)]
+
+
+@pytest.mark.parametrize("first", ["Ended", "end of file"])
+async def test_it_is_gone_when_both_have_come(first: str, house: House) -> None:
+    keeper, worker = house.start()
+    if first == "Ended":
+        keeper.on_message(Ended(1, 9))
+        assert worker.calls == ["resume"], "a paused connection shows no end"
+        worker.on_message(Done(7, b"late answer"))
+        assert house.told == [(1, Done(7, b"late answer"))]
+        worker.on_lost()
+        assert keeper.sent == []
+    else:
+        worker.on_lost()
+        assert house.told == []
+        house.pool.kill(1)
+        keeper.on_message(Ended(1, 9))
+    assert house.told[-1] == ("gone", 1, Death(1001, 9))
+    assert house.pool.workers == {}
+
+
+async def test_messages_about_others_are_not_heeded(house: House) -> None:
+    keeper, _ = house.start(5)
+    keeper.on_message(Ended(4, 0))
+    keeper.on_message(Forked(6, 1))
+    assert house.pool.pids == {5: 1005}
+    assert house.told == []
+
+
+async def test_unknown_greetings_are_cut_off(house: House) -> None:
+    assert house.worker(9).calls == ["abort"]
+    assert house.keeper(9).calls == ["abort"]
+    house.start()
+    assert house.worker(1).calls == ["abort"], "there is one of that id"
+    assert house.keeper(0).calls == ["abort"]
+    assert house.told == []
+    zygote = house.greet(ZYGOTE, 0)
+    assert house.zygote.peers == [zygote]
+
+
+async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
+    house.pool.spawn(1)
+    keeper = house.keeper()
+    keeper.on_message(Forked(1, 7))
+    keeper.on_message(Ended(1, 256))
+    assert house.told == [("gone", 1, Death(7, 256))]
+    assert house.worker(1).calls == ["abort"]
+
+
+async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
+    keeper, worker = house.start()
+    house.pool.assign(1, 7, sites.call(), Bind({}, {}), False)
+    worker.on_message(Log(7, 1, b"printed"))
+    worker.on_message(Log(0, 2, b"outside"))
+    worker.on_message(Done(7, b""))
+    keeper.on_message(Ended(1, 0))
+    worker.on_lost()
+    assert house.told == []
+    assert house.console.lines == [
+        (1, "(train pid=1001) printed"),
+        (2, "(worker-1 pid=1001) outside"),
+    ]
+    house.console.show_all()
+    assert house.told == [
+        (1, Done(7, b"")),
+        ("gone", 1, Death(1001, 0, ("printed", "outside"))),
+    ]
+
+
+async def test_raw_output_comes_before_the_answer_too(
+    house: House, tmp_path: Path
+) -> None:
+    house.pool.spawn(1)
+    pipe = os.open(tmp_path / "0.1", os.O_WRONLY | os.O_NONBLOCK)
+    house.keeper()
+    assert os.listdir(tmp_path) == []
+    worker = house.worker(1)
+    os.write(pipe, b"raw")
+    failed = Failed(7, "raised", "ValueError", "", "", None)
+    worker.on_message(failed)
+    assert house.console.lines == [(1, "(worker-1 pid=1001) raw")]
+    assert house.told == [("started", 1)]
+    house.console.show_all()
+    assert house.told[1:] == [(1, failed)]
+    os.close(pipe)
+
+
+async def test_the_last_lines_are_the_workers_own(house: House) -> None:
+    keeper, worker = house.start()
+    worker.on_message(Log(0, 1, b"of the first"))
+    worker.on_lost()
+    keeper.on_message(Ended(1, 0))
+    house.pool.spawn(2)
+    keeper.on_message(Ended(2, 1))
+    house.console.show_all()
+    assert house.told[-1] == ("gone", 2, Death(0, 1))
+
+
+async def test_what_a_worker_is_told_of_a_task(house: House) -> None:
+    _, worker = house.start()
+    call = sites.call()
+    bind = Bind({"A": "1"}, {"GPU": (0,)})
+    house.pool.assign(1, 7, call, bind, False)
+    function = call.site.function
+    define = Define(call.site.id, function.id, "train", {"CPU": 1.0}, b"pickled")
+    run = Run(7, call.site.id, b"arguments", False)
+    assert worker.taken() == [bind, define, run]
+    house.pool.assign(1, 8, call, None, True)
+    assert worker.taken() == [Run(8, call.site.id, b"arguments", True)]
+    again = Bind({}, {})
+    house.pool.assign(1, 9, call, again, False)
+    assert worker.taken() == [again, run._replace(task=9)]
+
+
+async def test_many_sites_are_forgotten_in_time(house: House) -> None:
+    _, worker = house.start()
+    for _ in range(SITES_KEPT):
+        house.pool.assign(1, 1, sites.call(), None, False)
+    assert Forget() not in worker.taken()
+    house.pool.assign(1, 1, sites.call(), None, False)
+    assert [type(message) for message in worker.taken()] == [Forget, Define, Run]
+
+
+async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
+    keeper, worker = house.start()
+    worker.on_lost()
+    worker.sent.clear()
+    keeper.sent.clear()
+    house.pool.assign(1, 7, sites.call(), None, False)
+    house.pool.retire(1)
+    house.pool.interrupt(1, 7, 0, is_coroutine=True)
+    assert worker.sent == []
+    keeper.on_lost()
+    house.pool.interrupt(1, 7, 1, is_coroutine=True)
+    house.pool.kill(1)
+    assert keeper.sent == []
+
+
+async def test_how_a_task_is_interrupted(house: House) -> None:
+    keeper, worker = house.start()
+    house.pool.interrupt(1, 7, 0, is_coroutine=True)
+    assert (worker.taken(), keeper.taken()) == ([Cancel(7)], [])
+    assert house.zygote.page.asked == {0: 7}
+    house.pool.interrupt(1, 7, 1, is_coroutine=True)
+    assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
+    house.pool.interrupt(1, 8, 0, is_coroutine=False)
+    assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
+    house.zygote.page.heard_of[0] = 8
+    house.pool.interrupt(1, 8, 1, is_coroutine=False)
+    assert (worker.taken(), keeper.taken()) == ([], []), "it knows"
+
+
+@pytest.mark.parametrize("first", ["the zygote's word", "the keeper's end"])
+async def test_a_keeper_that_dies_takes_its_slot_along(
+    first: str, house: House
+) -> None:
+    keeper, worker = house.start()
+    worker.on_message(Log(0, 1, b"last words"))
+    house.console.show_all()
+    if first == "the keeper's end":
+        keeper.on_lost()
+        assert house.told == [], "the zygote will say when all below it has ended"
+        house.zygote.on_lost_slot(0)
+    else:
+        house.zygote.on_lost_slot(0)
+        keeper.on_lost()
+    death = Death(1001, int(signal.SIGKILL), ("last words",), LOST)
+    assert house.told == [("gone", 1, death)]
+    worker.on_lost()
+    house.zygote.on_lost_slot(0)
+    assert len(house.told) == 1
+    assert repr(house.pool) == "<Pool 0 workers in 0 slots>"
+
+
+async def test_a_worker_is_not_put_into_a_slot_that_dies(house: House) -> None:
+    """The driver may ask for another worker at the very word of the first's end."""
+    keeper, _ = house.start()
+    house.pool.on_gone = lambda worker, _death: house.pool.spawn(worker + 1)
+    house.zygote.on_lost_slot(0)
+    assert keeper.sent == []
+    assert house.zygote.kept == [0, 1]
+    keeper.on_lost()
+    assert house.keeper(1).taken() == [Fork(2)]
+
+
+async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
+    house: House,
+) -> None:
+    first, _ = house.start(1)
+    house.zygote.on_lost_slot(0)
+    second, _ = house.start(2)
+    assert house.zygote.kept == [0, 0]
+    house.zygote.die()
+    first.on_lost()
+    assert house.told == []
+    assert set(house.pool.workers) == {2}
+    second.on_lost()
+    assert house.told == [("gone", 2, Death(1002, 9, (), LOST))]
+
+
+async def test_an_idle_keeper_that_dies_is_not_used(house: House) -> None:
+    keeper, worker = house.start()
+    worker.on_lost()
+    keeper.on_message(Ended(1, 0))
+    keeper.on_lost()
+    house.pool.spawn(2)
+    assert house.zygote.kept == [0, 1]
+
+
+async def test_orphaned_keepers_report_themselves(house: House) -> None:
+    """When its zygote died before it, nobody else tells of a keeper's death."""
+    keeper, _ = house.start()
+    house.zygote.die()
+    assert house.told == []
+    keeper.on_lost()
+    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+
+
+async def test_zygote_and_keeper_die_at_once(house: House) -> None:
+    keeper, _ = house.start()
+    keeper.on_lost()
+    house.zygote.die()
+    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+
+
+async def test_the_next_zygote_is_asked_for_keepers_that_never_came(
+    house: House,
+) -> None:
+    house.pool.spawn(1)
+    house.zygote.die()
+    assert house.zygote.kept == [0, 1]
+    assert house.keeper(0).calls == ["abort"], "of the zygote that has died"
+    assert house.keeper(1).taken() == [Fork(1)]
+    house.worker(1)
+    assert house.told == [("started", 1)]
+    house.pool.spawn(2)
+    assert house.zygote.kept == [0, 1, 2], "the number 0 may come yet"
+
+
+async def test_without_a_zygote_nothing_can_be_forked(house: House) -> None:
+    _, worker = house.start(1)
+    house.pool.spawn(2)
+    house.zygote.break_for_good(NodeStartError("it died too often"))
+    death = Death(reason="it died too often")
+    assert house.told == [("gone", 2, death)]
+    house.pool.spawn(3)
+    assert len(house.told) == 1, "not while the core speaks"
+    await asyncio.sleep(0)
+    assert house.told[1:] == [("gone", 3, death)]
+    worker.on_message(Done(7, b""))
+    assert house.told[2:] == [(1, Done(7, b""))], "who runs is not harmed"
+
+
+async def test_a_keeper_outlives_its_zygote_and_dies(house: House) -> None:
+    first, _ = house.start(1)
+    second, _ = house.start(2)
+    first.on_lost()
+    house.zygote.break_for_good(NodeStartError("it died too often"))
+    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+    second.on_lost()
+    assert house.told[1:] == [("gone", 2, Death(1002, 9, (), LOST))]
+
+
+async def test_a_slot_that_cannot_be_made(house: House, tmp_path: Path) -> None:
+    (tmp_path / "0.2").touch()
+    house.pool.spawn(1)
+    await asyncio.sleep(0)
+    ((_, worker, death),) = house.told
+    assert isinstance(death, Death)
+    assert (worker, death.status) == (1, None)
+    assert death.reason.startswith("no slot can be made: [Errno 17]")
+    house.pool.spawn(2)
+    assert house.zygote.kept == [0]
+
+
+async def test_moving_to_a_slot_that_cannot_be_made(
+    house: House, tmp_path: Path
+) -> None:
+    house.pool.spawn(1)
+    (tmp_path / "1.1").mkdir()
+    house.zygote.die()
+    ((_, worker, death),) = house.told
+    assert isinstance(death, Death)
+    assert (worker, death.status) == (1, None)
+    assert "no slot can be made" in death.reason
+    (tmp_path / "1.1").rmdir()
+
+
+async def test_there_are_only_so_many_slots(house: House) -> None:
+    house.pool._next_index = SLOTS
+    house.pool.spawn(1)
+    await asyncio.sleep(0)
+    reason = f"no slot can be made: a node runs at most {SLOTS} workers at a time"
+    assert house.told == [("gone", 1, Death(reason=reason))]
+
+
+async def test_only_so_many_keepers_wait_for_work(house: House) -> None:
+    started = [house.start(identity) for identity in range(1, SPARE_SLOTS + 2)]
+    for identity, (keeper, worker) in enumerate(started, start=1):
+        worker.on_lost()
+        keeper.sent.clear()
+        keeper.on_message(Ended(identity, 0))
+    assert [keeper.sent for keeper, _ in started[:-1]] == [[]] * SPARE_SLOTS
+    last, _ = started[-1]
+    assert last.sent == [Close()]
+    last.on_lost()
+    house.zygote.on_lost_slot(SPARE_SLOTS)
+    assert repr(house.pool) == f"<Pool 0 workers in {SPARE_SLOTS} slots>"
+
+
+async def test_a_worker_that_does_not_connect_in_time(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", 0.0)
+    house.pool.spawn(1)
+    async with asyncio.timeout(20):
+        while not house.told:
+            await asyncio.sleep(0)
+    assert house.told == [("gone", 1, Death(reason="it did not connect within 0 s"))]
+    keeper = house.keeper(0)
+    assert keeper.taken() == []
+    house.pool.spawn(2)
+    assert keeper.taken() == [Fork(2)], "a keeper that comes late is of use"
+    async with asyncio.timeout(20):
+        while not keeper.sent:
+            await asyncio.sleep(0)
+    assert keeper.taken() == [End(2)]
+    keeper.on_message(Ended(2, 9))
+    reason = "it did not connect within 0 s"
+    assert house.told[1:] == [("gone", 2, Death(0, 9, (), reason))]
+
+
+async def test_closing_waits_for_all_keepers(house: House) -> None:
+    one, _ = house.start(1)
+    two, _ = house.start(2)
+    house.pool.spawn(3)
+    closing = asyncio.ensure_future(house.pool.close())
+    await asyncio.sleep(0)
+    assert (one.sent, two.sent) == ([Close()], [Close()])
+    assert house.keeper(2).calls == ["abort"], "it comes too late"
+    one.on_lost()
+    await asyncio.sleep(0)
+    assert not closing.done()
+    two.on_lost()
+    await closing
+    assert all(w.start_timer.cancelled() for w in house.pool.workers.values())
+
+
+async def test_closing_an_empty_pool(house: House) -> None:
+    await house.pool.close()

@@ -1,0 +1,219 @@
+"""Zygotes and keepers of a real node that are killed, and what goes on all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu.runtime.supervisor import Supervisor
+from aiogpu.runtime.zygote import INTENSITY, Zygote
+from tests.engines import tasks
+from tests.gate import Gate
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def zygote_of(session: aiogpu.Session) -> Zygote:
+    parts = session._engine._supervisor._parts  # type: ignore[attr-defined]
+    zygote = parts.zygote
+    assert isinstance(zygote, Zygote)
+    return zygote
+
+
+def pid_of(zygote: Zygote) -> int:
+    assert zygote._process is not None
+    return zygote._process.pid
+
+
+async def kill_and_wait(zygote: Zygote) -> None:
+    """Kill it, and wait until the driver has seen that."""
+    life = zygote.generation
+    os.kill(pid_of(zygote), signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while zygote.generation == life:
+            await asyncio.sleep(0)
+
+
+async def test_another_zygote_takes_over(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
+        running = tasks.gated.remote(gate.path, "running")
+        await gate.entered("running")
+        zygote = zygote_of(session)
+        old = pid_of(zygote)
+        await kill_and_wait(zygote)
+        assert pid_of(zygote) != old
+        assert "status -9; starting another" in caplog.text
+        isolated = tasks.gated.options(num_gpus=1)
+        fresh = isolated.remote(gate.path, "fresh")
+        await gate.entered("fresh")
+        family = [parent.pid for parent in psutil.Process(gate.pids["fresh"]).parents()]
+        assert pid_of(zygote) in family
+        gate.release("running", "fresh")
+        assert await asyncio.gather(running, fresh) == ["running", "fresh"]
+
+
+async def test_a_keeper_that_was_asked_for_in_vain_is_asked_for_again() -> None:
+    async with aiogpu.init(num_cpus=1) as session:
+        zygote = zygote_of(session)
+        os.kill(pid_of(zygote), signal.SIGSTOP)
+        handle = tasks.add.remote(1)
+        await kill_and_wait(zygote)
+        async with asyncio.timeout(20):
+            assert await handle == 2
+
+
+async def test_too_many_deaths_are_the_end_of_it(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=2) as session:
+        running = tasks.gated.remote(gate.path, "running")
+        await gate.entered("running")
+        zygote = zygote_of(session)
+        for _ in range(INTENSITY + 1):
+            assert zygote.problem is None
+            await kill_and_wait(zygote)
+        with pytest.raises(
+            aiogpu.WorkerDiedError,
+            match="no worker could be started for add: the zygote ended with status -9",
+        ):
+            await tasks.add.remote(1)
+        gate.release("running")
+        assert await running == "running"
+        assert await tasks.add.remote(1) == 2, "by the worker that is left"
+
+
+async def test_a_program_that_has_gone_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with aiogpu.init(num_cpus=1) as session:
+        zygote = zygote_of(session)
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        os.kill(pid_of(zygote), signal.SIGSTOP)
+        starting = tasks.add.remote(1)
+        await kill_and_wait(zygote)
+        for handle in (starting, tasks.add.remote(1)):
+            with pytest.raises(aiogpu.WorkerDiedError, match="/no/such/python"):
+                await handle
+
+
+DAEMON = """
+import sys, threading
+from tests.gate import say
+say(sys.argv[1], "daemon")
+threading.Event().wait()
+"""
+
+
+async def test_a_killed_keeper_fails_its_task_and_leaves_nothing(gate: Gate) -> None:
+    path, source = gate.path, DAEMON
+
+    @aiogpu.remote(max_retries=0)
+    def leave_and_wait() -> None:
+        import subprocess
+        import sys
+
+        from tests.gate import pass_gate
+
+        command = [sys.executable, "-c", source, path]
+        subprocess.Popen(command, start_new_session=True)
+        pass_gate(path, "task")
+
+    async with aiogpu.init(num_cpus=2) as session:
+        other = tasks.gated.remote(gate.path, "other")
+        handle = leave_and_wait.remote()
+        await gate.entered("task", "daemon", "other")
+        keeper = psutil.Process(gate.pids["task"]).ppid()
+        os.kill(keeper, signal.SIGKILL)
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper process") as caught:
+            await handle
+        assert caught.value.signal == signal.SIGKILL
+        assert caught.value.pid == gate.pids["task"]
+        for pid in (keeper, gate.pids["task"], gate.pids["daemon"]):
+            assert not os.path.exists(f"/proc/{pid}")
+        assert zygote_of(session).generation == 0
+        gate.release("other")
+        assert await other == "other"
+
+
+async def test_a_killed_keepers_task_is_tried_again(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        handle = tasks.gated.options(max_retries=1).remote(gate.path, "a")
+        await gate.entered("a")
+        first = gate.pids.pop("a")
+        old = gate._visitors.pop("a")
+        os.kill(psutil.Process(first).ppid(), signal.SIGKILL)
+        await gate.entered("a")
+        old.close()
+        assert gate.pids["a"] != first
+        assert not os.path.exists(f"/proc/{first}")
+        gate.release("a")
+        assert await handle == "a"
+
+
+async def test_an_orphaned_keeper_is_killed_too(gate: Gate) -> None:
+    """Its zygote has died before it, so the driver alone notices."""
+    async with aiogpu.init(num_cpus=1) as session:
+        task = tasks.gated.options(max_retries=0)
+        handle = task.remote(gate.path, "a")
+        await gate.entered("a")
+        await kill_and_wait(zygote_of(session))
+        os.kill(psutil.Process(gate.pids["a"]).ppid(), signal.SIGKILL)
+        with pytest.raises(aiogpu.WorkerDiedError, match="keeper process"):
+            await handle
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_a_path_that_python_ignores_is_not_carried_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class OddText(str):
+        __slots__ = ()
+
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, OddText("/odd")])
+    async with aiogpu.init(num_cpus=1):
+        _, path = await tasks.surroundings.remote()
+        assert "/odd" in path
+        assert str(tmp_path) not in path
+
+
+async def test_stopping_does_not_wait_for_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import threading\nprint('importing', flush=True)\nthreading.Event().wait()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    supervisor = Supervisor(asyncio.get_running_loop())
+    await supervisor.start_zygote(["endless"], True)
+    seen = ""
+    async with asyncio.timeout(20):
+        while "importing" not in seen:
+            await asyncio.sleep(0)
+            seen += capfd.readouterr().err
+        await supervisor.stop()
+    await supervisor.stop()
+    assert supervisor.pids == {}
+
+
+async def test_a_node_that_is_given_up_leaves_no_directory(
+    runtime_directory: Path,
+) -> None:
+    supervisor = Supervisor(asyncio.get_running_loop())
+    await supervisor.start_zygote([], False)
+    parts = supervisor._parts
+    assert parts is not None
+    await parts.zygote.ready()
+    supervisor.abandon()
+    supervisor.abandon()
+    assert os.listdir(runtime_directory) == []
+    await parts.pool.close()
+    await parts.zygote.close()
+    assert parts.server is not None
+    parts.server.close()

@@ -1,0 +1,45 @@
+"""A worker as the driver sees it: what it has been told already."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from aiogpu.runtime.slot import SITES_KEPT, Death, LiveWorker, Slot
+from aiogpu.wire.messages import Define, Forget
+from tests.runtime import sites
+
+
+def worker() -> LiveWorker:
+    return LiveWorker(1, cast("Slot", None), cast("asyncio.Handle", None))
+
+
+def test_a_site_is_introduced_once_and_its_function_too() -> None:
+    one = worker()
+    function = sites.function()
+    first, second = sites.site(function), sites.site(function)
+    resources = {"CPU": 1.0}
+    assert one.introduce(first) == [
+        Define(first.id, function.id, "train", resources, b"pickled")
+    ]
+    assert one.introduce(first) == []
+    assert one.introduce(second) == [
+        Define(second.id, function.id, "train", resources, b"")
+    ]
+
+
+def test_too_many_sites_are_forgotten_all_together() -> None:
+    one = worker()
+    function = sites.function()
+    for _ in range(SITES_KEPT):
+        assert [type(m) for m in one.introduce(sites.site(function))] == [Define]
+    straw = sites.site(function)
+    forget, define = one.introduce(straw)
+    assert forget == Forget()
+    assert isinstance(define, Define)
+    assert define.payload == b"pickled", "it has been forgotten as well"
+    assert (one.sites, one.functions) == ({straw.id}, {function.id})
+
+
+def test_a_death_without_a_life() -> None:
+    assert Death(reason="why") == (0, None, (), "why")

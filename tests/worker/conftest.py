@@ -1,0 +1,61 @@
+"""What a worker has, inside the tests' own process; given back afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiogpu.memory.page import ControlPage
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import Context, current
+from aiogpu.worker.interrupts import Interrupts
+from tests.worker.driver_end import DriverEnd
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    descriptor = ControlPage.create()
+    page = ControlPage.open(descriptor)
+    os.close(descriptor)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def interrupts(page: ControlPage) -> Iterator[Interrupts]:
+    """Those of slot 3, handling SIGINT while the test runs."""
+    before = signal.getsignal(signal.SIGINT)
+    interrupts = Interrupts(page, 3)
+    interrupts.install()
+    yield interrupts
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def driver(runtime_directory: Path) -> Iterator[DriverEnd]:
+    end = DriverEnd(str(runtime_directory))
+    yield end
+    end.close()
+    os.unlink(end.path)
+
+
+@pytest.fixture
+def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
+    """A worker's channel; `driver` has accepted it."""
+    channel = Channel(driver.path, 5, interrupts)
+    driver.accept()
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """The context of this process, as it was before afterwards."""
+    before = {name: getattr(current, name) for name in Context.__slots__}
+    yield current
+    for name, value in before.items():
+        setattr(current, name, value)

@@ -1,0 +1,168 @@
+"""A worker's connection: reads cut anywhere, sends that nothing tears."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from aiogpu.errors import ProtocolError
+from aiogpu.memory.page import ControlPage
+from aiogpu.wire.frames import encode
+from aiogpu.wire.messages import (
+    VERSION,
+    Cancel,
+    Done,
+    Exit,
+    Forget,
+    Fork,
+    Hello,
+    Log,
+    Run,
+)
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.interrupts import Interrupts
+from tests.worker.driver_end import DriverEnd
+
+
+def test_it_greets_first(driver: DriverEnd, interrupts: Interrupts) -> None:
+    channel = Channel(driver.path, 5, interrupts)
+    assert driver.accept() == Hello(VERSION, "worker", 5, os.getpid())
+    assert isinstance(channel.fileno(), int)
+    channel.close()
+
+
+def test_messages_come_in_order(driver: DriverEnd, channel: Channel) -> None:
+    run = Run(1, 2, b"x" * 300_000, False)
+
+    def speak() -> None:
+        driver.send(Forget(), run, Exit())
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    assert [channel.next() for _ in range(3)] == [Forget(), run, Exit()]
+    speaker.join(20)
+
+
+@pytest.mark.parametrize("may_stay_awake", [True, False])
+@pytest.mark.parametrize("glances", [0, 3])
+def test_it_waits_awake_or_asleep(
+    glances: int,
+    may_stay_awake: bool,
+    driver: DriverEnd,
+    channel: Channel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiogpu.worker.channel.GLANCES", glances)
+    channel._may_stay_awake = may_stay_awake
+    for task in range(50):
+        speaker = threading.Thread(target=driver.send, args=(Cancel(task),))
+        speaker.start()
+        assert channel.next() == Cancel(task)
+        speaker.join(20)
+
+
+def test_a_moment_awake_follows_a_short_wait_alone(
+    driver: DriverEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 100e-6, 1.0, 1.0 + 300e-6])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    channel._may_stay_awake = True
+    driver.send(Cancel(1))
+    assert channel.next() == Cancel(1)
+    assert channel._is_awake
+    driver.send(Cancel(2))
+    assert channel.next() == Cancel(2)
+    assert channel._is_awake
+    channel._is_awake = False
+    driver.send(Cancel(3))
+    assert channel.next() == Cancel(3)
+    assert not channel._is_awake
+
+
+def test_the_drivers_end_is_the_end(driver: DriverEnd, channel: Channel) -> None:
+    driver.send(Forget())
+    driver.hang_up()
+    assert channel.next() == Forget()
+    assert channel.next() is None
+    assert channel.read() is False
+    with pytest.raises(OSError, match="pipe"):
+        channel.send(Done(1, b""))
+
+
+def test_what_is_no_message_is_refused(driver: DriverEnd, channel: Channel) -> None:
+    driver.send(Fork(1))
+    with pytest.raises(ProtocolError, match="Fork out of turn"):
+        channel.next()
+
+
+def test_messages_of_one_kind_can_be_taken_out(
+    driver: DriverEnd, channel: Channel
+) -> None:
+    assert channel.take(Cancel) == []
+    driver.send(Forget(), Cancel(1), Exit(), Cancel(2))
+    assert channel.read()
+    assert channel.take(Cancel) == [Cancel(1), Cancel(2)]
+    assert channel.take(Cancel) == []
+    assert [channel.next(), channel.next()] == [Forget(), Exit()]
+
+
+def test_frames_of_several_threads_are_not_mixed(
+    driver: DriverEnd, channel: Channel
+) -> None:
+    def chatter(letter: bytes) -> None:
+        for number in range(100):
+            channel.send(Log(number, 1, letter * 5000))
+
+    threads = [threading.Thread(target=chatter, args=(c,)) for c in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    heard = [driver.next() for _ in range(200)]
+    for thread in threads:
+        thread.join(20)
+    for letter in (b"a", b"b"):
+        mine = [m for m in heard if isinstance(m, Log) and m.line == letter * 5000]
+        assert [message.task for message in mine] == list(range(100))
+
+
+def test_an_interrupt_waits_until_the_frame_is_out(
+    driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
+) -> None:
+    message = Log(7, 1, b"x" * (1 << 22))
+    heard: list[bytes] = []
+    main = threading.get_ident()
+
+    def interrupt_midway() -> None:
+        assert driver.socket is not None
+        size = len(encode(message))
+        heard.append(driver.socket.recv(1000))
+        page.ask(3, 7)
+        signal.pthread_kill(main, signal.SIGINT)
+        while sum(map(len, heard)) < size:
+            heard.append(driver.socket.recv(1 << 20))
+
+    listener = threading.Thread(target=interrupt_midway)
+    listener.start()
+    interrupts.entered = 7
+    with pytest.raises(KeyboardInterrupt):
+        channel.send(message)
+    interrupts.entered = 0
+    listener.join(20)
+    assert b"".join(heard) == encode(message)
+
+
+def test_outside_of_tasks_nothing_is_shielded(
+    driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
+) -> None:
+    page.ask(3, 7)
+    signal.raise_signal(signal.SIGINT)
+    channel.send(Done(7, b""))
+    interrupts.entered = 7
+
+    thread = threading.Thread(target=channel.send, args=(Log(7, 1, b"thread"),))
+    thread.start()
+    thread.join(20)
+    interrupts.entered = 0
+    assert [driver.next(), driver.next()] == [Done(7, b""), Log(7, 1, b"thread")]

@@ -1,0 +1,184 @@
+"""Coroutines in a worker: cancels by message, and nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from aiogpu.memory.page import ControlPage
+from aiogpu.wire.messages import Cancel, Exit
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.coroutines import Coroutines
+from aiogpu.worker.interrupts import Interrupts
+from tests.worker.driver_end import DriverEnd
+
+
+@pytest.fixture
+def coroutines(channel: Channel, interrupts: Interrupts) -> Iterator[Coroutines]:
+    coroutines = Coroutines(channel, interrupts)
+    yield coroutines
+    coroutines._loop.close()
+    asyncio.set_event_loop(None)
+
+
+async def answer(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_results_and_exceptions(coroutines: Coroutines) -> None:
+    async def fail() -> None:
+        raise KeyError("why")
+
+    assert coroutines.run(answer(4), 7) == 4
+    with pytest.raises(KeyError):
+        coroutines.run(fail(), 8)
+    with pytest.raises(SystemExit):
+        coroutines.run(leave(), 9)
+    assert coroutines.run(answer(5), 10) == 5
+
+
+async def leave() -> None:
+    raise SystemExit
+
+
+def test_one_loop_serves_them_all(coroutines: Coroutines) -> None:
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    assert coroutines.run(loop(), 1) is coroutines.run(loop(), 2)
+    assert asyncio.get_event_loop_policy().get_event_loop() is coroutines._loop
+
+
+def test_a_cancel_arrives_at_the_await(
+    coroutines: Coroutines, driver: DriverEnd, page: ControlPage
+) -> None:
+    seen = []
+
+    async def careful() -> None:
+        driver.send(Cancel(7))
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            await asyncio.sleep(0)
+            seen.append("cleaned up")
+            raise
+
+    with pytest.raises(asyncio.CancelledError):
+        coroutines.run(careful(), 7)
+    assert seen == ["cancelled", "cleaned up"]
+    assert page.heard(3) == 7, "so that no signal disturbs the cleaning up"
+
+
+def test_a_cancel_that_came_before(
+    coroutines: Coroutines, driver: DriverEnd, channel: Channel
+) -> None:
+    driver.send(Cancel(7))
+    assert channel.read()
+    with pytest.raises(asyncio.CancelledError):
+        coroutines.run(forever(), 7)
+
+
+def test_a_cancel_of_another_task_is_dropped(
+    coroutines: Coroutines, driver: DriverEnd, channel: Channel, page: ControlPage
+) -> None:
+    driver.send(Cancel(6), Exit())
+    assert channel.read()
+    assert coroutines.run(answer(1), 7) == 1
+    assert page.heard(3) == 0
+    assert channel.next() == Exit(), "what else has come is kept"
+
+
+def test_without_a_driver_it_is_cancelled(
+    coroutines: Coroutines, driver: DriverEnd
+) -> None:
+    driver.hang_up()
+    with pytest.raises(asyncio.CancelledError):
+        coroutines.run(forever(), 7)
+
+
+def test_nothing_of_a_task_goes_on(coroutines: Coroutines) -> None:
+    ended = []
+
+    async def rest() -> None:
+        try:
+            await forever()
+        finally:
+            ended.append("task")
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            ended.append("generator")
+
+    async def leave_behind() -> None:
+        kept.append(asyncio.create_task(rest()))
+        generator = numbers()
+        kept.append(generator)
+        async for _ in generator:
+            break
+        await asyncio.sleep(0)
+
+    kept: list[object] = []
+    coroutines.run(leave_behind(), 7)
+    assert ended == ["task", "generator"]
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_costs_the_loop(
+    coroutines: Coroutines, interrupts: Interrupts, page: ControlPage
+) -> None:
+    async def busy() -> None:
+        interrupt()
+
+    page.ask(3, 7)
+    interrupts.entered = 7
+    loop = coroutines._loop
+    with pytest.raises(KeyboardInterrupt):
+        coroutines.run(busy(), 7)
+    interrupts.entered = 0
+    assert loop.is_closed()
+    assert coroutines.run(answer(2), 8) == 2
+
+
+def test_a_rest_that_does_not_end_is_left_behind_with_the_loop(
+    coroutines: Coroutines, interrupts: Interrupts, page: ControlPage
+) -> None:
+    """It hears no cancel; the interrupt that follows must spare the next task."""
+    page.ask(3, 7)
+    seen = []
+
+    async def deaf() -> None:
+        while True:
+            try:
+                await forever()
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                asyncio.get_running_loop().call_soon(interrupt)
+
+    async def leave_behind() -> None:
+        kept.append(asyncio.create_task(deaf()))
+        await asyncio.sleep(0)
+
+    kept: list[asyncio.Task[None]] = []
+    interrupts.entered = 7
+    with pytest.raises(KeyboardInterrupt):
+        coroutines.run(leave_behind(), 7)
+    interrupts.entered = 0
+    assert coroutines.run(answer(3), 8) == 3
+    assert seen == ["cancelled"]
+    (left,) = kept
+    assert not left.done()
+    left._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -1,0 +1,54 @@
+"""A worker's environment: bound for life, restored after each task."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from aiogpu.wire.messages import Bind
+from aiogpu.worker import environ
+from aiogpu.worker.context import Context
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, context: Context) -> None:
+    monkeypatch.setattr(environ, "_bound", {})
+    monkeypatch.setenv("AIOGPU_TEST_A", "before")
+    monkeypatch.setenv("AIOGPU_TEST_B", "before")
+
+
+def test_binding(context: Context) -> None:
+    environ.bind(Bind({"AIOGPU_TEST_A": "bound"}, {"GPU": (0, "GPU-abc")}))
+    assert os.environ["AIOGPU_TEST_A"] == "bound"
+    assert context.accelerators == {"GPU": (0, "GPU-abc")}
+
+
+def test_what_a_task_changes_is_restored_where_it_was_bound() -> None:
+    environ.bind(Bind({"AIOGPU_TEST_A": "bound"}, {}))
+    for change in ("changed", None):
+        if change is None:
+            del os.environ["AIOGPU_TEST_A"]
+        else:
+            os.environ["AIOGPU_TEST_A"] = os.environ["AIOGPU_TEST_B"] = change
+        environ.restore()
+        assert os.environ["AIOGPU_TEST_A"] == "bound"
+    assert os.environ["AIOGPU_TEST_B"] == "changed", "the user's own"
+
+
+def test_generators_are_seeded_where_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeded: list[str] = []
+    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    environ.renew_randomness()
+    assert seeded == []
+    assert "torch" not in sys.modules
+    for name in ("numpy.random", "torch"):
+        module = SimpleNamespace(seed=lambda name=name: seeded.append(name))
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    environ.renew_randomness()
+    assert seeded == ["numpy.random", "torch"]

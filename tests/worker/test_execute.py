@@ -1,0 +1,238 @@
+"""One task at a time: what becomes of each way to end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiogpu.memory.page import ControlPage
+from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.messages import Define, Done, Failed, Run
+from aiogpu.wire.payload import (
+    dump_arguments,
+    dump_function,
+    dump_reference,
+    load_result,
+)
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import Context
+from aiogpu.worker.execute import Executor
+from aiogpu.worker.interrupts import Interrupts
+
+pytestmark = pytest.mark.usefixtures("context")
+
+
+class Desk:
+    """An executor with one site."""
+
+    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+        self.executor = Executor(channel, interrupts)
+        self.interrupts = interrupts
+
+    def define(self, payload: bytes, site: int = 1, function: int = 1) -> None:
+        resources = {"GPU": 0.5}
+        self.executor.define(Define(site, function, "train", resources, payload))
+
+    def knows(self, function: Callable[..., object]) -> None:
+        self.define(dump_function("train", function))
+
+    def run(self, *args: object, site: int = 1) -> Done | Failed:
+        answer = self.executor.run(
+            Run(7, site, dump_arguments("train", args, {}), False)
+        )
+        assert self.interrupts.entered == 0
+        return answer
+
+    def fail(self, *args: object) -> Failed:
+        answer = self.run(*args)
+        assert isinstance(answer, Failed)
+        assert answer.task == 7
+        return answer
+
+
+@pytest.fixture
+def desk(channel: Channel, interrupts: Interrupts) -> Desk:
+    return Desk(channel, interrupts)
+
+
+def value(answer: Done | Failed) -> Any:
+    assert isinstance(answer, Done), answer
+    return load_result(answer.payload)
+
+
+def test_a_result(desk: Desk) -> None:
+    desk.knows(lambda a, b: a + b)
+    assert value(desk.run(1, 2)) == 3
+    answer = desk.executor.run(
+        Run(7, 1, dump_arguments("train", (1,), {"b": 5}), False)
+    )
+    assert value(answer) == 6
+
+
+def test_what_the_task_may_ask_about_itself(desk: Desk, context: Context) -> None:
+    from aiogpu.worker.context import current
+
+    seen = []
+
+    def look() -> None:
+        seen.append((current.task, current.name, current.resources))
+
+    desk.define(b"")
+    desk.executor._functions[1] = look
+    desk.run()
+    assert seen == [(7, "train", {"GPU": 0.5})]
+
+
+def test_a_function_is_loaded_once_and_shared_by_its_sites(desk: Desk) -> None:
+    desk.define(dump_reference("tests.worker.test_execute", "fresh_object"), 1, 9)
+    desk.define(b"", 2, 9)
+    first = desk.executor._functions
+    assert first == {}, "not before it is needed"
+    value(desk.run())
+    (loaded,) = desk.executor._functions.values()
+    assert value(desk.run(site=2)) == "fresh"
+    assert desk.executor._functions == {9: loaded}
+
+
+def fresh_object() -> str:
+    return "fresh"
+
+
+def test_forgetting_all(desk: Desk) -> None:
+    desk.knows(fresh_object)
+    assert value(desk.run()) == "fresh"
+    desk.executor.forget()
+    with pytest.raises(KeyError):
+        desk.run()
+    desk.define(dump_function("train", lambda: "another"))
+    assert value(desk.run()) == "another"
+
+
+def test_arguments_that_cannot_be_read(desk: Desk) -> None:
+    desk.knows(fresh_object)
+    answer = desk.executor.run(Run(7, 1, b"garbage", False))
+    assert isinstance(answer, Failed)
+    assert (answer.kind, answer.payload) == (UNREADABLE, None)
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (b"garbage", "UnpicklingError"),
+        (dump_reference("no_such_module", "f"), "ModuleNotFoundError"),
+        (dump_reference("json", "no_such_function"), "AttributeError"),
+    ],
+)
+def test_a_function_that_cannot_be_read(payload: bytes, error: str, desk: Desk) -> None:
+    desk.define(payload)
+    for _ in range(2):
+        failed = desk.fail()
+        assert failed.kind == UNREADABLE
+        assert error in failed.type_name
+
+
+def test_an_exception_of_the_tasks(desk: Desk) -> None:
+    def broken(x: int) -> None:
+        raise KeyError(x)
+
+    desk.knows(broken)
+    failed = desk.fail(4)
+    assert (failed.kind, failed.type_name, failed.message) == (RAISED, "KeyError", "4")
+    assert failed.payload is not None
+    assert "raise KeyError(x)" in failed.traceback
+    assert "_attempt" not in failed.traceback
+
+
+@pytest.mark.parametrize(
+    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration]
+)
+def test_what_must_not_travel_goes_as_text(
+    kind: type[BaseException], desk: Desk
+) -> None:
+    def broken() -> None:
+        raise kind("why")
+
+    desk.knows(broken)
+    failed = desk.fail()
+    assert (failed.kind, failed.type_name) == (RAISED, kind.__name__)
+    assert failed.payload is None
+
+
+def test_a_result_that_cannot_be_sent(desk: Desk) -> None:
+    desk.define(b"")
+    desk.executor._functions[1] = threading.Lock
+    failed = desk.fail()
+    assert failed.kind == UNSENDABLE
+    assert "result (a lock)" in failed.message
+
+
+def test_a_task_that_was_cancelled_before_it_began(
+    desk: Desk, page: ControlPage
+) -> None:
+    page.ask(3, 7)
+    desk.knows(fresh_object)
+    assert desk.fail().kind == STOPPED
+    assert page.heard(3) == 7
+    page.ask(3, 8)
+    assert value(desk.run()) == "fresh"
+
+
+def test_a_task_that_is_interrupted(desk: Desk, page: ControlPage) -> None:
+    steps = []
+
+    def task() -> None:
+        page.ask(3, 7)
+        signal.raise_signal(signal.SIGINT)
+        steps.append("never")
+
+    desk.define(b"")
+    desk.executor._functions[1] = task
+    assert desk.fail().kind == STOPPED
+    assert (steps, page.heard(3)) == ([], 7)
+
+
+def test_a_task_that_hides_its_interrupt(desk: Desk, page: ControlPage) -> None:
+    def task() -> None:
+        page.ask(3, 7)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("instead") from None
+
+    desk.define(b"")
+    desk.executor._functions[1] = task
+    failed = desk.fail()
+    assert (failed.kind, failed.type_name) == (STOPPED, "ValueError")
+    page.ask(3, 0)
+    desk.executor._functions[1] = fresh_object
+    assert value(desk.run()) == "fresh"
+
+
+def test_a_coroutine_is_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PaperCoroutines:
+        """Steps by hand; the real one has tests of its own."""
+
+        made = 0
+
+        def __init__(self, *_: object) -> None:
+            PaperCoroutines.made += 1
+
+        def run(self, coroutine: Any, task: int) -> Any:
+            with pytest.raises(StopIteration) as stopped:
+                coroutine.send(None)
+            return task, stopped.value.value
+
+    monkeypatch.setattr("aiogpu.worker.coroutines.Coroutines", PaperCoroutines)
+
+    async def double(x: int) -> int:
+        return 2 * x
+
+    desk.define(b"")
+    desk.executor._functions[1] = double
+    assert value(desk.run(4)) == (7, 8)
+    assert value(desk.run(5)) == (7, 10)
+    assert PaperCoroutines.made == 1

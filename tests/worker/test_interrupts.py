@@ -1,0 +1,106 @@
+"""The interrupt: only in the named task's user code, and at no bad moment."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from aiogpu.memory.page import ControlPage
+from aiogpu.worker.interrupts import Interrupts
+
+
+def interrupt() -> None:
+    """Runs the handler at once, in this frame."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def own() -> str:
+    """Stands for a frame of the worker's own."""
+    signal.raise_signal(signal.SIGINT)
+    return "to its end"
+
+
+def own_around_user_code() -> None:
+    interrupt()
+
+
+def test_the_named_task_is_interrupted(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    page.ask(3, 7)
+    interrupts.entered = 7
+    assert interrupts.is_asked(7)
+    with pytest.raises(KeyboardInterrupt, match="task 7 was cancelled"):
+        interrupt()
+    assert page.heard(3) == 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "entered", "slot"),
+    [(7, 0, 3), (7, 8, 3), (0, 7, 3), (0, 0, 3), (7, 7, 2)],
+)
+def test_nothing_else_is(
+    asked: int, entered: int, slot: int, page: ControlPage, interrupts: Interrupts
+) -> None:
+    page.ask(slot, asked)
+    interrupts.entered = entered
+    interrupt()
+    assert page.heard(3) == 0
+
+
+def test_own_frames_are_left_alone(page: ControlPage, interrupts: Interrupts) -> None:
+    interrupts.install(own.__code__, own_around_user_code.__code__)
+    page.ask(3, 7)
+    interrupts.entered = 7
+    assert own() == "to its end"
+    assert page.heard(3) == 0, "the driver will ask again"
+    with pytest.raises(KeyboardInterrupt):
+        own_around_user_code()
+
+
+def test_a_shield_puts_it_off(page: ControlPage, interrupts: Interrupts) -> None:
+    page.ask(3, 7)
+    interrupts.entered = 7
+    steps = []
+
+    def shielded() -> None:
+        with interrupts.shielded():
+            interrupt()
+            interrupt()
+            steps.append("still here")
+            assert page.heard(3) == 0
+
+    with pytest.raises(KeyboardInterrupt):
+        shielded()
+    assert steps == ["still here"]
+    assert page.heard(3) == 7
+    with interrupts.shielded():
+        steps.append("no more pending")
+    assert len(steps) == 2
+
+
+def test_an_error_under_a_shield_goes_with_it(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    interrupts.entered = 7
+    with pytest.raises(BrokenPipeError), interrupts.shielded():
+        raise BrokenPipeError
+    page.ask(3, 7)
+
+    def interrupted_and_failing() -> None:
+        with interrupts.shielded():
+            interrupt()
+            raise BrokenPipeError
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted_and_failing()
+    assert isinstance(caught.value.__context__, BrokenPipeError)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    interrupts.install()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -1,0 +1,125 @@
+"""What a task prints, as lines that carry their task."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from aiogpu.wire.messages import Log, Message
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import Context
+from aiogpu.worker.stdio import LONGEST, LineSender, Stdio
+from tests.program import run
+
+
+class PaperChannel(Channel):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def lines(self) -> list[bytes]:
+        return [message.line for message in self.sent if isinstance(message, Log)]
+
+
+def test_lines_are_sent_when_they_are_whole(context: Context) -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 2)
+    context.task = 7
+    assert sender.write(b"one\ntwo\nthr") == 11
+    assert channel.sent == [Log(7, 2, b"one"), Log(7, 2, b"two")]
+    sender.write(bytearray(b"ee\n"))
+    context.task = 0
+    sender.write(memoryview(b"\n"))
+    assert channel.sent[2:] == [Log(7, 2, b"three"), Log(0, 2, b"")]
+    assert sender.partial == b""
+
+
+def test_the_end_of_a_task_ends_its_line() -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 1)
+    sender.end_line()
+    sender.write(b"unfinished")
+    assert channel.lines == []
+    sender.end_line()
+    sender.end_line()
+    assert channel.lines == [b"unfinished"]
+
+
+def test_a_line_without_end_is_sent_in_pieces() -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 1)
+    sender.write(b"x" * (2 * LONGEST + 5))
+    assert [len(line) for line in channel.lines] == [LONGEST, LONGEST]
+    sender.write(b"\n")
+    assert channel.lines[2:] == [b"x" * 5]
+    sender.write(b"y" * (LONGEST + 1) + b"\n")
+    assert channel.lines[3:] == [b"y" * (LONGEST + 1)], "one that has ended is whole"
+
+
+def test_threads_do_not_tear_each_others_lines() -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 1)
+    barrier = threading.Barrier(4)
+
+    def write(letter: bytes) -> None:
+        barrier.wait(20)
+        for _ in range(500):
+            sender.write(letter * 20 + b"\n" + letter * 20 + b"\n")
+
+    threads = [threading.Thread(target=write, args=(c,)) for c in (b"a", b"b", b"c")]
+    for thread in threads:
+        thread.start()
+    barrier.wait(20)
+    for thread in threads:
+        thread.join(20)
+    assert len(channel.lines) == 3000
+    assert {(len(line), len(set(line))) for line in channel.lines} == {(20, 1)}
+
+
+def test_a_sender_is_a_stream_like_others() -> None:
+    sender = LineSender(PaperChannel(), 2)
+    assert sender.writable()
+    assert not sender.readable()
+    assert not sender.isatty()
+    assert sender.fileno() == 2
+
+
+def test_the_streams_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    channel = PaperChannel()
+    stdio = Stdio(channel)
+    print("ünï \udc80")
+    print("to stderr", file=sys.stderr)
+    print("a", end="")
+    sys.stderr.write("b")
+    assert channel.sent == [
+        Log(0, 1, "ünï \\udc80".encode()),
+        Log(0, 2, b"to stderr"),
+    ]
+    assert [sender.partial for sender in stdio.senders] == [b"a", b"b"]
+    stdio.end_lines()
+    assert channel.sent[2:] == [Log(0, 1, b"a"), Log(0, 2, b"b")]
+    assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
+
+
+def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
+    source = """
+    import sys
+    from tests.worker.test_stdio import PaperChannel
+    from aiogpu.worker.stdio import Stdio
+    channel = PaperChannel()
+    stdio = Stdio(channel)
+    print("by message")
+    stdio.leave()
+    print("by descriptor \\udc80")
+    assert channel.lines == [b"by message"], channel.lines
+    """
+    assert run(source) == "by descriptor \\udc80\n"

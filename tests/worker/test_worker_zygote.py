@@ -1,0 +1,88 @@
+"""The zygote's proof that it may be forked, and what it imports before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.program import run
+
+PRELOAD = """
+    import os, sys
+    from aiogpu.wire.setup import Setup
+    from aiogpu.worker import zygote
+    class PaperWatch:
+        def send(self, message):
+            print(message)
+    made = object.__new__(zygote.Zygote)
+    made._watch = PaperWatch()
+    made._setup = Setup([], "node", "", 0, 0, sys.argv[2:])
+    sys.path.insert(0, sys.argv[1])
+    print(made._preload(), os.environ.get("OMP_NUM_THREADS", "unset"))
+"""
+
+
+def test_a_bare_interpreter_may_be_forked() -> None:
+    source = """
+    from aiogpu.worker.zygote import unfit_to_fork
+    print(unfit_to_fork())
+    """
+    assert run(source) == "None\n"
+
+
+def test_threads_make_unfit() -> None:
+    source = """
+    import threading
+    from aiogpu.worker.zygote import unfit_to_fork
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    print(unfit_to_fork())
+    end.set()
+    for thread in threads:
+        thread.join()
+    """
+    assert run(source) == "it left 2 threads running\n"
+
+
+def test_an_open_device_makes_unfit(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    source = """
+    import sys
+    from aiogpu.worker import zygote
+    zygote.DEVICE_FILES = (sys.argv[1],)
+    with open(sys.argv[1] + "0"):
+        print(zygote.unfit_to_fork())
+    print(zygote.unfit_to_fork())
+    """
+    prefix = str(tmp_path / "nvidia")
+    assert run(source, prefix) == f"it opened {device}\nNone\n"
+
+
+def test_imports_are_guarded_and_the_guards_are_taken_back(tmp_path: Path) -> None:
+    (tmp_path / "curious.py").write_text(
+        "import os\n"
+        "print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    )
+    place = str(tmp_path)
+    assert run(PRELOAD, place, "curious", OMP_NUM_THREADS="7") == "1 ''\nTrue 7\n"
+
+
+def test_a_module_that_is_not_there(tmp_path: Path) -> None:
+    out = run(PRELOAD, str(tmp_path), "json", "no_such_module", OMP_NUM_THREADS="7")
+    unfit, last = out.splitlines()
+    assert unfit.startswith("Unfit(module='no_such_module', reason=\"ModuleNotFound")
+    assert unfit.endswith("is_missing=True)")
+    assert last.startswith("False")
+
+
+def test_the_first_culprit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    out = run(PRELOAD, str(tmp_path), "json", "threaded", "curious")
+    assert out.splitlines()[0] == (
+        "Unfit(module='threaded', reason='it left 1 threads running', is_missing=False)"
+    )
