@@ -178,10 +178,11 @@ class Session:
 
     async def _close(self) -> None:
         try:
-            if self._opening is not None:
+            if self._opening is not None and not self._opening.done():
                 # It may hang in an import of the user's.
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
+            if self._opening is not None:
                 _retrieve(self._opening)
             if self._state is not SessionState.CLOSED:
                 self._state = SessionState.CLOSING

@@ -1,0 +1,90 @@
+"""An engine that runs nothing: it notes what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.errors import InfeasibleError
+from aiogpu.runtime.call import Function, Receiver, Site, new_function_id, new_site_id
+
+
+def site(name: str = "train") -> Site:
+    """A site of a function that nobody runs."""
+    request = Request.of({"CPU": UNIT}, {})
+    return Site(
+        id=new_site_id(),
+        function=Function(new_function_id(), b"pickled"),
+        spec=TaskSpec(name, Shape(request)),
+        resources=request.as_numbers(),
+        environ={},
+        is_coroutine=False,
+        retry_exceptions=False,
+    )
+
+
+@dataclass(eq=False)
+class PaperEngine:
+    """Opens and closes when the test lets it; `story` tells what it was asked.
+
+    Attributes:
+        may_open: set when `open` may end.
+        may_close: set when `close` may end.
+        open_error: what `open` raises in the end.
+        close_error: what `close` raises in the end.
+        infeasible: names of tasks that are refused.
+    """
+
+    may_open: asyncio.Event = field(default_factory=asyncio.Event)
+    may_close: asyncio.Event = field(default_factory=asyncio.Event)
+    open_error: BaseException | None = None
+    close_error: BaseException | None = None
+    infeasible: set[str] = field(default_factory=set)
+    story: list[str] = field(default_factory=list)
+    receivers: dict[int, Receiver] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.may_open.set()
+        self.may_close.set()
+
+    def __repr__(self) -> str:
+        return "<PaperEngine>"
+
+    async def open(self) -> None:
+        self.story.append("open")
+        await self.may_open.wait()
+        if self.open_error is not None:
+            raise self.open_error
+        self.story.append("opened")
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        if site.spec.name in self.infeasible:
+            raise InfeasibleError(f"{site.spec.name} asks for too much.")
+        task = len(self.receivers) + 1
+        self.receivers[task] = receiver
+        self.story.append(f"submit {site.spec.name}")
+        return task
+
+    def cancel(self, task: int) -> None:
+        self.story.append(f"cancel {task}")
+
+    def total(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def available(self) -> dict[str, float]:
+        return {"CPU": 3.0}
+
+    def status(self) -> str:
+        return "status"
+
+    async def close(self) -> None:
+        self.story.append("close")
+        await self.may_close.wait()
+        if self.close_error is not None:
+            raise self.close_error
+        self.story.append("closed")
+
+    def abandon(self) -> None:
+        self.story.append("abandon")
