@@ -15,11 +15,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from aiogpu.memory.page import SLOTS
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.console import Console
-from aiogpu.runtime.output import Output
 from aiogpu.runtime.slot import Death, LiveWorker, Slot
+from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.connection import KEEPER, ZYGOTE
@@ -40,14 +39,11 @@ from aiogpu.wire.messages import (
     Run,
     Signal,
 )
-from aiogpu.wire.setup import output_path
 
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds that keepers get to end, before they are killed."""
-SPARE_SLOTS: Final = 16
-"""Keepers without a worker that are kept for the next one."""
 
 
 class Pool:
@@ -73,12 +69,8 @@ class Pool:
         self._loop = loop
         self._zygote = zygote
         self._console = console
-        self._directory = directory
         self._send_signal = send_signal
-        self._slots: dict[int, Slot] = {}
-        self._free: list[Slot] = []
-        self._next_index = 0
-        self._free_indices: list[int] = []
+        self._slots = Slots(loop, zygote, console, directory)
         self._is_closing = False
         self._closed = loop.create_future()
         zygote.on_lost_slot = self._on_lost_slot
@@ -107,7 +99,7 @@ class Pool:
             self._fail_spawn(worker_id, str(self._zygote.problem))
             return
         try:
-            slot = self._free.pop() if self._free else self._add_slot()
+            slot = self._slots.take()
         except OSError as error:
             self._fail_spawn(worker_id, f"no slot can be made: {error}")
             return
@@ -128,24 +120,6 @@ class Pool:
             worker.slot.keeper.send(End(worker.id))
         else:
             self._check_gone(worker, is_certain=True)
-
-    def _add_slot(self) -> Slot:
-        if self._free_indices:
-            index = self._free_indices.pop()
-        elif self._next_index < SLOTS:
-            index = self._next_index
-            self._next_index += 1
-        else:
-            raise OSError(f"a node runs at most {SLOTS} workers at a time")
-        out, err = (output_path(self._directory, index, stream) for stream in (1, 2))
-        try:
-            output = Output(self._loop, self._console, (out, err))
-        except OSError:
-            self._free_indices.append(index)
-            raise
-        slot = self._slots[index] = Slot(index, self._zygote.generation, output)
-        self._zygote.keep(index)
-        return slot
 
     def assign(
         self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
@@ -204,7 +178,7 @@ class Pool:
         if slot.worker is not None:
             peer.send(Fork(slot.worker.id))
         else:
-            self._free_slot(slot)
+            self._slots.put_back(slot)
 
     def _on_keeper_message(self, slot: Slot, message: Message) -> None:
         worker = slot.worker
@@ -221,11 +195,10 @@ class Pool:
 
     def _on_keeper_lost(self, slot: Slot) -> None:
         slot.keeper = None
-        if slot in self._free:
-            self._free.remove(slot)
+        self._slots.withdraw(slot)
         if self._is_closing:
             self._remove_slot(slot)
-        elif slot.generation != self._zygote.generation and slot.index in self._slots:
+        elif slot.generation != self._zygote.generation and self._slots.holds(slot):
             # Its zygote has died before it: nobody else will report this, and nobody
             # adopts what the worker leaves. Its process group is all we can reach.
             if slot.worker is not None and slot.worker.pid:
@@ -242,12 +215,10 @@ class Pool:
     def _lose(self, slot: Slot, is_reused: bool = True) -> None:
         # Maybe its connection has not been read to the end yet.
         slot.keeper = None
-        if self._slots.get(slot.index) is not slot:
+        if not self._slots.holds(slot):
             return
         # First forget it, so that nobody who is told of its worker's end takes it.
-        del self._slots[slot.index]
-        if slot in self._free:
-            self._free.remove(slot)
+        self._slots.forget(slot)
         worker = slot.worker
         if worker is not None:
             worker.reason = "the keeper process of its slot died"
@@ -261,12 +232,12 @@ class Pool:
         slot.output.close()
         if is_reused:
             # Last, since its successor's pipes will have the same names.
-            self._free_indices.append(slot.index)
+            self._slots.reuse_index(slot)
 
     def _remove_slot(self, slot: Slot) -> None:
         """Forget a slot while the node closes."""
-        if self._slots.get(slot.index) is slot:
-            del self._slots[slot.index]
+        if self._slots.holds(slot):
+            self._slots.forget(slot)
             slot.output.close()
         if not self._slots and not self._closed.done():
             self._closed.set_result(None)
@@ -317,7 +288,7 @@ class Pool:
         slot.output.catch_up()
         slot.worker = None
         if slot.keeper is not None:
-            self._free_slot(slot)
+            self._slots.put_back(slot)
         last = tuple(slot.output.last)
         death = Death(worker.pid, worker.status, last, worker.reason)
         tell = partial(self._tell_gone, worker.id, death)
@@ -328,24 +299,10 @@ class Pool:
         del self.workers[worker_id]
         self.on_gone(worker_id, death)
 
-    def _free_slot(self, slot: Slot) -> None:
-        is_orphan = slot.generation != self._zygote.generation
-        if len(self._free) < SPARE_SLOTS and not is_orphan:
-            self._free.append(slot)
-        elif slot.keeper is not None:
-            slot.keeper.send(Close())
-
     def _on_zygote_death(self) -> None:
-        """Have the workers whose keepers may never come forked in other slots.
-
-        Keepers that live on get no new work: what they leave when they die, nobody
-        would adopt.
-        """
-        idle, self._free = self._free, []
-        for slot in idle:
-            if slot.keeper is not None:
-                slot.keeper.send(Close())
-        for slot in [slot for slot in self._slots.values() if slot.keeper is None]:
+        """Have the workers whose keepers may never come forked in other slots."""
+        self._slots.close_free()
+        for slot in [slot for slot in self._slots if slot.keeper is None]:
             worker = slot.worker
             if worker is not None and not worker.pid and self._zygote.problem is None:
                 self._move(worker)
@@ -353,7 +310,7 @@ class Pool:
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self._add_slot()
+            slot = self._slots.add()
         except OSError as error:
             worker.reason = f"no slot can be made: {error}"
             self._check_gone(worker, is_certain=True)
@@ -366,14 +323,14 @@ class Pool:
         self._is_closing = True
         for worker in self.workers.values():
             worker.start_timer.cancel()
-        for slot in list(self._slots.values()):
+        for slot in self._slots:
             if slot.keeper is not None:
                 slot.keeper.send(Close())
             else:
                 self._remove_slot(slot)
         if self._slots:
             await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
-        for slot in self._slots.values():
+        for slot in self._slots:
             # It does not answer. Its worker dies with it, and the zygote ends the rest.
             with suppress(ProcessLookupError):
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)

@@ -35,6 +35,9 @@ class Coroutines:
         except KeyboardInterrupt:
             # The signal may have landed inside the loop's own code.
             self._replace_loop()
+            if task.done() and not task.cancelled():
+                # It travels as the task's failure; asyncio need not tell of it.
+                task.exception()
             raise
         finally:
             if loop is self._loop:

@@ -12,8 +12,9 @@ import pytest
 
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import SLOTS
-from aiogpu.runtime.pool import SPARE_SLOTS, Pool
+from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import SITES_KEPT, Death
+from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
 from aiogpu.wire.messages import (
     Bind,
@@ -86,7 +87,7 @@ class House:
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     house = House(tmp_path)
     yield house
-    for slot in list(house.pool._slots.values()):
+    for slot in house.pool._slots:
         slot.keeper = None
     for worker in house.pool.workers.values():
         worker.peer = None
@@ -412,7 +413,7 @@ async def test_moving_to_a_slot_that_cannot_be_made(
 
 
 async def test_there_are_only_so_many_slots(house: House) -> None:
-    house.pool._next_index = SLOTS
+    house.pool._slots._next_index = SLOTS
     house.pool.spawn(1)
     await asyncio.sleep(0)
     reason = f"no slot can be made: a node runs at most {SLOTS} workers at a time"
