@@ -1,0 +1,166 @@
+"""`@remote` as an object: what it takes, what it refuses, how it travels."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import time
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import aiogpu
+from aiogpu.api.task import Definition, Reference, RemoteFunction
+from aiogpu.errors import MisuseError, OptionError
+from aiogpu.wire.payload import load_function
+
+
+@aiogpu.remote
+def documented(x: int) -> int:
+    """What it does."""
+    return x + 1
+
+
+def test_it_looks_like_its_function() -> None:
+    assert documented.__name__ == "documented"
+    assert documented.__doc__ == "What it does."
+    assert documented.__module__ == __name__
+    assert repr(documented) == f"<RemoteFunction {__name__}.documented>"
+    assert documented.__wrapped__(1) == 2
+
+
+def test_calling_it_directly_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"await documented\.remote"):
+        documented(1)  # type: ignore[operator]
+
+
+class Callable_:
+    def __call__(self) -> str:
+        return "called"
+
+    def method(self) -> str:
+        return "method"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda: 1, "<lambda>"),
+        (time.sleep, "sleep"),
+        (functools.partial(int, "7"), "partial"),
+        (Callable_(), "Callable_"),
+        (Callable_().method, "method"),
+    ],
+)
+def test_whatever_can_be_called_can_be_remote(function: Any, name: str) -> None:
+    remote = aiogpu.remote(function)
+    assert remote.__name__ == name
+    assert callable(load_function(Definition(function).sent().payload))
+
+
+def generator() -> Any:
+    yield 1
+
+
+async def async_generator() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("thing", "word"),
+    [
+        (documented, "already"),
+        (int, "class"),
+        (generator, "generator"),
+        (async_generator, "generator"),
+        (5, "5"),
+        ("f", "'f'"),
+    ],
+)
+def test_what_cannot_be_remote(thing: Any, word: str) -> None:
+    with pytest.raises(MisuseError, match=word):
+        aiogpu.remote(thing)
+    with pytest.raises(MisuseError, match=word):
+        aiogpu.remote(num_cpus=1)(thing)
+
+
+def test_a_function_and_options_at_once() -> None:
+    with pytest.raises(MisuseError, match="not both"):
+        aiogpu.remote(generator, num_gpus=1)  # type: ignore[call-overload]
+    assert isinstance(aiogpu.remote()(len), RemoteFunction)
+
+
+def test_options_make_another_and_share_the_pickled_function() -> None:
+    other = documented.options(num_gpus=0.5, name="other")
+    assert other is not documented
+    assert other._definition is documented._definition
+    assert documented._options.num_gpus == 0
+    spec = other._options.spec("documented", 1)
+    assert (spec.name, spec.max_calls) == ("other", 1)
+    assert other.options(num_gpus=0)._options.spec("x", 1).max_calls == 0
+    assert other.options(max_calls=0)._options.spec("x", 1).max_calls == 0
+    with pytest.raises(OptionError, match="num_gpu "):
+        documented.options(num_gpu=1)  # type: ignore[call-arg]
+
+
+def test_a_function_of_a_module_goes_by_name() -> None:
+    definition = documented._definition
+    assert definition.reference() == Reference(__name__, "documented")
+    assert load_function(definition.sent().payload) is documented.__wrapped__
+    assert definition.sent() is definition.sent()
+
+
+def test_what_has_no_name_to_import_goes_by_value() -> None:
+    def nested() -> int:
+        return 3
+
+    definition = Definition(nested)
+    assert definition.reference() is None
+    copy = load_function(definition.sent().payload)
+    assert copy is not nested
+    assert copy() == 3
+
+
+def test_a_redefinition_goes_by_value() -> None:
+    first = documented._definition
+    assert first.reference() is not None
+    second = Definition(documented.__wrapped__)
+    assert second.reference() is None, "the name means the first"
+
+
+def test_a_module_that_is_sent_by_value() -> None:
+    import tests.api.paper_engine as module
+
+    definition = Definition(module.site)
+    assert definition.reference() == Reference("tests.api.paper_engine", "site")
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        assert definition.reference() is None
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def test_it_travels_by_name_with_its_options() -> None:
+    copy = pickle.loads(pickle.dumps(documented.options(num_gpus=0.25)))
+    assert copy._definition is documented._definition
+    assert copy._options.num_gpus == 2500
+
+
+def test_it_travels_by_value_where_it_must() -> None:
+    @aiogpu.remote(priority=3)
+    def nested() -> int:
+        return 4
+
+    copy = pickle.loads(cloudpickle.dumps(nested))
+    assert copy.__wrapped__() == 4
+    assert copy._options.priority == 3
+
+
+def test_one_that_calls_itself_can_be_pickled() -> None:
+    @aiogpu.remote
+    def countdown(n: int) -> object:
+        return countdown if n == 0 else n
+
+    copy = load_function(countdown._definition.sent().payload)
+    assert isinstance(copy(0), RemoteFunction)

@@ -1,0 +1,64 @@
+"""The embedded engine's own decisions: its ledger, and its threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.local import build_ledger, in_thread
+
+
+def gpus(*types: str | None) -> list[DeviceSet]:
+    return [DeviceSet("GPU", [Device(i, type=t) for i, t in enumerate(types)])]
+
+
+def test_what_was_asked_for_is_what_there_is() -> None:
+    options = NodeOptions(num_cpus=2.5, resources={"license": 2})
+    ledger = build_ledger(options, gpus(None, None))
+    assert ledger.totals() == {"CPU": 2.5, "license": 2.0, "GPU": 2.0}
+
+
+def test_detected_types_become_resources() -> None:
+    ledger = build_ledger(NodeOptions(num_cpus=1), gpus("A100", "T4", "A100"))
+    totals = ledger.totals()
+    assert totals["accelerator_type:A100"] == totals["accelerator_type:T4"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        NodeOptions(num_cpus=1, accelerator_type="A100"),
+        NodeOptions(num_cpus=1, resources={"accelerator_type:A100": 1}),
+    ],
+)
+def test_a_declared_type_is_that_of_devices_without_one(options: NodeOptions) -> None:
+    ledger = build_ledger(options, gpus(None, "T4"))
+    types = [device.type for device in ledger.device_sets["GPU"].devices]
+    assert types == ["A100", "T4"]
+
+
+async def test_a_blocking_function_runs_elsewhere() -> None:
+    thread = await in_thread(threading.current_thread)
+    assert thread is not threading.current_thread()
+    with pytest.raises(KeyError):
+        await in_thread(lambda: {}["a"])
+
+
+async def test_nobody_waits_any_more() -> None:
+    started, may_end = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        may_end.wait()
+
+    waiting = asyncio.ensure_future(in_thread(block))
+    while not started.is_set():
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    may_end.set()

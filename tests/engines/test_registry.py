@@ -1,0 +1,28 @@
+"""Which address means which engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.local import LocalEngine
+from aiogpu.engines.registry import create_engine
+from aiogpu.errors import NodeClosedError, OptionError
+
+
+@pytest.mark.parametrize("address", [None, "local"])
+async def test_a_node_inside_the_program(address: str | None) -> None:
+    engine = create_engine(address, NodeOptions(), asyncio.get_running_loop())
+    assert isinstance(engine, LocalEngine)
+    with pytest.raises(NodeClosedError):
+        engine.total()
+    engine.cancel(1)
+    await engine.close()
+
+
+@pytest.mark.parametrize("address", ["auto", "ray", "ray://host:1", "/run/x.sock"])
+async def test_what_this_version_does_not_know(address: str) -> None:
+    with pytest.raises(OptionError, match=repr(address)):
+        create_engine(address, NodeOptions(), asyncio.get_running_loop())
