@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.resources import (
     CPU,
@@ -30,42 +30,6 @@ NOSET: Final = "AIOGPU_NOSET_"
 _ON: Final = ("1", "true", "yes", "on")
 
 Retried = bool | tuple[type[BaseException], ...]
-RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
-
-
-class Options(TypedDict, total=False):
-    """The options of a task, as `@remote(...)` and `.options(...)` take them.
-
-    Attributes:
-        num_cpus: CPUs, may be a fraction; 1 unless given.
-        num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.
-        resources: custom resources by name, such as `{"license": 1}`.
-        accelerator_type: only devices of this type, such as "A100".
-        max_calls: calls of this function after which its worker ends; 0 is no
-            limit. 1 is the default for tasks with GPUs, 0 for others.
-        max_retries: how often it is tried again after its worker died; 3 unless
-            given, -1 without end.
-        retry_exceptions: exceptions after which it is tried again as well: True
-            for all, or classes.
-        num_returns: 1.
-        name: for logs, errors and `status()`; the function's unless given.
-        priority: higher goes first; 0 unless given.
-        timeout: seconds from `.remote()` after which it is stopped.
-        runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
-    """
-
-    num_cpus: float | None
-    num_gpus: float | None
-    resources: Mapping[str, float] | None
-    accelerator_type: str | None
-    max_calls: int | None
-    max_retries: int | None
-    retry_exceptions: RetryExceptions | None
-    num_returns: int | None
-    name: str | None
-    priority: int | None
-    timeout: float | None
-    runtime_env: Mapping[str, Mapping[str, str]] | None
 
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}

@@ -23,7 +23,7 @@ from typing import (
     overload,
 )
 
-from aiogpu.api.options import Options, TaskOptions, check_options
+from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError
 from aiogpu.wire.payload import (
     dump_arguments,
@@ -35,6 +35,7 @@ from aiogpu.wire.payload import (
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
+    from aiogpu.api.keywords import Options
     from aiogpu.api.session import Session
     from aiogpu.runtime.call import Function, Site
 

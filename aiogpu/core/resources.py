@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import ROUND_FLOOR, Decimal
 
 from aiogpu.errors import OptionError
 
@@ -50,6 +49,9 @@ def quantity(option: str, value: object) -> int:
         )
     # A subclass (numpy's float64, an IntEnum) may write itself in words.
     text = float.__repr__(value) if isinstance(value, float) else int.__repr__(value)
+    # Once per function; a worker that imports a module of tasks may never need it.
+    from decimal import ROUND_FLOOR, Decimal
+
     parts = int((Decimal(text) * UNIT).to_integral_value(ROUND_FLOOR))
     if parts == 0 and value != 0:
         raise OptionError(

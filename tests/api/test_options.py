@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import aiogpu
-from aiogpu.api.options import Options, TaskOptions, check_options, check_seconds
+from aiogpu.api.keywords import Options
+from aiogpu.api.options import TaskOptions, check_options, check_seconds
 from aiogpu.core.specs import TaskSpec
 from aiogpu.errors import OptionError
 
