@@ -20,8 +20,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     import uvloop
 
     _open_standard_descriptors()
-    with asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop) as runner:
+    # In `with` it would make its loop at once, and fail to close it inside another.
+    runner = asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+    try:
         return runner.run(main)
+    finally:
+        runner.close()
 
 
 def _open_standard_descriptors() -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.runtime.call import Site
 
+_GIVEN_UP: Final = "this node was given up before it was open."
+
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 
 
@@ -128,8 +130,16 @@ class Session:
 
     async def opened(self) -> None:
         """Wait until the node is open; raises what kept it from opening."""
-        if self._opening is not None:
+        if self._opening is None:
+            return
+        try:
             await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            waiter = asyncio.current_task()
+            if self._opening.cancelled() and waiter and not waiter.cancelling():
+                # Another task shut the node down; this one is not cancelled.
+                raise NodeClosedError(_GIVEN_UP) from None
+            raise
 
     async def _open(self) -> None:
         try:
@@ -149,11 +159,7 @@ class Session:
 
     def _fail_early(self, error: BaseException) -> None:
         early, self._early = self._early, []
-        told = (
-            error
-            if isinstance(error, Exception)
-            else NodeClosedError("this node was given up before it was open.")
-        )
+        told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
         for call in early:
             call.handle.fail(told)
         if early and self._opening is not None:

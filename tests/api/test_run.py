@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import uvloop
 
 import aiogpu
+from aiogpu.api.run import _open_standard_descriptors
 from tests.program import environment
 
 
@@ -43,23 +45,17 @@ async def main():
 aiogpu.run(main())
 """
 
-CLOSED = 'exec "$@" <&- >&- 2>&-'
 
-
-def test_a_program_without_standard_descriptors(tmp_path: object) -> None:
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&-", ">&-", "2>&-"])
+def test_a_program_without_standard_descriptors(closed: str, tmp_path: object) -> None:
     """libuv aborts a process that lets it have descriptor 0, 1 or 2."""
     result = f"{tmp_path}/result"
     ended = subprocess.run(
         [
-            "sh",
-            "-c",
-            'exec "$@" <&- >&- 2>&-',
-            "sh",
-            sys.executable,
-            "-c",
-            PROGRAM,
-            result,
+            *("sh", "-c", f'exec "$@" {closed}', "sh"),
+            *(sys.executable, "-c", PROGRAM, result),
         ],
+        stdin=subprocess.DEVNULL,
         env=environment(),
         timeout=60,
         check=False,
@@ -67,3 +63,21 @@ def test_a_program_without_standard_descriptors(tmp_path: object) -> None:
     assert ended.returncode == 0
     with open(result) as file:
         assert file.read() == "2"
+
+
+def test_open_descriptors_are_left_alone() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    _open_standard_descriptors()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_runs_coroutines_alone() -> None:
+    with pytest.raises(ValueError, match="coroutine"):
+        aiogpu.run(fail)  # type: ignore[arg-type]
+
+
+async def test_it_begins_no_loop_within_another() -> None:
+    coroutine = fail()
+    with pytest.raises(RuntimeError, match="running event loop"):
+        aiogpu.run(coroutine)
+    coroutine.close()

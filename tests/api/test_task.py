@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import pickle
+import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import cloudpickle
 import pytest
 
 import aiogpu
+from aiogpu.api.session import Session
 from aiogpu.api.task import Definition, Reference, RemoteFunction
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import load_function
+from tests.api.paper_engine import PaperEngine
 
 
 @aiogpu.remote
@@ -164,3 +169,108 @@ def test_one_that_calls_itself_can_be_pickled() -> None:
 
     copy = load_function(countdown._definition.sent().payload)
     assert isinstance(copy(0), RemoteFunction)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[PaperEngine]:
+    """The running loop's node, of paper."""
+    engine = PaperEngine()
+    session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
+    session.start_opening()
+    async with session:
+        yield engine
+
+
+async def test_all_calls_share_one_site(engine: PaperEngine) -> None:
+    @aiogpu.remote(num_gpus=0.5, runtime_env={"env_vars": {"A": "1"}})
+    async def nested(x: int) -> int:
+        return x
+
+    assert nested._site is None
+    handle = nested.remote(1)
+    site = nested._site
+    assert site is not None
+    nested.remote(2).cancel()
+    assert nested._site is site
+    assert (handle.task_name, site.spec.name) == ("nested", "nested")
+    assert site.resources == {"CPU": 1.0, "GPU": 0.5}
+    assert (site.environ, site.is_coroutine) == ({"A": "1"}, True)
+    handle.cancel()
+
+
+async def test_options_have_a_site_of_their_own_and_one_function(
+    engine: PaperEngine,
+) -> None:
+    @aiogpu.remote
+    def nested() -> None: ...
+
+    other = nested.options(name="other", retry_exceptions=[OSError])
+    handles = [nested.remote(), other.remote()]
+    assert [handle.task_name for handle in handles] == ["nested", "other"]
+    one, two = nested._site, other._site
+    assert one is not None
+    assert two is not None
+    assert one.id != two.id
+    assert one.function is two.function
+    assert (one.retry_exceptions, two.retry_exceptions) == (False, (OSError,))
+    for handle in handles:
+        handle.cancel()
+
+
+async def test_one_that_cannot_be_pickled_yet_may_be_called_later(
+    engine: PaperEngine,
+) -> None:
+    """[B39]"""
+    held: dict[str, object] = {"lock": threading.Lock()}
+
+    @aiogpu.remote
+    def nested() -> object:
+        return held
+
+    for _ in range(2):
+        with pytest.raises(
+            aiogpu.SerializationError, match=r"the function nested.*lock"
+        ):
+            nested.remote()
+    held.clear()
+    nested.remote().cancel()
+    with pytest.raises(aiogpu.SerializationError, match=r"arguments of nested\.remote"):
+        nested.remote(threading.Lock())  # type: ignore[call-arg]
+    nested.remote().cancel()
+
+
+def test_without_a_loop_it_stays_usable() -> None:
+    @aiogpu.remote
+    def nested() -> None: ...
+
+    with pytest.raises(aiogpu.NoLoopError):
+        nested.remote()
+
+    async def main() -> None:
+        engine = PaperEngine()
+        session = Session(engine, asyncio.get_running_loop())  # type: ignore[arg-type]
+        session.start_opening()
+        async with session:
+            nested.remote().cancel()
+        assert "submit nested" in engine.story
+
+    asyncio.run(main())
+
+
+def test_what_is_defined_in_main_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(documented.__wrapped__, "__module__", name)
+        assert Definition(documented.__wrapped__).reference() is None
+
+
+@pytest.mark.parametrize(
+    ("function", "is_coroutine"),
+    [
+        (documented.__wrapped__, False),
+        (len, False),
+        (asyncio.sleep, True),
+        (functools.partial(asyncio.sleep, 1), True),
+    ],
+)
+def test_a_coroutine_is_known_as_one(function: Any, is_coroutine: bool) -> None:
+    assert Definition(function).is_coroutine is is_coroutine
