@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease
@@ -28,6 +30,28 @@ class Assign:
     lease: Lease
     is_first: bool
     is_last: bool
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Send these tasks to a worker that runs another, to be run after it in order.
+
+    They are of its task's shape and take over its lease.
+    """
+
+    worker: WorkerId
+    tasks: list[TaskId]
+
+
+@dataclass(slots=True)
+class Revoke:
+    """Take back what the worker has not begun; answer with `Revoked`.
+
+    `number` tells one revocation of a worker from the next.
+    """
+
+    worker: WorkerId
+    number: int
 
 
 @dataclass(slots=True)
@@ -76,6 +100,24 @@ class Lose:
 
 
 @dataclass(slots=True)
+class Deadlock:
+    """The task can never run, because those that wait for it hold what it needs.
+
+    It has ended; tell its owner the reason.
+    """
+
+    task: TaskId
+    reason: str
+
+
+@dataclass(slots=True)
+class Disown:
+    """The task ends with the one that has started it; tell its owner."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
 class Abandon:
     """The node closes before the task could end; tell its owner."""
 
@@ -92,12 +134,19 @@ class Forget:
 Effect = (
     Spawn
     | Assign
+    | Ahead
+    | Revoke
     | Interrupt
     | Retire
     | Kill
     | Settle
     | Expire
     | Lose
+    | Deadlock
+    | Disown
     | Abandon
     | Forget
 )
+
+NOTHING: Final[Sequence[Effect]] = ()
+"""The commonest answer."""

@@ -10,10 +10,11 @@ from aiogpu.core.specs import TaskSpec
 
 @dataclass(slots=True)
 class Submitted:
-    """A new task is to run. Ids count up."""
+    """A new task is to run. Ids count up. `parent` is the task that started it."""
 
     task: TaskId
     spec: TaskSpec
+    parent: TaskId | None = None
 
 
 @dataclass(slots=True)
@@ -35,19 +36,57 @@ class TaskFinished:
     """A worker has answered: the task's code has stopped.
 
     `retry` says that it failed with an exception for which it is to be tried
-    again, should it have retries left.
+    again, should it have retries left; `took` how many seconds its code ran.
     """
 
     task: TaskId
     worker: WorkerId
     retry: bool = False
+    took: float = 0.0
+
+
+@dataclass(slots=True)
+class TaskWaits:
+    """A task's code waits until these tasks have ended, all of them.
+
+    None of them: it does not wait any more.
+    """
+
+    task: TaskId
+    children: tuple[TaskId, ...]
+
+
+@dataclass(slots=True)
+class TaskSkipped:
+    """A worker had a task's turn, saw that it was taken back, and did not run it."""
+
+    task: TaskId
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Revoked:
+    """What the worker had been sent when `Revoke` was said, and had not begun, is back.
+
+    `began` is the last of its tasks that it has begun or is about to, None if none
+    of those that it still has; it will begin no other.
+    """
+
+    worker: WorkerId
+    number: int
+    began: TaskId | None
 
 
 @dataclass(slots=True)
 class WorkerGone:
-    """A worker's process and all that it started have ended."""
+    """A worker's process and all that it started have ended.
+
+    `began` is the last of its tasks that it had begun, None if none of those whose
+    answer has not come.
+    """
 
     worker: WorkerId
+    began: TaskId | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +104,9 @@ Event = (
     | Cancelled
     | WorkerStarted
     | TaskFinished
+    | TaskWaits
+    | TaskSkipped
+    | Revoked
     | WorkerGone
     | TimePassed
     | Closing

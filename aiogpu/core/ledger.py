@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiogpu.core.devices import DeviceSet, Share
 from aiogpu.core.ids import LeaseId
-from aiogpu.core.resources import UNIT, Request, number
+from aiogpu.core.resources import CPU, UNIT, Request, number
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +23,13 @@ class Lease:
         id: counts up from 1.
         request: what was asked for.
         shares: device shares by kind, in the order of `request.devices`.
+        is_lent: whether its CPUs are given back for as long as its task waits.
     """
 
     id: LeaseId
     request: Request
     shares: tuple[tuple[Share, ...], ...] = ()
+    is_lent: bool = False
 
 
 class Ledger:
@@ -49,7 +51,12 @@ class Ledger:
         )
         return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
 
-    def take(self, request: Request) -> Lease | None:
+    def take(
+        self,
+        request: Request,
+        barred: Mapping[str, int] | None = None,
+        kept: Mapping[str, int] | None = None,
+    ) -> Lease | None:
         """Take all that is asked for, or nothing and answer None."""
         free = self.free
         for name, amount in request.scalars:
@@ -87,10 +94,26 @@ class Ledger:
             KeyError: the lease was given back before.
         """
         del self.leases[lease.id]
+        if lease.is_lent:
+            self.resume(lease)
         for name, amount in lease.request.scalars:
             self.free[name] += amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             self.device_sets[kind].give_back(shares)
+
+    def lend(self, lease: Lease) -> None:
+        """Give back the CPUs of a lease whose task waits for others; nothing else."""
+        lease.is_lent = True
+        for name, amount in lease.request.scalars:
+            if name == CPU:
+                self.free[name] += amount
+
+    def resume(self, lease: Lease) -> None:
+        """Undo `lend`, at once: there may be less than nothing free afterwards."""
+        lease.is_lent = False
+        for name, amount in lease.request.scalars:
+            if name == CPU:
+                self.free[name] -= amount
 
     def why_infeasible(self, request: Request) -> str | None:
         """Say in words what this node lacks even when idle, None if nothing."""
@@ -116,7 +139,7 @@ class Ledger:
 
     def available(self) -> dict[str, float]:
         """What is free now in the user's terms; 0.0 where nothing is."""
-        available = {name: number(amount) for name, amount in self.free.items()}
+        available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
             available[kind] = number(sum(devices.free))
         return available
@@ -127,7 +150,8 @@ class Ledger:
         shares = {kind: [UNIT] * len(d.free) for kind, d in self.device_sets.items()}
         for lease in self.leases.values():
             for name, amount in lease.request.scalars:
-                free[name] -= amount
+                if name != CPU or not lease.is_lent:
+                    free[name] -= amount
             for (kind, amount), taken in zip(
                 lease.request.devices, lease.shares, strict=True
             ):
@@ -135,7 +159,7 @@ class Ledger:
                 for index, part in taken:
                     shares[kind][index] -= part
         assert free == self.free, (free, self.free)
-        assert all(amount >= 0 for amount in free.values()), free
+        assert all(free[name] >= 0 for name in free if name != CPU), free
         for kind, amounts in shares.items():
             assert amounts == self.device_sets[kind].free, (kind, amounts)
             assert all(0 <= amount <= UNIT for amount in amounts), (kind, amounts)

@@ -18,8 +18,12 @@ class TaskState(Enum):
     """In the queue; holds nothing."""
     STARTING = "starting"
     """Holds a lease; its worker is being forked. No code of it has run."""
+    QUEUED = "queued"
+    """Sent ahead to a worker that runs another; no code of it has run."""
     RUNNING = "running"
     """Sent to a worker; its code may be running."""
+    BLOCKED = "blocked"
+    """Its code waits for tasks that it has started; it holds no CPU meanwhile."""
     STOPPING = "stopping"
     """Nobody wants its result any more; its code may still be running."""
     ENDED = "ended"
@@ -36,7 +40,7 @@ class WorkerState(Enum):
     IDLE = "idle"
     """Connected; runs nothing."""
     BUSY = "busy"
-    """Runs one task."""
+    """Runs one task; others of its shape may be queued behind it."""
     ENDING = "ending"
     """Gets no more work; its process has not ended yet."""
     GONE = "gone"
@@ -46,9 +50,31 @@ class WorkerState(Enum):
 
 
 TASK_LEADS_TO: Final = {
-    TaskState.WAITING: (TaskState.STARTING, TaskState.RUNNING, TaskState.ENDED),
+    TaskState.WAITING: (
+        TaskState.STARTING,
+        TaskState.QUEUED,
+        TaskState.RUNNING,
+        TaskState.ENDED,
+    ),
     TaskState.STARTING: (TaskState.RUNNING, TaskState.WAITING, TaskState.ENDED),
-    TaskState.RUNNING: (TaskState.STOPPING, TaskState.WAITING, TaskState.ENDED),
+    TaskState.QUEUED: (
+        TaskState.RUNNING,
+        TaskState.WAITING,
+        TaskState.STOPPING,
+        TaskState.ENDED,
+    ),
+    TaskState.RUNNING: (
+        TaskState.BLOCKED,
+        TaskState.STOPPING,
+        TaskState.WAITING,
+        TaskState.ENDED,
+    ),
+    TaskState.BLOCKED: (
+        TaskState.RUNNING,
+        TaskState.STOPPING,
+        TaskState.WAITING,
+        TaskState.ENDED,
+    ),
     TaskState.STOPPING: (TaskState.ENDED,),
     TaskState.ENDED: (),
 }

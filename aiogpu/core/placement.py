@@ -1,40 +1,60 @@
 """Matches what waits with what is free.
 
-One function looks at all that is ready and takes leases for what fits, in order
-of priority and submission. A task that does not fit holds up those of its own
-shape only, as in Ray; other shapes go past it.
+One function looks at all that is ready and takes leases for what fits, in order of
+priority and submission. A task that does not fit holds up those of its own shape
+only, as in Ray; other shapes go past it, until it has waited so long that what it
+needs is kept for it (`reservation`).
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heapreplace
 
-from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.ready import Bucket, Precedence, ReadyQueue, precedence
+from aiogpu.core.ledger import Lease
+from aiogpu.core.node import Node
+from aiogpu.core.ready import Group, Precedence
 from aiogpu.core.records import TaskRecord
+from aiogpu.core.reservation import Reservation, reserve
 
 
-def place(ready: ReadyQueue, ledger: Ledger) -> list[tuple[TaskRecord, Lease]]:
+def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
     """Take tasks from the queue, each with its lease, until nothing more fits."""
-    turns: list[tuple[Precedence, TaskRecord, Bucket]] = []
-    for bucket in ready.buckets():
-        head = bucket.head()
-        assert head is not None, bucket
-        turns.append((precedence(head), head, bucket))
+    before, node.reservation = node.reservation, None
+    ready, placed = node.ready, []
+    turns: list[tuple[Precedence, int, Group]] = []
+    for number, group in enumerate(ready.by_request.values()):
+        first = group.first()
+        assert first is not None, group
+        turns.append((first[0], number, group))
     heapify(turns)
-    placed: list[tuple[TaskRecord, Lease]] = []
     while turns:
-        _, record, bucket = turns[0]
-        lease = ledger.take(bucket.shape.request)
+        _, number, group = turns[0]
+        first = group.first()
+        assert first is not None, group
+        _, record, bucket = first
+        lease = node.take(record)
         if lease is None:
             heappop(turns)
+            if node.reservation is None:
+                node.reservation = _reserve(node, record, before, now)
             continue
         placed.append((record, lease))
-        bucket.pop()
-        head = bucket.head()
-        if head is None:
-            ready.drop(bucket)
+        ready.pop(bucket)
+        after = group.first()
+        if after is None:
             heappop(turns)
         else:
-            heapreplace(turns, (precedence(head), head, bucket))
+            heapreplace(turns, (after[0], number, group))
     return placed
+
+
+def _reserve(
+    node: Node, record: TaskRecord, before: Reservation | None, now: float
+) -> Reservation | None:
+    if now - record.since < node.patience.reserve_after:
+        return None
+    reservation = reserve(node, record)
+    if reservation and before and before.record is record:
+        # Whoever was let past must not put off the moment that was promised.
+        reservation.until = min(reservation.until, before.until)
+    return reservation

@@ -21,12 +21,19 @@ class Patience:
         exit_grace: what a worker gets for its `atexit` functions.
         idle_workers: workers that may wait for work; above it, the one that
             has waited longest is retired.
+        long: a task that runs longer is not one to queue behind.
+        unheard: a worker that has not begun its task by then is given up.
+        reserve_after: a task that has waited longer while others went past it
+            has what it needs kept for it.
     """
 
     cancel_grace: float = 2.0
     interrupt_every: float = 0.05
     exit_grace: float = 5.0
     idle_workers: int = 8
+    long: float = 0.01
+    unheard: float = 1.0
+    reserve_after: float = 1.0
 
 
 def may_retry(record: TaskRecord) -> bool:

@@ -1,77 +1,152 @@
-"""The tasks that wait, by shape and priority, first come first served inside.
+"""The tasks that wait, by shape; inside a shape by priority and submission.
 
-A bucket holds the tasks of one shape. Removing a task is O(1): it is only counted
-here and skipped when its turn comes. This file knows the order, not what fits.
+Everything here costs the same however many wait. Shapes that ask for the same
+resources (and differ in their environment alone) stand in one group, since where
+one of them does not fit, none does. This file knows the order, not what fits.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
 
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.records import TaskRecord
-from aiogpu.core.specs import Shape
+from aiogpu.core.lane import WaitingLane
+from aiogpu.core.records import TaskRecord, lane_of
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Lane, Shape
 
-Precedence = tuple[int, int]
-"""Sorts what goes first: lower priority number negated, then task id."""
+Precedence = tuple[Lane, int]
+"""Sorts what goes first: lane, then task id."""
+
+
+def precedence(record: TaskRecord) -> Precedence:
+    """Sort key over all shapes: priority, depth, then order of submission."""
+    return lane_of(record), record.id
 
 
 class Bucket:
-    """The waiting tasks of one shape, in order of priority and submission."""
+    """The waiting tasks of one shape.
 
-    def __init__(self, shape: Shape) -> None:
+    Attributes:
+        size: how many wait.
+        turn: the place of its head, or of an earlier one, among those of its group.
+    """
+
+    def __init__(self, shape: Shape, group: Group) -> None:
         self.shape = shape
+        self.group = group
         self.size = 0
-        self._lanes: dict[int, deque[TaskRecord]] = {}
-        self._order: list[int] = []
+        self.turn: Precedence | None = None
+        self._lanes: dict[Lane, WaitingLane] = {}
+        self._order: list[Lane] = []
+
+    def __repr__(self) -> str:
+        return f"<Bucket of {self.size} asking for {self.shape.request}>"
+
+    def __lt__(self, other: Bucket) -> bool:
+        return id(self) < id(other)
 
     def push(self, record: TaskRecord) -> None:
-        """Add a task at the end of its priority's lane."""
-        self._lane(record).append(record)
+        """Add a new task behind those of its lane."""
         self.size += 1
-
-    def push_front(self, record: TaskRecord) -> None:
-        """Add a task that has waited before, ahead of its lane."""
-        self._lane(record).appendleft(record)
-        self.size += 1
-
-    def _lane(self, record: TaskRecord) -> deque[TaskRecord]:
-        lane = self._lanes.get(-record.spec.priority)
+        lane = self._lanes.get(
+            record.spec.lane if record.kin is None else record.kin.lane
+        )
         if lane is None:
-            lane = self._lanes[-record.spec.priority] = deque()
-            insort(self._order, -record.spec.priority)
+            self._add_lane(record).push(record)
+            self._note(record)
+        else:
+            lane.push(record)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Give a task that has left the queue its old place again."""
+        self.size += 1
+        lane = self._lanes.get(lane_of(record))
+        if lane is None:
+            lane = self._add_lane(record)
+        lane.push_back(record)
+        self._note(record)
+
+    def _add_lane(self, record: TaskRecord) -> WaitingLane:
+        key = lane_of(record)
+        lane = self._lanes[key] = WaitingLane()
+        insort(self._order, key)
         return lane
+
+    def _note(self, record: TaskRecord) -> None:
+        """Have the group know it if this task goes before all that it knows of."""
+        turn = precedence(record)
+        if self.turn is None or turn < self.turn:
+            self.group.enter(self, turn)
 
     def head(self) -> TaskRecord | None:
         """The task whose turn it is, None when nothing waits."""
         while self._order:
-            lane = self._lanes[self._order[0]]
-            while lane:
-                if lane[0].state is TaskState.WAITING:
-                    return lane[0]
-                lane.popleft()
+            record = self._lanes[self._order[0]].head()
+            if record is not None:
+                return record
             del self._lanes[self._order.pop(0)]
         return None
 
     def pop(self) -> None:
         """Remove the head."""
-        self._lanes[self._order[0]].popleft()
+        self._lanes[self._order[0]].pop()
         self.size -= 1
 
-    def __iter__(self) -> Iterator[TaskRecord]:
-        for priority in self._order:
-            for record in self._lanes[priority]:
-                if record.state is TaskState.WAITING:
-                    yield record
+    def discard(self, record: TaskRecord) -> None:
+        """Note that a task waits no longer; its state says so already."""
+        self.size -= 1
+        self._lanes[lane_of(record)].note_left()
 
-    def compact(self) -> None:
-        """Forget the tasks that left; worth it when they outnumber the rest."""
-        for priority, lane in self._lanes.items():
-            self._lanes[priority] = deque(
-                record for record in lane if record.state is TaskState.WAITING
-            )
+    def position(self, record: TaskRecord) -> int:
+        """How many of this shape go before it. Costs at most a search by halves."""
+        before = 0
+        for key in self._order:
+            if key == lane_of(record):
+                return before + self._lanes[key].position(record)
+            before += len(self._lanes[key])
+        return before
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        for key in self._order:
+            yield from self._lanes[key]
+
+
+class Group:
+    """The buckets that ask for the same resources, and which of them goes first.
+
+    Every bucket has one entry in a heap. A head mostly gives way to a later one, so
+    the entry is corrected when it comes up; only an earlier head is entered anew.
+
+    Attributes:
+        size: how many buckets there are.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.size = 0
+        self._turns: list[tuple[Precedence, Bucket]] = []
+
+    def enter(self, bucket: Bucket, turn: Precedence) -> None:
+        """A bucket is new, or has an earlier head than before."""
+        bucket.turn = turn
+        heappush(self._turns, (turn, bucket))
+
+    def first(self) -> tuple[Precedence, TaskRecord, Bucket] | None:
+        """The task whose turn it is, None when nothing waits."""
+        turns = self._turns
+        while turns:
+            turn, bucket = turns[0]
+            head = bucket.head() if bucket.turn is turn else None
+            if head is None:
+                heappop(turns)
+                continue
+            if head.id == turn[1]:
+                return turn, head, bucket
+            bucket.turn = precedence(head)
+            heapreplace(turns, (bucket.turn, bucket))
+        return None
 
 
 class ReadyQueue:
@@ -79,11 +154,12 @@ class ReadyQueue:
 
     Attributes:
         by_shape: the buckets that hold a task; empty when nothing waits.
+        by_request: the groups that hold one.
     """
 
     def __init__(self) -> None:
         self.by_shape: dict[Shape, Bucket] = {}
-        self._left = 0
+        self.by_request: dict[Request, Group] = {}
 
     def __len__(self) -> int:
         return sum(bucket.size for bucket in self.by_shape.values())
@@ -92,45 +168,61 @@ class ReadyQueue:
         return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
 
     def push(self, record: TaskRecord) -> None:
-        """Add a new task behind those of its shape and priority."""
-        self._bucket(record).push(record)
-
-    def push_front(self, record: TaskRecord) -> None:
-        """Add a task that is to be tried again ahead of its shape and priority."""
-        self._bucket(record).push_front(record)
-
-    def _bucket(self, record: TaskRecord) -> Bucket:
+        """Add a new task behind those of its shape and lane."""
         shape = record.spec.shape
-        bucket = self.by_shape.get(shape)
-        if bucket is None:
-            bucket = self.by_shape[shape] = Bucket(shape)
+        (self.by_shape.get(shape) or self._add(shape)).push(record)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Give a task that has left the queue its old place again."""
+        shape = record.spec.shape
+        (self.by_shape.get(shape) or self._add(shape)).push_back(record)
+
+    def _add(self, shape: Shape) -> Bucket:
+        group = self.by_request.get(shape.request)
+        if group is None:
+            group = self.by_request[shape.request] = Group(shape.request)
+        group.size += 1
+        bucket = self.by_shape[shape] = Bucket(shape, group)
         return bucket
+
+    def pop(self, bucket: Bucket) -> None:
+        """Remove the head of a bucket."""
+        bucket.pop()
+        if bucket.size == 0:
+            self._drop(bucket)
 
     def discard(self, record: TaskRecord) -> None:
         """Note that a task waits no longer; its state says so already."""
         bucket = self.by_shape[record.spec.shape]
-        bucket.size -= 1
-        self._left += 1
+        bucket.discard(record)
         if bucket.size == 0:
-            del self.by_shape[bucket.shape]
-        if self._left > 64 and self._left > len(self):
-            self._left = 0
-            for bucket in self.by_shape.values():
-                bucket.compact()
+            self._drop(bucket)
 
-    def buckets(self) -> list[Bucket]:
-        """The buckets with waiting tasks, in no particular order."""
-        return list(self.by_shape.values())
-
-    def drop(self, bucket: Bucket) -> None:
-        """Forget a bucket that has run empty."""
+    def _drop(self, bucket: Bucket) -> None:
+        bucket.turn = None
         del self.by_shape[bucket.shape]
+        bucket.group.size -= 1
+        if bucket.group.size == 0:
+            del self.by_request[bucket.group.request]
+
+    def is_first(self, bucket: Bucket) -> bool:
+        """Whether nothing that waits goes before this bucket's head."""
+        if len(self.by_shape) == 1:
+            return True
+        head = bucket.head()
+        mine = precedence(head) if head else None
+        for group in self.by_request.values():
+            first = group.first()
+            if mine is None or (first is not None and first[0] < mine):
+                return False
+        return True
+
+    def some(self) -> TaskRecord | None:
+        """Any task that waits, the first of its shape; None without one."""
+        for bucket in self.by_shape.values():
+            return bucket.head()
+        return None
 
     def __iter__(self) -> Iterator[TaskRecord]:
         for bucket in self.by_shape.values():
             yield from bucket
-
-
-def precedence(record: TaskRecord) -> Precedence:
-    """Sort key over all shapes: priority first, then order of submission."""
-    return -record.spec.priority, record.id

@@ -6,6 +6,7 @@ along the tables of `lifecycle`.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from aiogpu.core.ids import TaskId, WorkerId
@@ -16,11 +17,44 @@ from aiogpu.core.lifecycle import (
     TaskState,
     WorkerState,
 )
-from aiogpu.core.specs import Environment, TaskSpec
+from aiogpu.core.specs import Environment, Lane, TaskSpec
 from aiogpu.errors import InternalError
 
 Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...]]
 """What a worker is tied to for life: its environment, and its devices by kind."""
+
+
+@dataclass(slots=True, eq=False)
+class Kin:
+    """What ties a task to the one that has started it, and to those it has started.
+
+    Attributes:
+        lane: its place among all; a child goes before what is no child, since
+            somebody holds resources while he waits for it.
+        parent: who has started it, None once it is on its own.
+        children: unfinished tasks that end with it.
+        waits_for: unfinished tasks for which its code waits.
+        awaited_by: who waits for it, if anybody.
+    """
+
+    lane: Lane
+    parent: TaskRecord | None = None
+    children: dict[TaskId, TaskRecord] = field(default_factory=dict)
+    waits_for: dict[TaskId, TaskRecord] = field(default_factory=dict)
+    awaited_by: TaskRecord | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Stop:
+    """How far the stopping of a task has come.
+
+    Attributes:
+        kill_at: when its worker is killed.
+        interrupts: how often its worker was asked to stop it.
+    """
+
+    kill_at: float
+    interrupts: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,19 +64,21 @@ class TaskRecord:
     Attributes:
         id: also its place in the order of submission.
         retries_left: -1 is without end.
+        since: when it was submitted.
         starts_failed: workers in a row that ended before they took the task.
-        interrupts: how often its worker was asked to stop it.
-        kill_at: when its worker is killed, once it is being stopped.
+        kin: None for a task without parent and children.
+        stop: None unless it is being stopped.
     """
 
     id: TaskId
     spec: TaskSpec
     retries_left: int
+    since: float = 0.0
     state: TaskState = TaskState.WAITING
     worker: WorkerRecord | None = None
     starts_failed: int = 0
-    interrupts: int = 0
-    kill_at: float = 0.0
+    kin: Kin | None = None
+    stop: Stop | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,19 +88,34 @@ class WorkerRecord:
     Attributes:
         binding: None while nothing has been assigned to it.
         task: what it runs, or will run once it has started.
+        queue: tasks of the same shape that it was sent ahead; they take over the
+            lease, one after the other.
+        refill_at: length of the queue from which on more is sent.
         lease: what it holds. A lease stays with a worker that ends until its
             process is gone, also when the task's result is long known.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: whether it ends after the task that it runs.
+        revocations: how often its queue was taken back.
+        is_revoking: whether it is being taken back.
+        look_at: when it is looked at next, None if it is not watched.
+        watched: what it ran when that was decided.
+        watched_since: when that was decided.
     """
 
     id: WorkerId
     state: WorkerState = WorkerState.STARTING
     binding: Binding | None = None
     task: TaskRecord | None = None
+    queue: deque[TaskRecord] = field(default_factory=deque)
+    refill_at: int = 0
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
     is_last: bool = False
+    revocations: int = 0
+    is_revoking: bool = False
+    look_at: float | None = None
+    watched: TaskRecord | None = None
+    watched_since: float = 0.0
 
 
 def move_task(record: TaskRecord, state: TaskState) -> None:
@@ -79,6 +130,11 @@ def move_worker(record: WorkerRecord, state: WorkerState) -> None:
     if state not in WORKER_LEADS_TO[record.state]:
         raise InternalError(f"worker {record.id} cannot go {record.state} -> {state}")
     record.state = state
+
+
+def lane_of(record: TaskRecord) -> Lane:
+    """Its place among all: priority, then depth."""
+    return record.spec.lane if record.kin is None else record.kin.lane
 
 
 def binding_of(spec: TaskSpec, lease: Lease) -> Binding:

@@ -4,343 +4,346 @@
 what is free. `deadline()` says when it wants to be asked again although nothing
 happened. Two things hold always: a lease ends only when the code that it was
 taken for has stopped, and every submitted task ends in exactly one of `Settle`,
-`Expire`, `Lose`, `Abandon` or, when its owner has cancelled it, `Forget` alone.
+`Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when its owner has cancelled
+it, `Forget` alone.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from aiogpu.core import events
+from aiogpu.core.audit import check
+from aiogpu.core.dispatch import assign, hand_over, release, start, take_turn
 from aiogpu.core.effects import (
+    NOTHING,
     Abandon,
-    Assign,
+    Disown,
     Effect,
     Expire,
     Forget,
-    Interrupt,
     Kill,
     Lose,
-    Retire,
     Settle,
-    Spawn,
 )
-from aiogpu.core.events import (
-    Cancelled,
-    Closing,
-    Event,
-    Submitted,
-    TaskFinished,
-    TimePassed,
-    WorkerGone,
-    WorkerStarted,
-)
+from aiogpu.core.events import Event
+from aiogpu.core.family import adopt, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
 from aiogpu.core.placement import place
 from aiogpu.core.policy import STARTS_ALLOWED, Patience, may_retry
-from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.records import (
-    TaskRecord,
-    WorkerRecord,
-    binding_of,
-    move_task,
-    move_worker,
-)
+from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.specs import TaskSpec
-from aiogpu.core.timers import AlarmKind, Timers
-from aiogpu.core.workers import Workers
+from aiogpu.core.stopping import go_on_stopping, interrupt, retire_idle, withdraw
+from aiogpu.core.timers import Alarm, AlarmKind
+from aiogpu.core.watch import count_begun, look, on_revoked, on_skipped, return_task
+
+ABANDONED: Final = 500
+"""Waiting tasks that are told of the node's end in one go."""
+ABANDON_EVERY: Final = 1e-3
+"""Seconds between two such goes, in which the loop may do other things."""
+
+_RUNNING: Final = TaskState.RUNNING
 
 
-class Scheduler:
-    """Decides for one node. Holds its ledger, its queue and its records."""
+class Scheduler(Node):
+    """Decides for one node."""
 
     def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
-        self.ledger = ledger
-        self.patience = patience or Patience()
-        self.ready = ReadyQueue()
-        self.workers = Workers()
-        self.tasks: dict[TaskId, TaskRecord] = {}
-        self.timers = Timers()
-        self.is_closing = False
-        self._most_idle = self.patience.idle_workers
+        super().__init__(ledger, patience)
+        self._ways: Final[dict[type[Event], Callable[..., Sequence[Effect]]]] = {
+            events.Submitted: self._on_submitted,
+            events.TaskFinished: self._on_finished,
+            events.TaskWaits: self._on_waits,
+            events.TaskSkipped: self._on_skipped,
+            events.Revoked: self._on_revoked,
+            events.Cancelled: self._on_cancelled,
+            events.WorkerStarted: self._on_worker_started,
+            events.WorkerGone: self._on_worker_gone,
+            events.TimePassed: self._on_time_passed,
+            events.Closing: self._on_closing,
+        }
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}, {self.ledger!r}>"
 
     @property
     def is_closed(self) -> bool:
-        """Whether a closing node has nothing left that runs."""
-        return self.is_closing and not len(self.workers)
+        """Whether a closing node has nothing left that runs or is to be told."""
+        return self.is_closing and not len(self.workers) and not self.tasks
 
     def deadline(self) -> float | None:
         """When to send `TimePassed`, None for never."""
         return self.timers.earliest
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """Take in what happened; answer what is to be done, in order."""
-        match event:
-            case Submitted(task, spec):
-                return self._on_submitted(task, spec, now)
-            case TaskFinished(task, worker, retry):
-                return self._on_finished(task, worker, retry, now)
-            case Cancelled(task):
-                return self._on_cancelled(task, now)
-            case WorkerStarted(worker):
-                return self._on_worker_started(worker, now)
-            case WorkerGone(worker):
-                return self._on_worker_gone(worker)
-            case TimePassed():
-                return self._on_time_passed(now)
-            case Closing():
-                return self._on_closing(now)
-            case _:
-                assert_never(event)
+        return self._ways[type(event)](event, now)
 
-    def _on_submitted(self, task: TaskId, spec: TaskSpec, now: float) -> list[Effect]:
+    def _on_submitted(self, event: events.Submitted, now: float) -> Sequence[Effect]:
+        return self.submit(event.task, event.spec, now, event.parent)
+
+    def submit(
+        self, task: TaskId, spec: TaskSpec, now: float, parent: TaskId | None = None
+    ) -> Sequence[Effect]:
+        """`Submitted`, for those who call it a million times."""
         if self.is_closing:
             return [Abandon(task), Forget(task)]
-        record = TaskRecord(task, spec, spec.max_retries)
+        record = TaskRecord(task, spec, spec.max_retries, now)
+        if parent is not None:
+            starter = self.tasks.get(parent)
+            if starter is None or starter.state is TaskState.STOPPING:
+                return [Disown(task), Forget(task)]
+            adopt(starter, record)
         self.tasks[task] = record
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
+        ready = self.ready
+        # Where others of its shape wait, it must wait as well, whatever is free;
+        # where they do not, nobody who waits could use what it takes.
+        if spec.shape in ready.by_shape and self.reservation is None:
+            ready.push(record)
+            return NOTHING
+        lease = None if spec.shape in ready.by_shape else self.take(record)
         effects: list[Effect] = []
-        # Where nobody waits, nobody is passed over: the queue may be left out.
-        if not self.ready.by_shape:
-            lease = self.ledger.take(spec.shape.request)
-            if lease is not None:
-                self._start(record, lease, effects)
-                return effects
-        self.ready.push(record)
-        return self._place(effects)
-
-    def _on_finished(
-        self, task: TaskId, worker_id: WorkerId, retry: bool, now: float
-    ) -> list[Effect]:
-        worker = self.workers.get(worker_id)
-        record = self.tasks.get(task)
-        if worker is None or record is None or worker.task is not record:
-            return []
-        effects: list[Effect] = []
-        was_wanted = record.state is TaskState.RUNNING
-        record.worker = worker.task = None
-        if was_wanted and retry and not self.is_closing and may_retry(record):
-            self._wait_again(record)
-        else:
-            self._end(record)
-            effects.append(Settle(task) if was_wanted else Forget(task))
-        self._release(worker, record.spec, now)
-        if self.ready.by_shape:
-            self._place(effects)
-        if self.workers.idle > self._most_idle:
-            self._retire_idle(now, effects)
+        if lease is None:
+            ready.push(record)
+            return self._place(now, effects) if self.reservation else effects
+        start(self, record, lease, now, effects)
         return effects
 
-    def _release(self, worker: WorkerRecord, spec: TaskSpec, now: float) -> None:
-        if spec.max_calls:
-            worker.calls[spec.function] = worker.calls.get(spec.function, 0) + 1
-        if worker.is_last:
-            self._let_end(worker, now)
-            return
-        assert worker.lease is not None, worker
-        self.ledger.give_back(worker.lease)
-        worker.lease = None
-        self.workers.put_idle(worker)
+    def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
+        return self.finish(event.task, event.worker, event.retry, event.took, now)
 
-    def _on_cancelled(self, task: TaskId, now: float) -> list[Effect]:
-        record = self.tasks.get(task)
-        if record is None:
-            return []
-        effects: list[Effect] = []
-        self._withdraw(record, now, effects)
-        return self._place(effects)
-
-    def _withdraw(self, record: TaskRecord, now: float, effects: list[Effect]) -> None:
-        """Stop a task in whichever state it is; nobody wants its result."""
-        if record.state is TaskState.WAITING:
-            self._end(record)
-            self.ready.discard(record)
-            effects.append(Forget(record.id))
-        elif record.state is TaskState.STARTING:
-            self._unclaim(record)
-            self._end(record)
-            effects.append(Forget(record.id))
-        elif record.state is TaskState.RUNNING:
-            move_task(record, TaskState.STOPPING)
-            record.kill_at = now + self.patience.cancel_grace
-            self._interrupt(record, now, effects)
-
-    def _interrupt(self, record: TaskRecord, now: float, effects: list[Effect]) -> None:
-        assert record.worker is not None, record
-        effects.append(Interrupt(record.id, record.worker.id, record.interrupts))
-        record.interrupts += 1
-        again = min(now + self.patience.interrupt_every, record.kill_at)
-        self.timers.set(again, AlarmKind.STOP, record.id)
-
-    def _unclaim(self, record: TaskRecord) -> None:
-        worker = record.worker
-        assert worker is not None, record
-        assert worker.lease is not None, worker
-        self.ledger.give_back(worker.lease)
-        worker.lease = worker.task = record.worker = None
-        self.workers.put_unclaimed(worker)
-
-    def _on_worker_started(self, worker_id: WorkerId, now: float) -> list[Effect]:
-        worker = self.workers.get(worker_id)
-        if worker is None or worker.state is not WorkerState.STARTING:
-            return []
-        if worker.task is not None and worker.lease is not None:
-            worker.task.starts_failed = 0
-            return [self._assign(worker.task, worker, worker.lease)]
-        self.workers.put_idle(worker)
-        effects = self._place([])
-        self._retire_idle(now, effects)
-        return effects
-
-    def _on_worker_gone(self, worker_id: WorkerId) -> list[Effect]:
+    def finish(
+        self, task: TaskId, worker_id: WorkerId, retry: bool, took: float, now: float
+    ) -> Sequence[Effect]:
+        """`TaskFinished`, for those who call it a million times."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            return []
+            return NOTHING
         record = worker.task
+        if record is None or record.id != task:
+            return NOTHING
+        effects: list[Effect] = []
+        spec = record.spec
+        state = record.state
+        record.worker = worker.task = None
+        if took:
+            spec.pace.note(took)
+        is_special = record.kin is not None or retry or state is not _RUNNING
+        if is_special:
+            self._end_specially(record, worker, retry, now, effects)
+        else:
+            self.end(record)
+            effects.append(Settle(task))
+        if spec.max_calls:
+            worker.calls[spec.function] = worker.calls.get(spec.function, 0) + 1
+        self._go_on(worker, spec, now, effects)
+        if is_special:
+            # It may wait again, and what it had started may have held something.
+            self._place(now, effects)
+        return effects
+
+    def _end_specially(
+        self,
+        record: TaskRecord,
+        worker: WorkerRecord,
+        retry: bool,
+        now: float,
+        effects: list[Effect],
+    ) -> None:
+        """End a task that is not the commonest kind, or try it again."""
+        was_wanted = record.state is not TaskState.STOPPING
+        assert worker.lease is not None, worker
+        if worker.lease.is_lent:
+            self.ledger.resume(worker.lease)
+        if was_wanted and retry and not self.is_closing and may_retry(record):
+            self.wait_again(record)
+        else:
+            self.end(record)
+            effects.append(Settle(record.id) if was_wanted else Forget(record.id))
+        if record.kin is not None:
+            part(self, record, now, effects)
+
+    def _go_on(
+        self, worker: WorkerRecord, spec: TaskSpec, now: float, effects: list[Effect]
+    ) -> None:
+        """Give a worker that has ended a task its next one, or let it rest."""
+        if worker.queue:
+            take_turn(self, worker, now, effects)
+            return
+        worker.is_revoking = False
+        by_shape = self.ready.by_shape
+        if by_shape and not self.is_closing:
+            bucket = by_shape.get(spec.shape)
+            if bucket is not None and hand_over(self, worker, bucket, effects, now):
+                return
+        release(self, worker, now)
+        if by_shape or self.workers.idle > self.most_idle:
+            self._place(now, effects)
+
+    def _on_waits(self, event: events.TaskWaits, now: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is None:
+            return NOTHING
+        effects: list[Effect] = []
+        on_waits(self, record, event.children, now, effects)
+        return self._place(now, effects)
+
+    def _on_skipped(self, event: events.TaskSkipped, now: float) -> Sequence[Effect]:
+        worker, record = self.workers.get(event.worker), self.tasks.get(event.task)
+        if worker is None or record is None:
+            return NOTHING
+        effects: list[Effect] = []
+        on_skipped(self, worker, record, effects)
+        return self._place(now, effects)
+
+    def _on_revoked(self, event: events.Revoked, now: float) -> Sequence[Effect]:
+        worker = self.workers.get(event.worker)
+        if worker is None:
+            return NOTHING
+        effects: list[Effect] = []
+        on_revoked(self, worker, event, now, effects)
+        if (record := worker.task) and record.state is TaskState.STOPPING:
+            if record.stop is None:
+                # It was cancelled in the queue, and has begun all the same.
+                interrupt(self, record, now, effects)
+        return self._place(now, effects)
+
+    def _on_cancelled(self, event: events.Cancelled, now: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is None:
+            return NOTHING
+        effects: list[Effect] = []
+        is_alone = record.state is TaskState.WAITING and record.kin is None
+        if is_alone and self.reservation is None:
+            # It held nothing, and nobody waited for it.
+            withdraw(self, record, now, effects)
+            return effects
+        stop(self, record, now, effects)
+        return self._place(now, effects)
+
+    def _on_worker_started(
+        self, event: events.WorkerStarted, now: float
+    ) -> Sequence[Effect]:
+        worker = self.workers.get(event.worker)
+        if worker is None or worker.state is not WorkerState.STARTING:
+            return NOTHING
+        record, lease = worker.task, worker.lease
+        if record is not None and lease is not None:
+            record.starts_failed = 0
+            return [assign(self, record, worker, lease, now)]
+        self.workers.put_idle(worker)
+        return self._place(now, [])
+
+    def _on_worker_gone(self, event: events.WorkerGone, now: float) -> Sequence[Effect]:
+        worker = self.workers.get(event.worker)
+        if worker is None:
+            return NOTHING
+        inflight = [worker.task, *worker.queue] if worker.task else []
+        begun = count_begun(inflight, event.began)
+        is_new = worker.state is WorkerState.STARTING
         if worker.lease is not None:
             self.ledger.give_back(worker.lease)
         worker.lease = worker.task = None
+        worker.queue.clear()
         self.workers.remove(worker)
         effects: list[Effect] = []
-        if record is not None:
+        for record in reversed(inflight[max(begun, 1) :]):
+            return_task(self, record, effects)
+        for number, record in enumerate(inflight[: max(begun, 1)]):
             record.worker = None
-            self._survive(record, worker_id, effects)
-        return self._place(effects)
+            has_run = not is_new and number < begun
+            self._survive(record, worker.id, has_run, now, effects)
+        return self._place(now, effects)
 
     def _survive(
-        self, record: TaskRecord, worker: WorkerId, effects: list[Effect]
+        self,
+        record: TaskRecord,
+        worker: WorkerId,
+        has_run: bool,
+        now: float,
+        effects: list[Effect],
     ) -> None:
         """Decide about a task whose worker has gone."""
-        if record.state is TaskState.STARTING:
-            record.starts_failed += 1
-            try_again = record.starts_failed < STARTS_ALLOWED
-        else:
-            try_again = record.state is TaskState.RUNNING and may_retry(record)
-        if try_again:
-            self._wait_again(record)
-            return
         was_wanted = record.state is not TaskState.STOPPING
-        self._end(record)
-        effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
+        if has_run:
+            try_again = was_wanted and not self.is_closing and may_retry(record)
+        else:
+            record.starts_failed += 1
+            try_again = was_wanted and record.starts_failed < STARTS_ALLOWED
+        if try_again:
+            self.wait_again(record)
+        else:
+            self.end(record)
+            effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
+        if record.kin is not None:
+            part(self, record, now, effects)
 
-    def _on_time_passed(self, now: float) -> list[Effect]:
+    def _on_time_passed(self, _: events.TimePassed, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
         for alarm in self.timers.due(now):
+            self._ring(alarm, now, effects)
+        return self._place(now, effects)
+
+    def _ring(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
+        if alarm.kind is AlarmKind.CLOSE:
+            self._abandon_some(now, effects)
+        elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
+            worker = self.workers.get(WorkerId(alarm.subject))
+            if worker is None:
+                return
             if alarm.kind is AlarmKind.END:
-                worker = self.workers.get(WorkerId(alarm.subject))
-                if worker is not None:
-                    effects.append(Kill(worker.id))
-                continue
-            record = self.tasks.get(TaskId(alarm.subject))
-            if record is None:
-                continue
-            if alarm.kind is AlarmKind.EXPIRE:
-                if record.state is not TaskState.STOPPING:
-                    effects.append(Expire(record.id))
-                    self._withdraw(record, now, effects)
-            elif now < record.kill_at:
-                self._interrupt(record, now, effects)
+                effects.append(Kill(worker.id))
             else:
-                assert record.worker is not None, record
-                # An answer may still be under way; the worker is doomed all the same.
-                record.worker.is_last = True
-                effects.append(Kill(record.worker.id))
-        return self._place(effects)
+                look(self, worker, alarm.when, now, effects)
+        elif record := self.tasks.get(TaskId(alarm.subject)):
+            if alarm.kind is AlarmKind.STOP:
+                go_on_stopping(self, record, now, effects)
+            elif record.state is not TaskState.STOPPING:
+                effects.append(Expire(record.id))
+                stop(self, record, now, effects)
 
-    def _on_closing(self, now: float) -> list[Effect]:
+    def _on_closing(self, _: events.Closing, now: float) -> Sequence[Effect]:
         self.is_closing = True
-        self._most_idle = 0
+        self.most_idle = 0
+        self.reservation = None
         effects: list[Effect] = []
-        for record in list(self.tasks.values()):
-            if record.state is not TaskState.STOPPING:
-                effects.append(Abandon(record.id))
-                self._withdraw(record, now, effects)
-        self._retire_idle(now, effects)
+        for worker in list(self.workers):
+            for record in [worker.task, *worker.queue]:
+                if record is not None and record.state is not TaskState.STOPPING:
+                    effects.append(Abandon(record.id))
+                    stop(self, record, now, effects)
+        self._abandon_some(now, effects)
+        retire_idle(self, now, effects)
         return effects
 
-    def _retire_idle(self, now: float, effects: list[Effect]) -> None:
-        """Retire the longest idle, after placing, so that work comes first."""
-        while self.workers.idle > self._most_idle:
-            worker = self.workers.pop_longest_idle()
-            self._let_end(worker, now)
-            effects.append(Retire(worker.id))
+    def _abandon_some(self, now: float, effects: list[Effect]) -> None:
+        """Tell some of those that wait; there may be a million."""
+        for _ in range(ABANDONED):
+            record = self.ready.some()
+            if record is None:
+                return
+            effects.append(Abandon(record.id))
+            stop(self, record, now, effects)
+        self.timers.set(now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
-    def _let_end(self, worker: WorkerRecord, now: float) -> None:
-        move_worker(worker, WorkerState.ENDING)
-        self.timers.set(now + self.patience.exit_grace, AlarmKind.END, worker.id)
-
-    def _wait_again(self, record: TaskRecord) -> None:
-        move_task(record, TaskState.WAITING)
-        self.ready.push_front(record)
-
-    def _end(self, record: TaskRecord) -> None:
-        move_task(record, TaskState.ENDED)
-        del self.tasks[record.id]
-        if record.spec.timeout is not None:
-            self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
-
-    def _place(self, effects: list[Effect]) -> list[Effect]:
-        if self.ready.by_shape and not self.is_closing:
-            for record, lease in place(self.ready, self.ledger):
-                self._start(record, lease, effects)
+    def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
+        if self.ready.by_shape:
+            if not self.is_closing:
+                for record, lease in place(self, now):
+                    start(self, record, lease, now, effects)
+        else:
+            self.reservation = None
+        if self.workers.idle > self.most_idle:
+            # After placing, so that work comes first.
+            retire_idle(self, now, effects)
         return effects
-
-    def _start(self, record: TaskRecord, lease: Lease, effects: list[Effect]) -> None:
-        """Find a worker for the task: an idle one that fits, or a new one."""
-        spec = record.spec
-        worker = None
-        if spec.max_calls != 1:
-            worker = self.workers.take_idle(binding_of(spec, lease))
-        if worker is None:
-            worker = self.workers.take_idle(None)
-        if worker is not None:
-            effects.append(self._assign(record, worker, lease))
-            return
-        worker = self.workers.take_unclaimed()
-        if worker is None:
-            worker = self.workers.create()
-            effects.append(Spawn(worker.id))
-        move_task(record, TaskState.STARTING)
-        record.worker, worker.task, worker.lease = worker, record, lease
-
-    def _assign(self, record: TaskRecord, worker: WorkerRecord, lease: Lease) -> Assign:
-        spec = record.spec
-        is_first = worker.binding is None
-        if is_first:
-            worker.binding = binding_of(spec, lease)
-        if spec.max_calls:
-            calls = worker.calls.get(spec.function, 0) + 1
-            worker.is_last = calls >= spec.max_calls
-        move_task(record, TaskState.RUNNING)
-        move_worker(worker, WorkerState.BUSY)
-        record.worker, worker.task, worker.lease = worker, record, lease
-        return Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
     def check(self) -> None:
         """Assert what must hold between any two events. Costs O(everything)."""
-        self.ledger.check()
-        self.workers.check()
-        held = [worker.lease.id for worker in self.workers if worker.lease is not None]
-        assert sorted(held) == sorted(self.ledger.leases), (held, self.ledger)
-        waiting = [r for r in self.tasks.values() if r.state is TaskState.WAITING]
-        assert sorted(r.id for r in self.ready) == sorted(r.id for r in waiting)
-        assert len(self.ready) == len(waiting), self.ready
-        for record in self.tasks.values():
-            self._check_task(record)
-
-    def _check_task(self, record: TaskRecord) -> None:
-        assert record.state is not TaskState.ENDED, record
-        worker = record.worker
-        assert (worker is None) == (record.state is TaskState.WAITING), record
-        if worker is not None:
-            assert worker.task is record, record
-            is_starting = record.state is TaskState.STARTING
-            expected = WorkerState.STARTING if is_starting else WorkerState.BUSY
-            assert worker.state is expected, (record, worker)
-            assert worker.lease is not None, worker
-            assert worker.lease.request == record.spec.shape.request, worker
+        check(self)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from aiogpu.core.pace import Pace
 from aiogpu.core.resources import Request
 
 Environment = tuple[tuple[str, str], ...]
 """The variables of `runtime_env`, sorted by name; the core only compares them."""
+
+Lane = tuple[int, int]
+"""Sorts tasks of equal standing: the priority, then the depth, both negated."""
 
 UNLIMITED = -1
 """`max_retries` without end."""
@@ -54,6 +58,11 @@ class TaskSpec:
             failed with an exception that is to be retried; -1 is without end.
         priority: higher goes first.
         timeout: seconds from submission after which the task is stopped.
+        is_detached: whether it outlives the task that has started it.
+        is_endless: whether it holds what it has until its owner gives it up, so
+            that nobody should wait for its end.
+        pace: how long its tasks take; shared and kept up to date by all of them.
+        lane: of tasks that no other task has started.
     """
 
     name: str
@@ -63,3 +72,10 @@ class TaskSpec:
     max_retries: int = 3
     priority: int = 0
     timeout: float | None = None
+    is_detached: bool = False
+    is_endless: bool = False
+    pace: Pace = field(default_factory=Pace, repr=False)
+    lane: Lane = field(init=False, repr=False, default=(0, 0))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lane", (-self.priority, 0))

@@ -22,6 +22,10 @@ class AlarmKind(Enum):
     """A task that is being stopped may need another interrupt, or a kill."""
     END = "end"
     """A worker that was told to exit has had its time."""
+    LOOK = "look"
+    """A worker is looked at: has it come any further?"""
+    CLOSE = "close"
+    """More of those that wait are to be told that the node closes."""
 
     __hash__ = object.__hash__
 

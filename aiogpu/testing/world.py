@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
 
 from aiogpu.core import effects, events
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.pace import Pace
 from aiogpu.core.policy import Patience
-from aiogpu.core.records import Binding, binding_of
+from aiogpu.core.records import binding_of
 from aiogpu.core.resources import (
     CPU,
     GPU,
@@ -32,71 +30,24 @@ from aiogpu.core.resources import (
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import InfeasibleError
-
-News = Literal["settled", "expired", "lost", "abandoned"]
-"""What a task's owner can be told."""
-
-NEWS: Final[Mapping[type[effects.Effect], News]] = {
-    effects.Settle: "settled",
-    effects.Expire: "expired",
-    effects.Lose: "lost",
-    effects.Abandon: "abandoned",
-}
+from aiogpu.testing.onlooker import Onlooker
+from aiogpu.testing.paper import NEWS, PaperTask, PaperWorker
 
 
-@dataclass(slots=True)
-class PaperWorker:
-    """A worker process as an onlooker sees it.
-
-    Attributes:
-        has_started: whether it has connected.
-        is_ending: whether it gets no more work.
-        task: what it was sent and has not answered.
-        binding: environment and devices of the first task that it was sent.
-    """
-
-    id: WorkerId
-    has_started: bool = False
-    is_ending: bool = False
-    task: PaperTask | None = None
-    binding: Binding | None = None
-
-
-@dataclass(slots=True, eq=False)
-class PaperTask:
-    """A task as its owner sees it.
-
-    Attributes:
-        news: what the owner was told, None so far.
-        is_cancelled: whether the owner has cancelled it, before any news.
-        is_forgotten: whether what is kept for it may be dropped.
-        interrupts: how often a worker was asked to stop it.
-        gpus: the devices that it got when it was last sent.
-    """
-
-    id: TaskId
-    spec: TaskSpec
-    news: News | None = None
-    is_cancelled: bool = False
-    is_forgotten: bool = False
-    interrupts: int = 0
-    gpus: tuple[int, ...] = ()
-
-
-class World:
+class World(Onlooker):
     """A node on paper: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
 
-    A forked worker starts, and one that is to end goes, at once. A test that wants
-    to be there in between says `starts=False` or `exits=False`, and then calls
-    `start()` or `die()` itself.
+    A forked worker starts, one that is to end goes, and what is to be taken back is
+    back, at once. A test that wants to be there in between says `starts=False`,
+    `exits=False` or `revokes=False`, and then calls `start()`, `die()` or
+    `revoked()` itself.
 
     Attributes:
         now: the time, in seconds since the world began.
-        scheduler: the scheduler under test.
         starts: whether a forked worker connects at once.
         exits: whether a worker that is killed, retired or done is gone at once.
-        tasks: all tasks ever submitted, by name.
-        workers: the workers that are not gone, by id.
+        revokes: whether what is taken back is known at once.
+        took: seconds that each task says it took.
         effects: what the scheduler answered to the last call, in order.
         retired: ids of workers that were told to exit, in order.
         killed: ids of workers that were killed, in order.
@@ -112,6 +63,8 @@ class World:
         patience: Patience | None = None,
         starts: bool = True,
         exits: bool = True,
+        revokes: bool = True,
+        took: float = 0.0,
     ) -> None:
         types = dict(enumerate(gpu_types))
         devices = [Device(i, types.get(i)) for i in range(gpus or len(types))]
@@ -119,15 +72,15 @@ class World:
         scalars.update({TYPE_PREFIX + name: UNIT for name in gpu_types})
         ledger = Ledger(scalars, [DeviceSet(GPU, devices)])
         self.now = 0.0
-        self.scheduler = Scheduler(ledger, patience)
+        super().__init__(Scheduler(ledger, patience))
         self.starts = starts
         self.exits = exits
-        self.tasks: dict[str, PaperTask] = {}
-        self.workers: dict[WorkerId, PaperWorker] = {}
+        self.revokes = revokes
+        self.took = took
         self.effects: list[effects.Effect] = []
         self.retired: list[WorkerId] = []
         self.killed: list[WorkerId] = []
-        self._by_id: list[PaperTask] = []
+        self._paces: dict[int, Pace] = {}
         self._coming: deque[events.Event] = deque()
 
     def __repr__(self) -> str:
@@ -147,6 +100,9 @@ class World:
         max_retries: int = 3,
         priority: int = 0,
         timeout: float | None = None,
+        parent: str | None = None,
+        is_detached: bool = False,
+        is_endless: bool = False,
     ) -> None:
         """Submit a task by a new name; `InfeasibleError` if it could never run."""
         assert name not in self.tasks, f"{name!r} was submitted before"
@@ -155,7 +111,8 @@ class World:
         request = Request.of(scalars, devices, accelerator_type)
         shape = Shape(request, tuple(sorted((environment or {}).items())))
         spec = TaskSpec(
-            name, shape, function, max_calls, max_retries, priority, timeout
+            *(name, shape, function, max_calls, max_retries, priority, timeout),
+            *(is_detached, is_endless, self._paces.setdefault(function, Pace())),
         )
         reason = self.scheduler.ledger.why_infeasible(spec.shape.request)
         if reason is not None:
@@ -163,7 +120,8 @@ class World:
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
-        self._happen(events.Submitted(task.id, spec))
+        starter = None if parent is None else self.tasks[parent].id
+        self._happen(events.Submitted(task.id, spec, starter))
 
     def start(self, whom: str | int) -> None:
         """A forked worker connects; named by its id or by the task it is for."""
@@ -171,14 +129,52 @@ class World:
 
     def finish(self, name: str, *, retry: bool = False) -> None:
         """The worker answers; with `retry`, by a failure that is to be retried."""
+        self._answer(name, retry)
+        self._happen()
+
+    def _answer(self, name: str, retry: bool = False) -> PaperWorker:
         task = self.tasks[name]
         worker = self.workers[self.worker_of(name)]
-        assert worker.task is task, f"{name!r} has not been sent to a worker"
-        worker.task = None
-        self._coming.append(events.TaskFinished(task.id, worker.id, retry))
+        assert worker.task is task, f"{name!r} does not run on a worker"
+        worker.answer()
+        self._coming.append(events.TaskFinished(task.id, worker.id, retry, self.took))
         if worker.is_ending:
             self._leave(worker)
+        else:
+            worker.begin()
+        return worker
+
+    def wait_for(self, name: str, *children: str) -> None:
+        """A task's code waits for others, or for none any more."""
+        ids = tuple(self.tasks[child].id for child in children)
+        self._happen(events.TaskWaits(self.tasks[name].id, ids))
+
+    def revoked(self, whom: str | int) -> None:
+        """It is known what a worker has not begun of what it was sent."""
+        worker = self.workers[self.worker_of(whom)]
+        self._happen(self._know_revoked(worker))
+
+    def _know_revoked(self, worker: PaperWorker) -> events.Revoked:
+        assert worker.revoking, f"nothing is taken back from {worker.id}"
+        began = worker.began.id if worker.began else None
+        return events.Revoked(worker.id, worker.revoking.popleft(), began)
+
+    def skip(self, name: str, *, is_late: bool = False) -> None:
+        """The worker answers and, in the same moment, finds its next task revoked.
+
+        `is_late`: it is known what was taken back before the worker says so.
+        """
+        worker = self._answer(name)
+        assert worker.void, f"nothing behind {name!r} was taken back"
+        skipped = events.TaskSkipped(worker.skip().id, worker.id)
         self._happen()
+        if is_late:
+            self._happen(self._know_revoked(worker))
+        self._happen(skipped)
+
+    def stop(self, whom: str | int) -> None:
+        """A worker begins nothing any more, as one under SIGSTOP."""
+        self.workers[self.worker_of(whom)].is_stopped = True
 
     def cancel(self, name: str) -> None:
         """The task's owner does not want its result any more."""
@@ -188,7 +184,10 @@ class World:
 
     def die(self, whom: str | int) -> None:
         """A worker's process ends; named by its id or by the task it is for."""
-        self._happen(events.WorkerGone(self.worker_of(whom)))
+        self._happen(self._gone(self.workers[self.worker_of(whom)]))
+
+    def _gone(self, worker: PaperWorker) -> events.WorkerGone:
+        return events.WorkerGone(worker.id, worker.began.id if worker.began else None)
 
     def close(self) -> None:
         """The node shuts down."""
@@ -204,8 +203,12 @@ class World:
 
     def run_dry(self) -> None:
         """Let all workers start, answer and end, until nothing moves any more."""
-        self.starts = self.exits = True
+        self.starts = self.exits = self.revokes = True
         for worker in self.workers.values():
+            worker.is_stopped = False
+            worker.begin()
+            while worker.revoking:
+                self._coming.append(self._know_revoked(worker))
             if not worker.has_started:
                 self._coming.append(events.WorkerStarted(worker.id))
             elif worker.is_ending and worker.task is None:
@@ -215,58 +218,6 @@ class World:
             self.finish(running[0].spec.name)
         while (moment := self.scheduler.deadline()) is not None:
             self._wake(moment)
-
-    @property
-    def running(self) -> set[str]:
-        """Tasks that a worker was sent and has not answered."""
-        return {w.task.spec.name for w in self.workers.values() if w.task}
-
-    @property
-    def starting(self) -> set[str]:
-        """Tasks that hold resources while their worker is being forked."""
-        return self._in_state(TaskState.STARTING)
-
-    @property
-    def waiting(self) -> set[str]:
-        """Tasks that hold nothing yet."""
-        return self._in_state(TaskState.WAITING)
-
-    def _in_state(self, state: TaskState) -> set[str]:
-        return {r.spec.name for r in self.scheduler.tasks.values() if r.state is state}
-
-    @property
-    def told(self) -> dict[str, News]:
-        """What the owners were told, by task."""
-        return {name: task.news for name, task in self.tasks.items() if task.news}
-
-    @property
-    def forgotten(self) -> set[str]:
-        """Tasks that ended while nobody waited for them any more."""
-        return {name for name, task in self.tasks.items() if task.is_forgotten}
-
-    @property
-    def free_gpus(self) -> list[float]:
-        """The share of each GPU that nobody holds."""
-        return [part / UNIT for part in self.scheduler.ledger.device_sets[GPU].free]
-
-    @property
-    def free(self) -> dict[str, float]:
-        """How much of each resource nobody holds."""
-        return self.scheduler.ledger.available()
-
-    def gpus_of(self, name: str) -> list[int]:
-        """The GPUs that the task got when it was last sent to a worker."""
-        return list(self.tasks[name].gpus)
-
-    def worker_of(self, whom: str | int) -> WorkerId:
-        """The worker that a task holds; an id stands for itself."""
-        if isinstance(whom, int):
-            assert whom in self.workers, f"there is no worker {whom}"
-            return WorkerId(whom)
-        record = self.scheduler.tasks.get(self.tasks[whom].id)
-        worker = record.worker if record else None
-        assert worker is not None, f"{whom!r} has no worker"
-        return worker.id
 
     def _happen(self, *happened: events.Event) -> None:
         self.effects = []
@@ -283,6 +234,10 @@ class World:
             event = self._coming.popleft()
             if isinstance(event, events.WorkerStarted):
                 self.workers[event.worker].has_started = True
+            elif isinstance(event, events.Revoked) and event.worker in self.workers:
+                self.workers[event.worker].forget_void(event.number)
+            elif isinstance(event, events.TaskSkipped):
+                self._drop(self.workers[event.worker], self._by_id[event.task])
             elif isinstance(event, events.WorkerGone):
                 # One that is killed while it leaves has two reasons to go.
                 self.workers.pop(event.worker, None)
@@ -294,55 +249,71 @@ class World:
     def _apply(self, effect: effects.Effect) -> None:
         match effect:
             case effects.Spawn(worker):
-                self.workers[worker] = PaperWorker(worker)
-                if self.starts:
-                    self._coming.append(events.WorkerStarted(worker))
+                self._fork(worker)
             case effects.Assign():
                 self._send(effect)
+            case effects.Ahead(worker, tasks):
+                self.workers[worker].sent.extend(self._by_id[task] for task in tasks)
+                self.workers[worker].begin()
+            case effects.Revoke(worker, number):
+                self._revoke(self.workers[worker], number)
             case effects.Interrupt(task, worker):
-                assert self.workers[worker].task is self._by_id[task], effect
+                known = self.workers[worker]
+                assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
             case effects.Retire(worker):
-                assert self.workers[worker].task is None, effect
+                assert not self.workers[worker].sent, effect
                 self.retired.append(worker)
                 self._leave(self.workers[worker])
             case effects.Kill(worker):
                 self.killed.append(worker)
                 self._leave(self.workers[worker])
-            case effects.Forget(task):
-                assert not self._by_id[task].is_forgotten, effect
-                self._by_id[task].is_forgotten = True
             case _:
-                owner = self._by_id[effect.task]
-                assert owner.news is None, (effect, owner)
-                assert not owner.is_cancelled, (effect, owner)
-                owner.news = NEWS[type(effect)]
+                self._tell(effect)
+
+    def _fork(self, worker: WorkerId) -> None:
+        self.workers[worker] = PaperWorker(worker)
+        if self.starts:
+            self._coming.append(events.WorkerStarted(worker))
+
+    def _revoke(self, worker: PaperWorker, number: int) -> None:
+        worker.revoke(number)
+        if self.revokes:
+            self._coming.append(self._know_revoked(worker))
+
+    def _drop(self, worker: PaperWorker, task: PaperTask) -> None:
+        if task in worker.void:
+            worker.void.remove(task)
+
+    def _tell(self, effect: effects.Effect) -> None:
+        if isinstance(effect, effects.Forget):
+            task = self._by_id[effect.task]
+            assert not task.is_forgotten, effect
+            task.is_forgotten = True
+            return
+        owner = self._by_id[effect.task]  # type: ignore[union-attr]
+        assert owner.news is None, (effect, owner)
+        assert not owner.is_cancelled, (effect, owner)
+        owner.news = NEWS[type(effect)]
+        owner.reason = getattr(effect, "reason", "")
 
     def _send(self, assign: effects.Assign) -> None:
         worker, task = self.workers[assign.worker], self._by_id[assign.task]
         binding = binding_of(task.spec, assign.lease)
-        state = (worker.has_started, worker.is_ending, worker.task)
-        assert state == (True, False, None), assign
+        state = (worker.has_started, worker.is_ending, len(worker.sent))
+        assert state == (True, False, 0), assign
         assert assign.is_first == (worker.binding is None), assign
         assert assign.is_first or worker.binding == binding, assign
         assert assign.is_first or task.spec.max_calls != 1, assign
-        worker.task, worker.binding, worker.is_ending = task, binding, assign.is_last
+        worker.binding, worker.is_ending = binding, assign.is_last
+        worker.sent.append(task)
+        worker.begin()
         task.gpus = dict(binding[1]).get(GPU, ())
 
     def _leave(self, worker: PaperWorker) -> None:
         worker.is_ending = True
         if self.exits:
-            self._coming.append(events.WorkerGone(worker.id))
-
-    def check(self) -> None:
-        """Assert that the scheduler's picture is sound, and agrees with this one."""
-        self.scheduler.check()
-        assert {worker.id for worker in self.scheduler.workers} == set(self.workers)
-        sent = self._in_state(TaskState.RUNNING) | self._in_state(TaskState.STOPPING)
-        assert sent == self.running, (sent, self.running)
-        for task in self._by_id:
-            is_over = task.is_forgotten or task.news in {"settled", "lost"}
-            assert is_over == (task.id not in self.scheduler.tasks), task
+            self._coming.append(self._gone(worker))
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

@@ -295,7 +295,7 @@ def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
     w.submit("a")
     task, worker = w.tasks["a"].id, w.worker_of("a")
     w.die("a")
-    assert w.scheduler.handle(TaskFinished(task, worker), w.now) == []
+    assert not w.scheduler.handle(TaskFinished(task, worker), w.now)
     assert w.running == {"a"}
 
 

@@ -37,6 +37,7 @@ OPTIONS = st.fixed_dictionaries(
         "max_retries": st.integers(-1, 2),
         "priority": st.integers(-1, 1),
         "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
+        "is_detached": st.booleans(),
     },
 )
 PATIENCE = st.builds(
@@ -51,8 +52,15 @@ PATIENCE = st.builds(
 class NodeMachine(RuleBasedStateMachine):
     """A node of three GPUs to which anything may happen."""
 
-    @initialize(starts=st.booleans(), exits=st.booleans(), patience=PATIENCE)
-    def begin(self, starts: bool, exits: bool, patience: Patience) -> None:
+    @initialize(
+        starts=st.booleans(),
+        exits=st.booleans(),
+        revokes=st.booleans(),
+        patience=PATIENCE,
+    )
+    def begin(
+        self, starts: bool, exits: bool, revokes: bool, patience: Patience
+    ) -> None:
         self.w = World(
             cpus=4,
             gpu_types=TYPES,
@@ -60,13 +68,16 @@ class NodeMachine(RuleBasedStateMachine):
             patience=patience,
             starts=starts,
             exits=exits,
+            revokes=revokes,
         )
 
-    @rule(options=OPTIONS)
-    def submit(self, options):
+    @rule(options=OPTIONS, data=st.data())
+    def submit(self, options, data):
+        parents = sorted(self.w.running | self.w.blocked)
+        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
         name = f"t{len(self.w.tasks)}"
         try:
-            self.w.submit(name, **options)
+            self.w.submit(name, parent=parent, **options)
         except InfeasibleError:
             asked = options.get("accelerator_type"), options.get("num_gpus", 0)
             room = {None: 3, "A100": 2, "T4": 1, "H200": -1}
@@ -78,11 +89,60 @@ class NodeMachine(RuleBasedStateMachine):
         forked = [w.id for w in self.w.workers.values() if not w.has_started]
         self.w.start(data.draw(st.sampled_from(forked)))
 
+    @rule(count=st.integers(2, 12), priority=st.integers(-1, 1))
+    def submit_many(self, count, priority):
+        for _ in range(count):
+            self.w.submit(f"t{len(self.w.tasks)}", function=1, priority=priority)
+
     @precondition(lambda self: self.w.running)
-    @rule(data=st.data(), retry=st.booleans())
-    def finish(self, data, retry):
+    @rule(
+        data=st.data(),
+        retry=st.booleans(),
+        took=st.sampled_from([0.0, 1e-6, 3e-4, 0.1]),
+    )
+    def finish(self, data, retry, took):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
+        self.w.took = took
         self.w.finish(name, retry=retry)
+
+    @precondition(lambda self: self.w.running)
+    @rule(took=st.sampled_from([1e-6, 3e-4]), count=st.integers(2, 30))
+    def finish_many(self, took, count):
+        self.w.took = took
+        for _ in range(count):
+            if self.w.running:
+                self.w.finish(min(self.w.running))
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data())
+    def wait_for(self, data):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        record = self.w.scheduler.tasks.get(self.w.tasks[name].id)
+        kin = record.kin if record else None
+        children = [child.spec.name for child in kin.children.values()] if kin else []
+        some = st.lists(st.sampled_from(children or [""]), unique=True)
+        self.w.wait_for(name, *(data.draw(some) if children else []))
+
+    @precondition(lambda self: any(w.revoking for w in self.w.workers.values()))
+    @rule(data=st.data())
+    def revoked(self, data):
+        revoking = [w.id for w in self.w.workers.values() if w.revoking]
+        self.w.revoked(data.draw(st.sampled_from(revoking)))
+
+    @precondition(lambda self: self.skippable())
+    @rule(data=st.data(), is_late=st.booleans())
+    def skip(self, data, is_late):
+        name = data.draw(st.sampled_from(self.skippable()))
+        self.w.skip(name, is_late=is_late)
+
+    def skippable(self):
+        workers = self.w.workers.values()
+        return [w.task.spec.name for w in workers if w.task and w.void]
+
+    @precondition(lambda self: self.w.workers)
+    @rule(data=st.data())
+    def stop(self, data):
+        self.w.stop(data.draw(st.sampled_from(sorted(self.w.workers))))
 
     @precondition(lambda self: self.w.tasks)
     @rule(data=st.data())
@@ -106,9 +166,31 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_what_is_free(self):
         ledger = self.w.scheduler.ledger
+        if self.w.scheduler.reservation is not None:
+            return
         for record in list(self.w.scheduler.ready):
             lease = ledger.take(record.spec.shape.request)
+            if lease is not None:
+                ledger.give_back(lease)
             assert lease is None, record
+
+    @invariant()
+    def nothing_is_kept_for_nobody(self):
+        reservation = self.w.scheduler.reservation
+        if reservation is not None:
+            assert reservation.record.spec.name in self.w.waiting
+
+    @invariant()
+    def nothing_that_has_run_to_its_end_runs_again(self):
+        for task in self.w.tasks.values():
+            retries = task.spec.max_retries
+            assert retries < 0 or task.runs <= 1 + retries, task
+
+    @invariant()
+    def nothing_stands_behind_one_that_waits(self):
+        for worker in self.w.workers.values():
+            if worker.task and worker.task.spec.name in self.w.blocked:
+                assert len(worker.sent) == 1, worker
 
     @invariant()
     def no_device_is_shared_beyond_the_whole(self):

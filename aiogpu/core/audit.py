@@ -1,0 +1,90 @@
+"""What must hold between any two events, as code. Costs O(everything)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord, WorkerRecord
+
+WITHOUT_WORKER: Final = (TaskState.WAITING,)
+ON_A_BUSY_ONE: Final = (
+    TaskState.QUEUED,
+    TaskState.RUNNING,
+    TaskState.BLOCKED,
+    TaskState.STOPPING,
+)
+
+
+def check(node: Node) -> None:
+    """Assert that the books of the node agree with each other."""
+    node.ledger.check()
+    node.workers.check()
+    held = [worker.lease.id for worker in node.workers if worker.lease is not None]
+    assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
+    records = list(node.tasks.values())
+    waiting = [record for record in records if record.state is TaskState.WAITING]
+    assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
+    assert len(node.ready) == len(waiting), node.ready
+    for record in records:
+        _check_task(record)
+        _check_kin(node, record)
+    for worker in node.workers:
+        _check_worker(worker)
+
+
+def _check_task(record: TaskRecord) -> None:
+    assert record.state is not TaskState.ENDED, record
+    worker = record.worker
+    assert (worker is None) == (record.state in WITHOUT_WORKER), record.id
+    if worker is None:
+        return
+    is_starting = record.state is TaskState.STARTING
+    expected = WorkerState.STARTING if is_starting else WorkerState.BUSY
+    assert worker.state is expected, (record.id, worker.id)
+    assert worker.lease is not None, worker.id
+    assert worker.lease.request == record.spec.shape.request, worker.id
+    if record.state is TaskState.QUEUED:
+        assert record in worker.queue, record.id
+    elif record.state is TaskState.STOPPING:
+        assert record is worker.task or record in worker.queue, record.id
+    else:
+        assert worker.task is record, record.id
+    is_blocked = record.state is TaskState.BLOCKED
+    assert not is_blocked or worker.lease.is_lent, worker.id
+
+
+def _check_worker(worker: WorkerRecord) -> None:
+    for record in worker.queue:
+        assert record.worker is worker, worker.id
+        assert record.state in (TaskState.QUEUED, TaskState.STOPPING), record.id
+        assert not record.spec.max_calls, record.id
+        assert not worker.is_last, worker.id
+    if worker.queue:
+        assert worker.task is not None, worker.id
+    if worker.task is not None:
+        assert worker.task.worker is worker, worker.id
+    if worker.lease is not None and worker.lease.is_lent:
+        assert worker.task is not None, worker.id
+        assert worker.task.state in (TaskState.BLOCKED, TaskState.STOPPING), worker.id
+
+
+def _check_kin(node: Node, record: TaskRecord) -> None:
+    kin = record.kin
+    if kin is None:
+        return
+    for child in kin.children.values():
+        assert node.tasks.get(child.id) is child, (record.id, child.id)
+        assert child.kin is not None, child.id
+        assert child.kin.parent is record, child.id
+    for child in kin.waits_for.values():
+        assert node.tasks.get(child.id) is child, (record.id, child.id)
+        assert child.kin is not None, child.id
+        assert child.kin.awaited_by is record, child.id
+    assert not kin.waits_for or record.state in (
+        TaskState.BLOCKED,
+        TaskState.STOPPING,
+    ), record.id
+    if kin.parent is not None:
+        assert node.tasks.get(kin.parent.id) is kin.parent, record.id

@@ -1,0 +1,149 @@
+"""Waits that can never end: found, and told in words.
+
+Tasks that wait hold what they have (all but CPUs). Suppose that all else ends and
+gives back what it holds: whoever then still waits for a task that does not fit waits
+for ever. This is the banker's algorithm (Dijkstra, EWD 108) turned round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from aiogpu.core.ids import TaskId
+from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.resources import CPU, UNIT, Request
+
+
+def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
+    """The tasks whose wait has to fail so that all others can end, each with why."""
+    blocked = {
+        worker.task.id: worker.task
+        for worker in node.workers
+        if worker.task is not None and worker.task.state is TaskState.BLOCKED
+    }
+    if not any(_keeps_something(record) for record in blocked.values()):
+        return []
+    found = []
+    while stuck := _reduce(node.ledger, blocked):
+        # The one that was started last has the least to lose.
+        parent, child = max(stuck, key=lambda pair: pair[1].id)
+        found.append((child, _explain(child, blocked.values())))
+        del blocked[parent.id]
+    return found
+
+
+def _reduce(
+    ledger: Ledger, blocked: dict[TaskId, TaskRecord]
+) -> list[tuple[TaskRecord, TaskRecord]]:
+    """Let all end that can; give who still waits, with a task that does not fit."""
+    room = _Room(ledger, blocked.values())
+    moved = True
+    while moved and blocked:
+        moved = False
+        for record in list(blocked.values()):
+            if all(_can_end(child, blocked, room) for child in _awaited(record)):
+                del blocked[record.id]
+                room.give_back(record)
+                moved = True
+    return [
+        (record, child)
+        for record in blocked.values()
+        for child in _awaited(record)
+        if child.state is TaskState.WAITING and not room.fits(child)
+    ]
+
+
+def _awaited(record: TaskRecord) -> Iterator[TaskRecord]:
+    return iter(record.kin.waits_for.values() if record.kin else ())
+
+
+def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], room: _Room) -> bool:
+    if child.state is TaskState.WAITING:
+        return room.fits(child)
+    return child.id not in blocked
+
+
+def _lease(record: TaskRecord) -> Lease:
+    assert record.worker is not None, record
+    assert record.worker.lease is not None, record.worker
+    return record.worker.lease
+
+
+def _keeps_something(record: TaskRecord) -> bool:
+    request = _lease(record).request
+    return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
+
+
+class _Room:
+    """What there is if all ends but some that wait."""
+
+    def __init__(self, ledger: Ledger, holders: Iterable[TaskRecord]) -> None:
+        self._ledger = ledger
+        self._free = dict(ledger.capacity)
+        self._shares = {
+            kind: [UNIT] * len(devices.devices)
+            for kind, devices in ledger.device_sets.items()
+        }
+        self._known: dict[Request, bool] = {}
+        for record in holders:
+            self._move(_lease(record), -1)
+
+    def give_back(self, record: TaskRecord) -> None:
+        self._known.clear()
+        self._move(_lease(record), 1)
+
+    def _move(self, lease: Lease, sign: int) -> None:
+        for name, amount in lease.request.scalars:
+            if name != CPU:
+                self._free[name] += sign * amount
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            for index, part in shares:
+                self._shares[kind][index] += sign * part
+
+    def fits(self, record: TaskRecord) -> bool:
+        request = record.spec.shape.request
+        known = self._known.get(request)
+        if known is None:
+            known = self._known[request] = self._try(request)
+        return known
+
+    def _try(self, request: Request) -> bool:
+        if any(self._free.get(name, 0) < amount for name, amount in request.scalars):
+            return False
+        for kind, amount in request.devices:
+            devices = self._ledger.device_sets[kind]
+            usable = devices.mask_of_type(request.accelerator_type)
+            shares = [
+                free
+                for index, free in enumerate(self._shares[kind])
+                if usable >> index & 1
+            ]
+            wanted, part = (1, amount) if amount < UNIT else (amount // UNIT, UNIT)
+            if sum(free >= part for free in shares) < wanted:
+                return False
+        return True
+
+
+def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
+    """The chain from the first that waits to the one that cannot run."""
+    chain: list[TaskRecord] = []
+    record = child.kin.awaited_by if child.kin else None
+    while record is not None and record not in chain:
+        chain.insert(0, record)
+        record = record.kin.awaited_by if record.kin else None
+    told = [
+        f"{one.spec.name} holds {_lease(one).request} and waits for {other.spec.name}"
+        for one, other in zip(chain, [*chain[1:], child], strict=True)
+    ]
+    others = [
+        f"{one.spec.name} holds {_lease(one).request} and waits as well"
+        for one in blocked
+        if one not in chain
+    ]
+    return (
+        f"{child.spec.name} asks for {child.spec.shape.request}, and those that wait "
+        f"hold it: {'; '.join(told + others)}"
+    )

@@ -1,0 +1,155 @@
+"""From a lease to a worker, and from one task of a worker to its next.
+
+A worker that has ended a task of some shape takes the next one of that shape over
+with its lease, without the ledger, as long as no other shape's turn has come. While
+tasks are short it is sent some ahead, so that it never waits for an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.effects import Ahead, Assign, Effect, Spawn
+from aiogpu.core.ledger import Lease
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.ready import Bucket
+from aiogpu.core.records import (
+    TaskRecord,
+    WorkerRecord,
+    binding_of,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.stopping import let_end
+from aiogpu.core.watch import watch
+
+_WAITING: Final = TaskState.WAITING
+_QUEUED: Final = TaskState.QUEUED
+_RUNNING: Final = TaskState.RUNNING
+
+
+def start(
+    node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
+) -> None:
+    """Find a worker for a task: an idle one that fits, or a new one."""
+    spec, workers = record.spec, node.workers
+    worker = None
+    if spec.max_calls != 1:
+        worker = workers.take_idle(binding_of(spec, lease))
+    if worker is None:
+        worker = workers.take_idle(None)
+    if worker is not None:
+        effects.append(assign(node, record, worker, lease, now))
+        return
+    worker = workers.take_unclaimed()
+    if worker is None:
+        worker = workers.create()
+        effects.append(Spawn(worker.id))
+    move_task(record, TaskState.STARTING)
+    record.worker, worker.task, worker.lease = worker, record, lease
+
+
+def assign(
+    node: Node, record: TaskRecord, worker: WorkerRecord, lease: Lease, now: float
+) -> Assign:
+    """Give a connected worker its only task."""
+    spec = record.spec
+    is_first = worker.binding is None
+    if is_first:
+        worker.binding = binding_of(spec, lease)
+    if spec.max_calls:
+        calls = worker.calls.get(spec.function, 0) + 1
+        worker.is_last = calls >= spec.max_calls
+    move_task(record, _RUNNING)
+    move_worker(worker, WorkerState.BUSY)
+    record.worker, worker.task, worker.lease = worker, record, lease
+    if worker.look_at is None:
+        watch(node, worker, node.patience.unheard, now)
+    return Assign(record.id, worker.id, lease, is_first, worker.is_last)
+
+
+def release(node: Node, worker: WorkerRecord, now: float) -> None:
+    """End the lease of a worker without a task; of one that ends, later."""
+    if worker.is_last:
+        let_end(node, worker, now)
+        return
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease = None
+    node.workers.put_idle(worker)
+
+
+def take_turn(
+    node: Node, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """Begin with the next of those that the worker has been sent ahead.
+
+    One that was cancelled there is decided about when its queue is `Revoked`.
+    """
+    record = worker.task = worker.queue.popleft()
+    if record.state is _QUEUED:
+        record.state = _RUNNING
+    if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
+        bucket = node.ready.by_shape.get(record.spec.shape)
+        if bucket is not None and may_follow(node, bucket):
+            refill(node, worker, bucket, now, effects)
+
+
+def hand_over(
+    node: Node, worker: WorkerRecord, bucket: Bucket, effects: list[Effect], now: float
+) -> bool:
+    """Give the worker, with its lease, the next task of its shape; False if none may.
+
+    Whatever its last task held is held on, so the ledger need not know.
+    """
+    record = bucket.head()
+    if record is None or record.spec.max_calls or worker.is_last:
+        return False
+    if not may_follow(node, bucket):
+        return False
+    node.ready.pop(bucket)
+    record.state = _RUNNING
+    record.worker, worker.task = worker, record
+    assert worker.lease is not None, worker
+    effects.append(Assign(record.id, worker.id, worker.lease, False, False))
+    if bucket.size:
+        refill(node, worker, bucket, now, effects)
+    if worker.look_at is None:
+        watch(node, worker, node.patience.unheard, now)
+    return True
+
+
+def may_follow(node: Node, bucket: Bucket) -> bool:
+    """Whether a lease may go on in this shape without asking whose turn it is."""
+    return node.reservation is None and node.ready.is_first(bucket)
+
+
+def refill(
+    node: Node,
+    worker: WorkerRecord,
+    bucket: Bucket,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Send the worker tasks ahead, if they are short; each its fair part of them."""
+    queue = worker.queue
+    fair = bucket.size // max(len(node.ledger.leases), 2)
+    ahead = []
+    while True:
+        record = bucket.head()
+        if record is None or record.spec.max_calls:
+            break
+        if len(queue) >= min(record.spec.pace.depth, fair):
+            break
+        node.ready.pop(bucket)
+        record.state = _QUEUED
+        record.worker = worker
+        queue.append(record)
+        ahead.append(record.id)
+    worker.refill_at = len(queue) // 2
+    if ahead:
+        effects.append(Ahead(worker.id, ahead))
+        soon = now + node.patience.long
+        if worker.look_at is None or worker.look_at > soon:
+            watch(node, worker, node.patience.long, now)

@@ -1,0 +1,100 @@
+"""One line of waiting tasks: first come, first served, and anybody may leave.
+
+Who leaves is only counted, and skipped when his turn comes; where those who left
+outnumber the rest, each leaving sweeps a few of them out, so that neither memory
+nor any single step grows with the line.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from aiogpu.core.ids import TaskId
+from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.records import TaskRecord
+
+SWEPT: Final = 4
+"""Tasks that one leaving looks at."""
+SEARCHED: Final = 4096
+"""Tasks that are counted one by one for a position."""
+
+_WAITING: Final = TaskState.WAITING
+
+
+class WaitingLane:
+    """Tasks in order of their ids. `_swept` goes before `_rest`."""
+
+    def __init__(self) -> None:
+        self._swept: deque[TaskRecord] = deque()
+        self._rest: deque[TaskRecord] = deque()
+        self._left = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._swept) + len(self._rest) - self._left
+
+    def push(self, record: TaskRecord) -> None:
+        """Add a task with an id above all others."""
+        self._rest.append(record)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Add a task that has been first before; costs as many as go before it."""
+        earlier = []
+        while (head := self.head()) is not None and head.id < record.id:
+            earlier.append(head)
+            self.pop()
+        self._swept.appendleft(record)
+        self._swept.extendleft(reversed(earlier))
+
+    def head(self) -> TaskRecord | None:
+        """The first that waits, None without one."""
+        for part in (self._swept, self._rest):
+            while part:
+                record = part[0]
+                if record.state is _WAITING:
+                    return record
+                part.popleft()
+                self._left -= 1
+        return None
+
+    def pop(self) -> None:
+        """Remove the head."""
+        (self._swept or self._rest).popleft()
+
+    def note_left(self) -> None:
+        """One that stands here waits no longer."""
+        self._left += 1
+        if self._left > len(self):
+            for _ in range(min(SWEPT, len(self._rest))):
+                record = self._rest.popleft()
+                if record.state is _WAITING:
+                    self._swept.append(record)
+                else:
+                    self._left -= 1
+            if not self._rest:
+                self._swept, self._rest = self._rest, self._swept
+
+    def position(self, record: TaskRecord) -> int:
+        """How many go before a task; those that left may count, far behind."""
+        before = 0
+        for other in self:
+            if other is record:
+                return before
+            before += 1
+            if before == SEARCHED:
+                break
+        behind = bisect_left(self._rest, record.id, key=_id_of)
+        return max(before, len(self._swept) + behind - self._left)
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        for part in (self._swept, self._rest):
+            for record in part:
+                if record.state is _WAITING:
+                    yield record
+
+
+def _id_of(record: TaskRecord) -> TaskId:
+    return record.id

@@ -1,0 +1,64 @@
+"""What the scheduler knows of its node, and the few moves that all its parts make.
+
+State without decisions: those are made in `dispatch`, `ahead`, `stopping`,
+`family`, `placement` and `reservation`, which all work on this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.policy import Patience
+from aiogpu.core.ready import ReadyQueue
+from aiogpu.core.records import TaskRecord, move_task
+from aiogpu.core.table import Table
+from aiogpu.core.timers import AlarmKind, Timers
+from aiogpu.core.workers import Workers
+
+if TYPE_CHECKING:
+    from aiogpu.core.reservation import Reservation
+
+_ENDED: Final = TaskState.ENDED
+
+
+class Node:
+    """The ledger, the queue and the records of one node.
+
+    Attributes:
+        reservation: what is kept for a task that has waited long, None for none.
+        most_idle: workers that may wait for work.
+    """
+
+    def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
+        self.ledger = ledger
+        self.patience = patience or Patience()
+        self.ready = ReadyQueue()
+        self.workers = Workers()
+        self.tasks: Table[TaskRecord] = Table()
+        self.timers = Timers()
+        self.reservation: Reservation | None = None
+        self.is_closing = False
+        self.most_idle = self.patience.idle_workers
+
+    def take(self, record: TaskRecord) -> Lease | None:
+        """Take what a task asks for, unless it is kept for another."""
+        reservation = self.reservation
+        request = record.spec.shape.request
+        if reservation is None or reservation.lets_pass(record):
+            return self.ledger.take(request)
+        return self.ledger.take(request, reservation.barred, reservation.kept)
+
+    def end(self, record: TaskRecord) -> None:
+        """A task's code has stopped, or will never run: forget it."""
+        move_task(record, _ENDED)
+        self.tasks.pop(record.id)
+        if record.spec.timeout is not None:
+            self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+
+    def wait_again(self, record: TaskRecord) -> None:
+        """Put a task that holds nothing any more where it stood in the queue."""
+        record.worker = None
+        move_task(record, TaskState.WAITING)
+        self.ready.push_back(record)

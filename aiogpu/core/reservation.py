@@ -1,0 +1,161 @@
+"""What is kept for a task that others would go past for ever.
+
+The rule: the first of those that have waited `reserve_after` and do not fit has what
+it needs kept for it. Whoever comes after it may take only the rest, or what he gives
+back, by his own `timeout`, before it could begin. There is one reservation at a time,
+so each ends with the tasks that run now. What is held without end is never waited
+for: then nothing is kept. The idea is that of EASY backfilling (Lifka, 1995).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from aiogpu.core.devices import DeviceSet
+from aiogpu.core.ledger import Lease
+from aiogpu.core.node import Node
+from aiogpu.core.ready import Precedence, precedence
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.resources import UNIT
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What others may not take.
+
+    Attributes:
+        record: for whom it is kept.
+        turn: his place; who goes before it may take anything.
+        barred: devices by kind, as bit masks.
+        kept: amounts of undivided resources, in parts.
+        until: when he can begin at the latest, infinite where nobody knows.
+        grace: seconds that a task gets to end after its timeout.
+    """
+
+    record: TaskRecord
+    turn: Precedence
+    barred: Mapping[str, int]
+    kept: Mapping[str, int]
+    until: float
+    grace: float
+
+    def lets_pass(self, record: TaskRecord) -> bool:
+        """Whether a task may take what is kept."""
+        if record is self.record or precedence(record) < self.turn:
+            return True
+        if record.kin is not None and record.kin.parent is not None:
+            # Its parent may be one of those that are waited for.
+            return True
+        timeout = record.spec.timeout
+        if timeout is None or self.until == inf:
+            return False
+        return record.since + timeout + self.grace <= self.until
+
+
+@dataclass(slots=True)
+class Hold:
+    """What is known of a lease: when it ends, whether it ever does."""
+
+    lease: Lease
+    ends: float
+    is_endless: bool
+
+
+def reserve(node: Node, record: TaskRecord) -> Reservation | None:
+    """Plan what to keep for a task; None if somebody holds it without end."""
+    request = record.spec.shape.request
+    holds = list(_holds(node))
+    until = 0.0
+    for name, amount in request.scalars:
+        moment = _when_enough(node.ledger.free[name], amount, _of(holds, name))
+        if moment is None:
+            return None
+        until = max(until, moment)
+    barred = {}
+    for kind, amount in request.devices:
+        devices = node.ledger.device_sets[kind]
+        usable = devices.mask_of_type(request.accelerator_type)
+        chosen = _choose(devices, amount, usable, _by_device(holds, kind))
+        if chosen is None:
+            return None
+        barred[kind], moment = chosen
+        until = max(until, moment)
+    turn = precedence(record)
+    kept = dict(request.scalars)
+    grace = node.patience.cancel_grace
+    return Reservation(record, turn, barred, kept, until, grace)
+
+
+def _holds(node: Node) -> Iterator[Hold]:
+    grace = node.patience.cancel_grace
+    for worker in node.workers:
+        if worker.lease is None:
+            continue
+        record, ends = worker.task, inf
+        if record is None:
+            ends = 0.0  # its process is ending
+        elif record.spec.timeout is not None:
+            ends = record.since + record.spec.timeout + grace
+        is_endless = record is not None and record.spec.is_endless
+        yield Hold(worker.lease, ends, is_endless)
+
+
+def _of(holds: list[Hold], name: str) -> list[tuple[float, int, bool]]:
+    """Who holds of a resource: until when, how much, and whether without end."""
+    return [
+        (hold.ends, amount, hold.is_endless)
+        for hold in holds
+        for held, amount in hold.lease.request.scalars
+        if held == name
+    ]
+
+
+def _when_enough(
+    free: int, wanted: int, held: list[tuple[float, int, bool]]
+) -> float | None:
+    moment = 0.0
+    for ends, amount, is_endless in sorted(held):
+        if free >= wanted:
+            break
+        if not is_endless:
+            free += amount
+            moment = ends
+    return moment if free >= wanted else None
+
+
+def _by_device(
+    holds: list[Hold], kind: str
+) -> dict[int, list[tuple[float, int, bool]]]:
+    by_device: dict[int, list[tuple[float, int, bool]]] = {}
+    for hold in holds:
+        for (name, _), shares in zip(
+            hold.lease.request.devices, hold.lease.shares, strict=True
+        ):
+            if name == kind:
+                for index, part in shares:
+                    by_device.setdefault(index, []).append(
+                        (hold.ends, part, hold.is_endless)
+                    )
+    return by_device
+
+
+def _choose(
+    devices: DeviceSet,
+    amount: int,
+    usable: int,
+    held: dict[int, list[tuple[float, int, bool]]],
+) -> tuple[int, float] | None:
+    """The devices that will serve soonest, as a mask, and when."""
+    wanted, part = (1, amount) if amount < UNIT else (amount // UNIT, UNIT)
+    found = []
+    for index, free in enumerate(devices.free):
+        if usable >> index & 1:
+            moment = _when_enough(free, part, held.get(index, []))
+            if moment is not None:
+                found.append((moment, -free, index))
+    if len(found) < wanted:
+        return None
+    best = sorted(found)[:wanted]
+    return sum(1 << index for _, _, index in best), best[-1][0]

@@ -1,0 +1,95 @@
+"""Ending what nobody wants any more: tasks in whichever state, workers that idle."""
+
+from __future__ import annotations
+
+from aiogpu.core.effects import Effect, Forget, Interrupt, Kill, Retire
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.records import (
+    Stop,
+    TaskRecord,
+    WorkerRecord,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.timers import AlarmKind
+from aiogpu.core.watch import revoke
+
+
+def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> None:
+    """Stop a task in whichever state it is; its owner waits for nothing."""
+    if record.state is TaskState.WAITING:
+        node.end(record)
+        node.ready.discard(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.STARTING:
+        _unclaim(node, record)
+        node.end(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.QUEUED:
+        assert record.worker is not None, record
+        move_task(record, TaskState.STOPPING)
+        revoke(record.worker, effects)
+    elif record.state is not TaskState.STOPPING:
+        assert record.worker is not None, record
+        move_task(record, TaskState.STOPPING)
+        interrupt(node, record, now, effects)
+        if record.worker.queue:
+            revoke(record.worker, effects)
+
+
+def _unclaim(node: Node, record: TaskRecord) -> None:
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease = worker.task = record.worker = None
+    node.workers.put_unclaimed(worker)
+
+
+def interrupt(
+    node: Node, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """Ask a task's worker to stop it, once more if need be."""
+    assert record.worker is not None, record
+    if record.stop is None:
+        record.stop = Stop(now + node.patience.cancel_grace)
+    stop = record.stop
+    effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
+    stop.interrupts += 1
+    again = min(now + node.patience.interrupt_every, stop.kill_at)
+    node.timers.set(again, AlarmKind.STOP, record.id)
+
+
+def go_on_stopping(
+    node: Node, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """A task that was asked to stop has not answered yet."""
+    if record.stop is None:
+        return
+    worker = record.worker
+    assert worker is not None, record
+    if now < record.stop.kill_at:
+        interrupt(node, record, now, effects)
+    elif worker.queue:
+        # Being taken back; what is queued shall not die with it.
+        again = now + node.patience.long
+        node.timers.set(again, AlarmKind.STOP, record.id)
+    else:
+        # An answer may still be under way; the worker is doomed all the same.
+        worker.is_last = True
+        effects.append(Kill(worker.id))
+
+
+def retire_idle(node: Node, now: float, effects: list[Effect]) -> None:
+    """Retire those that have been idle longest, if there are too many."""
+    while node.workers.idle > node.most_idle:
+        worker = node.workers.pop_longest_idle()
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def let_end(node: Node, worker: WorkerRecord, now: float) -> None:
+    """A worker gets no more work, and a while to end."""
+    move_worker(worker, WorkerState.ENDING)
+    node.timers.set(now + node.patience.exit_grace, AlarmKind.END, worker.id)

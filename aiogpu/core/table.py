@@ -1,0 +1,72 @@
+"""Things by task id, in shards, so that growing never copies more than one shard.
+
+A plain dict of a million entries copies itself as a whole when it grows, which
+holds the loop for 50 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Final, Generic, TypeVar
+
+from aiogpu.core.ids import TaskId
+
+T = TypeVar("T")
+
+BITS: Final = 12
+"""Ids that differ in these last bits alone share a shard."""
+
+
+class Table(Generic[T]):
+    """A mapping from task ids that were handed out in order."""
+
+    def __init__(self) -> None:
+        self._shards: dict[int, dict[TaskId, T]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._shards)
+
+    def __iter__(self) -> Iterator[TaskId]:
+        return chain.from_iterable(self._shards.values())
+
+    def __contains__(self, task: object) -> bool:
+        return isinstance(task, int) and self.get(TaskId(task)) is not None
+
+    def __getitem__(self, task: TaskId) -> T:
+        return self._shards[task >> BITS][task]
+
+    def __setitem__(self, task: TaskId, value: T) -> None:
+        shard = self._shards.get(task >> BITS)
+        if shard is None:
+            self._shards[task >> BITS] = {task: value}
+        else:
+            shard[task] = value
+
+    def __delitem__(self, task: TaskId) -> None:
+        self.pop(task)
+
+    def get(self, task: TaskId) -> T | None:
+        """What belongs to the id, None without it."""
+        shard = self._shards.get(task >> BITS)
+        return None if shard is None else shard.get(task)
+
+    def pop(self, task: TaskId) -> T:
+        """Remove what belongs to the id.
+
+        Raises:
+            KeyError: there is nothing.
+        """
+        shard = self._shards[task >> BITS]
+        value = shard.pop(task)
+        if not shard:
+            del self._shards[task >> BITS]
+        return value
+
+    def values(self) -> Iterator[T]:
+        """All that is there, in order of the ids' shards."""
+        for shard in self._shards.values():
+            yield from shard.values()

@@ -1,0 +1,129 @@
+"""Workers that are looked at, and what is taken back from those that come no further.
+
+A busy worker answers nothing, so the queue behind a long task is taken back without
+its help: whoever carries out `Revoke` makes sure that the worker begins nothing more
+of it, and says in `Revoked` how far it had come.
+"""
+
+from __future__ import annotations
+
+from aiogpu.core.effects import Effect, Forget, Kill, Revoke
+from aiogpu.core.events import Revoked
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
+from aiogpu.core.timers import AlarmKind
+
+
+def watch(node: Node, worker: WorkerRecord, seconds: float, now: float) -> None:
+    """Look at a busy worker so many seconds later."""
+    worker.look_at = now + seconds
+    worker.watched, worker.watched_since = worker.task, now
+    node.timers.set(worker.look_at, AlarmKind.LOOK, worker.id)
+
+
+def look(
+    node: Node, worker: WorkerRecord, when: float, now: float, effects: list[Effect]
+) -> None:
+    """An alarm set by `watch` rings: see whether the worker has come further."""
+    if worker.look_at != when:
+        return  # it is looked at some other time
+    worker.look_at = None
+    record, patience = worker.task, node.patience
+    if record is None or worker.state is not WorkerState.BUSY:
+        return
+    if record is not worker.watched:
+        watch(node, worker, patience.long if worker.queue else patience.unheard, now)
+        return
+    if worker.queue:
+        record.spec.pace.note_long()
+    revoke(worker, effects)
+
+
+def revoke(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """Take back what the worker has not begun; it is known which when `Revoked`."""
+    if not worker.is_revoking:
+        worker.is_revoking = True
+        worker.revocations += 1
+        effects.append(Revoke(worker.id, worker.revocations))
+
+
+def on_revoked(
+    node: Node, worker: WorkerRecord, event: Revoked, now: float, effects: list[Effect]
+) -> None:
+    """Return what was not begun to the queue, each task to its old place."""
+    if not worker.is_revoking or worker.revocations != event.number:
+        return  # it has ended all that was meant
+    worker.is_revoking = False
+    if worker.task is None or worker.state is not WorkerState.BUSY:
+        return
+    inflight = [worker.task, *worker.queue]
+    begun = count_begun(inflight, event.began)
+    for record in reversed(inflight[max(begun, 1) :]):
+        worker.queue.pop()
+        return_task(node, record, effects)
+    worker.refill_at = 0
+    if begun == 0:
+        _return_head(node, worker, now, effects)
+
+
+def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
+    """How many of a worker's tasks it has begun, if that one is the last."""
+    for number, record in enumerate(inflight, start=1):
+        if record.id == began:
+            return number
+    return 0
+
+
+def return_task(node: Node, record: TaskRecord, effects: list[Effect]) -> None:
+    """A task that was sent has not run, and will not: it waits again or has ended."""
+    if record.state is TaskState.STOPPING:
+        record.worker = None
+        node.end(record)
+        effects.append(Forget(record.id))
+    else:
+        node.wait_again(record)
+
+
+def _return_head(
+    node: Node, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    record = worker.task
+    assert record is not None, worker
+    worker.task = None
+    return_task(node, record, effects)
+    is_new = record is not worker.watched
+    if is_new or now - worker.watched_since < node.patience.unheard:
+        leave_task(node, worker)
+        return
+    # It is stopped or hangs where no task is: others shall not wait for it too.
+    worker.is_last = True
+    move_worker(worker, WorkerState.ENDING)
+    effects.append(Kill(worker.id))
+
+
+def leave_task(node: Node, worker: WorkerRecord) -> None:
+    """A worker holds a lease for a task that it does not run after all."""
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease, worker.is_last = None, False
+    node.workers.put_idle(worker)
+
+
+def on_skipped(
+    node: Node, worker: WorkerRecord, record: TaskRecord, effects: list[Effect]
+) -> None:
+    """A task whose turn had come was taken back in the same moment; it did not run."""
+    if worker.task is not record:
+        if record in worker.queue:
+            worker.queue.remove(record)
+            return_task(node, record, effects)
+        return
+    worker.task = None
+    return_task(node, record, effects)
+    if worker.queue:
+        worker.task = worker.queue.popleft()
+        if worker.task.state is TaskState.QUEUED:
+            worker.task.state = TaskState.RUNNING
+    else:
+        leave_task(node, worker)

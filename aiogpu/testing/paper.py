@@ -1,0 +1,113 @@
+"""Workers and tasks of paper: what an onlooker would see of the real ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from aiogpu.core import effects
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.records import Binding
+from aiogpu.core.specs import TaskSpec
+
+News = Literal["settled", "expired", "lost", "deadlocked", "disowned", "abandoned"]
+"""What a task's owner can be told."""
+
+NEWS: Final[Mapping[type[effects.Effect], News]] = {
+    effects.Settle: "settled",
+    effects.Expire: "expired",
+    effects.Lose: "lost",
+    effects.Deadlock: "deadlocked",
+    effects.Disown: "disowned",
+    effects.Abandon: "abandoned",
+}
+
+
+@dataclass(slots=True, eq=False)
+class PaperTask:
+    """A task as its owner sees it.
+
+    Attributes:
+        news: what the owner was told, None so far.
+        is_cancelled: whether the owner has cancelled it, before any news.
+        is_forgotten: whether what is kept for it may be dropped.
+        interrupts: how often a worker was asked to stop it.
+        gpus: the devices that it got when it was last sent.
+        runs: how often a worker has begun it.
+        reason: what the owner was told beside the news.
+    """
+
+    id: TaskId
+    spec: TaskSpec
+    news: News | None = None
+    is_cancelled: bool = False
+    is_forgotten: bool = False
+    interrupts: int = 0
+    gpus: tuple[int, ...] = ()
+    runs: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class PaperWorker:
+    """A worker process as an onlooker sees it.
+
+    Attributes:
+        has_started: whether it has connected.
+        is_ending: whether it gets no more work.
+        is_stopped: whether it begins nothing, as under SIGSTOP.
+        revoking: numbers of the `Revoke`s that are not answered.
+        last_revoke: number of the latest one.
+        sent: what it was sent and has neither answered nor been told to drop.
+        void: what it was told to drop and has not been told of yet.
+        task: what it has begun and not answered.
+        began: what it has come to last, None if that is answered.
+        binding: environment and devices of the first task that it was sent.
+    """
+
+    id: WorkerId
+    has_started: bool = False
+    is_ending: bool = False
+    is_stopped: bool = False
+    revoking: deque[int] = field(default_factory=deque)
+    last_revoke: int = 0
+    sent: deque[PaperTask] = field(default_factory=deque)
+    void: deque[PaperTask] = field(default_factory=deque)
+    task: PaperTask | None = None
+    began: PaperTask | None = None
+    binding: Binding | None = None
+
+    def begin(self) -> None:
+        """Begin the next task, unless one runs or it is stopped."""
+        if self.task is None and self.sent and not self.is_stopped:
+            self.task = self.began = self.sent[0]
+            self.task.runs += 1
+
+    def answer(self) -> PaperTask:
+        """End the task that runs."""
+        task = self.sent.popleft()
+        assert task is self.task, (task, self.task)
+        self.task = self.began = None
+        return task
+
+    def revoke(self, number: int) -> None:
+        """Drop what is not begun."""
+        self.revoking.append(number)
+        self.last_revoke = number
+        self.void.extend(self.sent)
+        self.sent.clear()
+        if self.task is not None:
+            self.void.popleft()
+            self.sent.append(self.task)
+
+    def forget_void(self, number: int) -> None:
+        """It is known what was dropped; of one that was skipped it is told yet."""
+        if number == self.last_revoke:
+            self.void = deque(task for task in self.void if task is self.began)
+
+    def skip(self) -> PaperTask:
+        """Come to a task's turn and find it revoked."""
+        self.began = self.void[0]
+        return self.began
