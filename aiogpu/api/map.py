@@ -11,25 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from aiogpu.api.handle import Handle
-from aiogpu.errors import MisuseError, NoLoopError, OptionError
+from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
 
 R = TypeVar("R")
 
 DEFAULT_LIMIT: Final = 256
-"""Calls ahead where the user names no limit. Twice the cores of a large machine: each
-slot has a task, and as many wait close by. Few enough to hold all their results."""
+"""Calls ahead where the user names no limit. Enough that every slot of a node with a
+hundred cores has a task and as many wait, few enough to hold in memory; on two cores
+calls that do nothing come no faster with four times as many."""
 
 _NOTHING: Final = object()
 _THROUGH: Final = "have been iterated to their end"
 _CLOSED: Final = "were closed"
 _CANCELLED: Final = "ended when the task that awaited them was cancelled"
-
-# Unlike the handle's own, it tells of the task's error without unpickling a result.
-_exception: Final[Callable[[Any], object]] = asyncio.Future.exception
 
 
 class Results(AsyncIterator[R]):
@@ -88,8 +87,16 @@ class Results(AsyncIterator[R]):
                 await window.news()
         except GeneratorExit:
             # It may be the garbage collector's, in the midst of anything.
+            self._ended = _CANCELLED
             self._stop_soon()
             raise
+        except StopAsyncIteration as error:
+            self._end("ended with StopAsyncIteration")
+            raise TaskError(
+                f"{self._name} or what it is mapped over raised StopAsyncIteration; as "
+                f"such it would end the loop as if all results had come.",
+                "StopAsyncIteration",
+            ) from error
         except BaseException as error:
             self._end(
                 _CANCELLED
@@ -135,14 +142,10 @@ class Results(AsyncIterator[R]):
     def _stop_soon(self) -> None:
         """Stop on the loop: who drops the last reference may be any thread."""
         window = self._window
-        is_idle = window.is_closed or not (window.ahead or window.reader)
-        if is_idle or window.loop.is_closed():
-            return
-        try:
-            window.loop.call_soon_threadsafe(window.close)
-        except RuntimeError:
-            # The loop was closed just now, and its node with it.
-            window.is_closed = True
+        if not window.is_closed:
+            # A loop that is closed, and its node with it, refuses.
+            with suppress(RuntimeError):
+                window.loop.call_soon_threadsafe(window.close)
 
     def _refuse(self) -> NoReturn:
         raise MisuseError(
@@ -240,6 +243,8 @@ class _Window(Generic[R]):
         """Read an async iterable while there is room, until the window closes."""
         try:
             async for item in iterable:
+                if self.is_closed:
+                    break  # it has caught its CancelledError and goes on
                 self._submit(item)
                 while self.ahead >= self.limit:
                     self._room = self.loop.create_future()
@@ -284,9 +289,8 @@ class _Window(Generic[R]):
         if self.reader is not None:
             self.reader.cancel()
         for handle in reversed(handles):
-            if not handle.cancel() and not handle.cancelled():
-                # An error that nobody will ask for; asyncio would warn of it.
-                _exception(handle)
+            # On one that has ended it only says that its error may go unheard.
+            handle.cancel()
         self._wake()
 
 

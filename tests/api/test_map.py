@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from typing import Any
@@ -21,6 +22,7 @@ from aiogpu.errors import (
     NoLoopError,
     OptionError,
     SerializationError,
+    TaskError,
 )
 from aiogpu.wire.payload import dump_result
 from tests.api.paper_engine import PaperEngine
@@ -61,8 +63,8 @@ async def paper() -> AsyncIterator[Paper]:
     session.start_opening()
     await session.opened()
     yield paper
-    gc.collect()
     await session.shutdown()
+    paper.receivers.clear()
     gc.collect()
     assert told == []
 
@@ -235,6 +237,18 @@ async def test_an_error_comes_in_its_place_and_ends_it(
     assert paper.cancelled == [6, 5, 3], "newest first, and not what had ended"
     with pytest.raises(MisuseError, match=r"ended with KeyError.*train\.map"):
         await anext(results)
+
+
+async def test_a_stop_raised_by_a_task_is_no_end(paper: Paper) -> None:
+    """[B37] Its own type would end the loop, with no sign of what is missing."""
+    task = asyncio.ensure_future(listed(train.map(Numbers(), limit=2)))
+    await settled()
+    paper.fail(1, StopAsyncIteration("from an iterator of its own"))
+    error = await ended(task)
+    assert isinstance(error, TaskError)
+    assert error.type_name == "StopAsyncIteration"
+    assert str(error.__cause__) == "from an iterator of its own"
+    assert paper.cancelled == [2]
 
 
 async def test_unordered_an_error_overtakes(paper: Paper) -> None:
@@ -451,6 +465,21 @@ async def test_closing_waits_for_the_async_iterable(
     assert isinstance(await ended(task), StopAsyncIteration if is_waited else int)
 
 
+async def test_an_async_iterable_that_does_not_hear_of_the_end(paper: Paper) -> None:
+    async def later() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            yield 2
+
+    results = train.map(later())
+    task = await asking(results)
+    await results.aclose()
+    assert isinstance(await ended(task), StopAsyncIteration)
+    assert (paper.called, paper.cancelled) == (1, [1])
+
+
 async def test_dropped_the_reader_of_an_async_iterable_ends(paper: Paper) -> None:
     has_left = asyncio.Event()
 
@@ -521,6 +550,44 @@ async def test_a_step_that_is_closed_stops_it(paper: Paper) -> None:
     assert paper.cancelled == [], "it may be the garbage collector's doing"
     await settled()
     assert paper.cancelled == [2, 1]
+    with pytest.raises(MisuseError, match="was cancelled"):
+        await anext(results)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_closed_it_keeps_no_handle(paper: Paper, ordered: bool) -> None:
+    async with train.map(Numbers(), limit=2, ordered=ordered) as results:
+        task = await asking(results)
+        paper.end(1)
+        await task
+        handles = [weakref.ref(handle) for handle in paper.receivers.values()]
+        del task
+    await settled()
+    paper.receivers.clear()
+    gc.collect()
+    assert [handle() for handle in handles] == [None, None]
+    assert repr(results) == "<Results of train: were closed>"
+
+
+def test_an_interrupt_in_an_async_iterable_is_not_kept_for_later() -> None:
+    async def later() -> AsyncIterator[int]:
+        yield 1
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        paper = Paper()
+        session = Session(paper, asyncio.get_running_loop())  # type: ignore[arg-type]
+        session.start_opening()
+        await session.opened()
+        results = train.map(later(), limit=1)
+        task = await asking(results)
+        paper.end(1)
+        await task
+        await settled()
+        raise AssertionError("the loop went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
 
 
 def test_dropped_when_its_loop_is_closed() -> None:

@@ -48,9 +48,11 @@ def linger(gate: Gate) -> aiogpu.RemoteFunction[[str], str]:
     return linger
 
 
-async def known() -> int:
-    """How many tasks the node knows of, waiting ones included."""
-    return len((await aiogpu.status()).tasks)
+async def left(number: int) -> None:
+    """Wait until the node knows of that many tasks, waiting ones included."""
+    async with asyncio.timeout(20):
+        while len((await aiogpu.status()).tasks) != number:
+            await asyncio.sleep(0)
 
 
 def names() -> Iterator[str]:
@@ -77,8 +79,7 @@ async def test_at_most_the_limit_runs_and_results_keep_their_order(
             first = asyncio.ensure_future(results.__anext__())
             await gate.entered("1", "2", "3")
             gate.release("2")
-            while await known() > 2:
-                await asyncio.sleep(0)
+            await left(2)
             assert not first.done(), "it is the second that has ended"
             assert set(gate.pids) == {"1", "2", "3"}, "and it still counts"
             gate.release("1")
@@ -122,7 +123,7 @@ async def test_every_item_gives_one_result(
             results.sort()
         assert results == list(range(1, 501))
         assert [each async for each in tasks.add.map([])] == []
-        assert await known() == 0
+        await left(0)
 
 
 async def test_its_first_call_opens_a_node() -> None:
@@ -148,8 +149,7 @@ async def test_break_stops_what_runs(
         gate.release("1")
         assert await task == "1"
         await gate.entered("2-cancelled", "3-cancelled")
-        while await known():
-            await asyncio.sleep(0)
+        await left(0)
         assert (await aiogpu.available_resources())["CPU"] == 8.0
 
 
