@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
     from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.map import Results as Results
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
     from aiogpu.api.node import init as init
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
+    "api.map": ("Results",),
     "api.node": (
         "available_resources",
         "cluster_resources",

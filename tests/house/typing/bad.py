@@ -47,6 +47,35 @@ async def handles() -> None:
     print(not handle)  # refused by pyright
 
 
+@aiogpu.remote
+def pair(x: int, y: int) -> int:
+    return x + y
+
+
+@aiogpu.remote
+def nothing() -> None: ...
+
+
+async def maps() -> None:
+    embed.map(["a"])  # refused
+    embed.map(1)  # refused
+    embed.map([1], limit="2")  # refused
+    embed.map([1], 2)  # refused
+    embed.map([1], orderd=False)  # refused
+    pair.map([1])  # refused
+    nothing.map([1])  # refused
+    for text in embed.map([1]):  # refused
+        print(text)
+    async for text in embed.map([1]):
+        print(text + 1)  # refused
+    async for data in fetch.map(["a"]):
+        print(data + "b")  # refused
+    with embed.map([1]):  # refused
+        pass
+    numbers: aiogpu.Results[int] = embed.map([1])  # refused
+    print(numbers)
+
+
 @aiogpu.remote(num_gpu=1)  # refused
 def unknown_option() -> None: ...
 

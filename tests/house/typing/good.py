@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import Handle, NodeStatus, RemoteFunction, Session
+from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session
 
 
 @aiogpu.remote
@@ -108,6 +108,27 @@ async def asyncio_takes_handles() -> None:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(embed.remote(1).coro())
         assert_type(task, asyncio.Task[str])
+
+
+async def urls() -> AsyncGenerator[str, None]:
+    yield "a"
+
+
+async def a_map_has_the_type_of_its_results() -> None:
+    assert_type(embed.map(range(3)), Results[str])
+    assert_type(embed.map([True]), Results[str])
+    assert_type(fetch.map(urls(), limit=2, ordered=False), Results[bytes])
+    assert_type(anything.map("text"), Results[Any])
+    assert_type(aiogpu.remote(describe).map({1, 2}), Results[str])
+    assert_type(aiogpu.remote(len).map(["a", b"b", [1]]), Results[int])
+    assert_type(embed.options(num_gpus=0.5).map(n for n in range(3)), Results[str])
+    later: AsyncIterator[list[float]] = train.map([1])
+    async for losses in later:
+        assert_type(losses, list[float])
+    async with score.map([1], limit=None) as results:
+        assert_type(results, Results[dict[str, float]])
+        assert_type(await anext(results), dict[str, float])
+        await results.aclose()
 
 
 async def a_node_opens_in_two_ways() -> None:
