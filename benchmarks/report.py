@@ -16,7 +16,18 @@ from benchmarks.port import Environment
 from benchmarks.rows import Row
 
 SCHEMA = 1
-HEAD = ("", "p50", "p99", "unit", "floor p50", "p99", "ratio", "goal", "verdict")
+HEAD = (
+    "",
+    "p50",
+    "p99",
+    "unit",
+    "floor p50",
+    "p99",
+    "ratio",
+    "note",
+    "goal",
+    "verdict",
+)
 
 
 def machine_facts(environment: Environment) -> dict[str, Any]:
@@ -82,7 +93,7 @@ def table(rows: Iterable[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column in {0, 3, 7, 8} else cell.rjust(width)
+            cell.ljust(width) if column in {0, 3, 7, 8, 9} else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
@@ -98,6 +109,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _number(row.floor),
         _number(row.floor_p99),
         "" if row.ratio is None else f"{row.ratio:.2f}",
+        row.note,
         row.goal,
         row.verdict,
     )

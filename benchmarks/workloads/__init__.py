@@ -11,7 +11,10 @@ from benchmarks.rows import Row
 from benchmarks.workloads import (
     gpu_latency,
     isolated,
+    many_gpus,
+    nested,
     noop_latency,
+    queue,
     scheduler_only,
     start,
     throughput,
@@ -25,6 +28,9 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "start": start.measure,
     "isolated": isolated.measure,
     "throughput": throughput.measure,
+    "nested": nested.measure,
     "scheduler_only": scheduler_only.measure,
+    "queue": queue.measure,
+    "many_gpus": many_gpus.measure,
 }
 """In the order in which they run."""

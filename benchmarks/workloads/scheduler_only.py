@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from statistics import median
 from time import perf_counter_ns
+from typing import Final
 
 from benchmarks.method import Scale, percentile
 from benchmarks.port import Environment, Need
-from benchmarks.rows import NO_GOAL, Row
+from benchmarks.rows import NO_GOAL, US, Goal, Row, judge
 
-GPUS = 4
+GPUS: Final = 4
+GOAL: Final = Goal(100_000, "cycles/s", is_least=True)
 
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
@@ -23,14 +25,23 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
             cycle(number)
             block.append(perf_counter_ns() - start)
         blocks.append(block)
-    rate = 1e9 / median(sum(block) / len(block) for block in blocks)
+    rates = [1e9 * len(block) / sum(block) for block in blocks]
+    rate = median(rates)
     return [
-        Row("scheduler_only: rate", "cycles/s", NO_GOAL, p50=rate, samples=blocks),
+        Row(
+            "scheduler_only: rate",
+            "cycles/s",
+            judge(rate, GOAL, scale),
+            p50=rate,
+            note=f"blocks {min(rates):,.0f} to {max(rates):,.0f}",
+            goal=str(GOAL),
+            samples=blocks,
+        ),
         Row(
             "scheduler_only: one cycle",
             "us",
             NO_GOAL,
-            p50=percentile(blocks, 50) / 1000,
-            p99=percentile(blocks, 99) / 1000,
+            p50=percentile(blocks, 50) / US,
+            p99=percentile(blocks, 99) / US,
         ),
     ]
