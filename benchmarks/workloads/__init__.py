@@ -9,6 +9,7 @@ from benchmarks.method import Scale
 from benchmarks.port import Environment
 from benchmarks.rows import Row
 from benchmarks.workloads import (
+    backlog,
     gpu_latency,
     isolated,
     many_gpus,
@@ -29,6 +30,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "isolated": isolated.measure,
     "throughput": throughput.measure,
     "nested": nested.measure,
+    "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
     "queue": queue.measure,
     "many_gpus": many_gpus.measure,
