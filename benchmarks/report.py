@@ -16,6 +16,8 @@ from benchmarks.port import Environment
 from benchmarks.rows import Row
 
 SCHEMA = 1
+BEGIN = "<!-- figures: begin"
+END = "<!-- figures: end -->"
 HEAD = (
     "",
     "p50",
@@ -97,6 +99,27 @@ def table(rows: Iterable[Row]) -> str:
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
+    )
+
+
+def fill(path: Path, machine: dict[str, Any], rows: Iterable[Row]) -> None:
+    """Put the run's facts and its table between the marks of a Markdown page.
+
+    Raises:
+        ValueError: the page lacks one of the marks.
+    """
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{path} must hold {BEGIN}...--> and below it {END}")
+    mark, close, _ = rest.partition("-->")
+    lines = [HEAD, ("---",) * len(HEAD), *map(_cells, rows)]
+    found = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    facts = f"{heading(machine)} before and {load_average()} after."
+    path.write_text(
+        f"{before}{begin}{mark}{close}\n\n{facts}\n\n{found}\n\n{end}{after}",
+        encoding="utf-8",
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import aiogpu
 from benchmarks.method import FULL, QUICK, Pair, alternate, percentile
-from benchmarks.report import table
+from benchmarks.report import fill, table
 from benchmarks.rows import Goal, judge, latency_row, rate_row
 from benchmarks.workloads import WORKLOADS
 
@@ -85,6 +85,47 @@ def test_the_table_has_the_machine_and_a_line_for_each_row(quick):
     assert ending.startswith("load average at the end")
     assert columns.split()[-4:] == ["ratio", "note", "goal", "verdict"]
     assert len(lines) == len(report["rows"])
+
+
+MACHINE = {
+    "cpu": "Abacus",
+    "cores": 2,
+    "usable_cores": 1,
+    "kernel": "6",
+    "python": "3.11",
+    "libraries": {"aiogpu": "0"},
+    "load_average": (0, 0, 0),
+}
+
+
+def test_a_page_is_filled_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    marks = "<!-- figures: begin; by hand -->", "<!-- figures: end -->"
+    page.write_text(f"above\n{marks[0]}\nold\n{marks[1]}\nbelow\n")
+    row = rate_row("x", pair(200, 500), 20, Goal(0.4, "x floor", is_least=True), FULL)
+    for _ in range(2):
+        fill(page, MACHINE, [row])
+    lines = page.read_text().splitlines()
+    assert lines[:2] == ["above", marks[0]]
+    assert lines[-2:] == [marks[1], "below"]
+    assert lines[3].startswith("Abacus, 1 of 2 cores")
+    assert [line for line in lines if line.startswith("| x | 40,000 |")]
+    assert "old" not in lines
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("above <!-- figures: begin -->\n")
+    with pytest.raises(ValueError, match="figures: end"):
+        fill(page, MACHINE, [])
+    assert page.read_text() == "above <!-- figures: begin -->\n"
+
+
+def test_the_page_of_figures_has_its_marks(tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text())
+    fill(page, MACHINE, [])
+    assert "Abacus" in page.read_text()
 
 
 def test_an_environment_that_lacks_something_says_so():
