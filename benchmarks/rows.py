@@ -11,6 +11,7 @@ from benchmarks.method import Block, Pair, Scale, percentile
 US: Final = 1_000
 MS: Final = 1_000_000
 NO_GOAL: Final = "no goal"
+BUSY: Final = "the machine is busy"
 
 SLOWEST_FLOOR: Final = 70 * US
 """A floor whose p50 is above this was measured on a busy machine."""
@@ -87,9 +88,7 @@ def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
     floor = percentile(pair.floor, 50)
     fault = ""
     if floor > SLOWEST_FLOOR:
-        fault = (
-            f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; the machine is busy"
-        )
+        fault = f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; {BUSY}"
     return Row(
         name,
         "us",
@@ -116,7 +115,7 @@ def rate_row(name: str, pair: Pair, calls: int, goal: Goal | None, scale: Scale)
     floor = calls * 1e9 / percentile(pair.floor, 50)
     fault = ""
     if floor < LEAST_RATE:
-        fault = f"the floor is below {LEAST_RATE / 1000:g} k/s; the machine is busy"
+        fault = f"the floor is below {LEAST_RATE / 1000:g} k/s; {BUSY}"
     return Row(
         name,
         "calls/s",
