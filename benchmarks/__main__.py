@@ -1,4 +1,4 @@
-"""`python -m benchmarks [WORKLOAD ...] [--json FILE] [--quick]`."""
+"""`python -m benchmarks [WORKLOAD ...] [--json FILE] [--page FILE] [--quick]`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.environments import ENVIRONMENTS
 from benchmarks.method import FULL, QUICK, Scale
 from benchmarks.port import Environment, UnsupportedError
 from benchmarks.report import (
+    fill,
     heading,
     load_average,
     machine_facts,
@@ -40,8 +41,19 @@ from benchmarks.workloads import WORKLOADS
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write machine facts and all samples to FILE.",
 )
+@click.option(
+    "--page",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Put the table between the marks of this Markdown page.",
+)
 @click.option("--quick", is_flag=True, help="Few calls: shows that all of it runs.")
-def main(workloads: Sequence[str], system: str, file: Path | None, quick: bool) -> None:
+def main(
+    workloads: Sequence[str],
+    system: str,
+    file: Path | None,
+    page: Path | None,
+    quick: bool,
+) -> None:
     """Measure WORKLOADS, all of them unless named. A slow result is no failure."""
     environment = ENVIRONMENTS[system]()
     machine = machine_facts(environment)
@@ -53,6 +65,8 @@ def main(workloads: Sequence[str], system: str, file: Path | None, quick: bool) 
     click.echo(f"load average at the end {load_average()}")
     if file is not None:
         write_report(file, report(environment, machine, rows, quick))
+    if page is not None:
+        fill(page, machine, rows)
 
 
 async def measure_all(

@@ -33,6 +33,12 @@ class Scale:
         isolated: calls in a block of isolated ones.
         isolates: blocks of these.
         starts: fresh interpreters for each question.
+        waiting: tasks that wait, where very many do.
+        few: tasks that wait, where few do.
+        fills: how often so many are submitted and finished by the scheduler alone.
+        cycles: decisions in a block of these, for the scheduler alone.
+        width: what the root of a tree of tasks starts.
+        trees: blocks of trees.
         is_judged: whether it is enough to hold against a goal.
     """
 
@@ -43,6 +49,12 @@ class Scale:
     isolated: int
     isolates: int
     starts: int
+    waiting: int
+    few: int
+    fills: int
+    cycles: int
+    width: int
+    trees: int
     is_judged: bool
 
 
@@ -54,6 +66,12 @@ FULL = Scale(
     isolated=32,
     isolates=8,
     starts=25,
+    waiting=1_000_000,
+    few=1_000,
+    fills=3,
+    cycles=5_000,
+    width=100,
+    trees=5,
     is_judged=True,
 )
 QUICK = Scale(
@@ -64,6 +82,12 @@ QUICK = Scale(
     isolated=4,
     isolates=1,
     starts=1,
+    waiting=2_000,
+    few=100,
+    fills=1,
+    cycles=50,
+    width=4,
+    trees=1,
     is_judged=False,
 )
 
@@ -78,10 +102,15 @@ class Pair:
     @property
     def ratio(self) -> float:
         """The median, over all blocks, of what the p50 is of the floor's p50."""
-        return median(
+        return median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        """For each block, what its p50 is of the floor's p50."""
+        return [
             median(workload) / median(floor)
             for floor, workload in zip(self.floor, self.workload, strict=True)
-        )
+        ]
 
     @property
     def added(self) -> float:

@@ -6,14 +6,15 @@ on and its table says so.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
-Call = Callable[[int], Awaitable[T]]
-"""Starts a task at once; its result is awaited."""
+Call = Callable[[int], asyncio.Future[T]]
+"""Starts a task at once; its result is awaited, its `cancel()` stops the work."""
 
 
 class UnsupportedError(Exception):
@@ -48,6 +49,28 @@ class Programs(NamedTuple):
     first_result: str
 
 
+class Paper(Protocol):
+    """A system's scheduler alone. Its workers are paper: they answer when told to."""
+
+    @property
+    def spent(self) -> int:
+        """Nanoseconds inside the scheduler so far, without what drives it here."""
+        ...
+
+    @property
+    def busy(self) -> int:
+        """How many workers have a task."""
+        ...
+
+    def submit(self, need: Need) -> None:
+        """Submit one task."""
+        ...
+
+    def finish(self) -> Need:
+        """End one of the running tasks, as chance has it; tells what it needed."""
+        ...
+
+
 class Environment(Protocol):
     """One system, on the running loop."""
 
@@ -79,6 +102,36 @@ class Environment(Protocol):
 
         Raises:
             UnsupportedError: its scheduler cannot be had alone.
+        """
+        ...
+
+    def paper(self, num_cpus: int, num_gpus: int) -> Paper:
+        """The system's scheduler with so much to share out, without I/O.
+
+        Raises:
+            UnsupportedError: its scheduler cannot be had alone.
+        """
+        ...
+
+    async def picture(self) -> object:
+        """What a user is given who asks what runs and what waits.
+
+        Raises:
+            UnsupportedError: he cannot ask.
+        """
+        ...
+
+    def tree(self, is_async: bool) -> Call[int]:
+        """A task that starts so many tasks, each of which starts one less.
+
+        Of these the last do nothing; a task that starts others waits for them, and
+        gives how many there were below it.
+
+        Args:
+            is_async: whether those that start others are coroutines.
+
+        Raises:
+            UnsupportedError: tasks start no tasks.
         """
         ...
 

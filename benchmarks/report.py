@@ -16,7 +16,20 @@ from benchmarks.port import Environment
 from benchmarks.rows import Row
 
 SCHEMA = 1
-HEAD = ("", "p50", "p99", "unit", "floor p50", "p99", "ratio", "goal", "verdict")
+BEGIN = "<!-- figures: begin"
+END = "<!-- figures: end -->"
+HEAD = (
+    "",
+    "p50",
+    "p99",
+    "unit",
+    "floor p50",
+    "p99",
+    "ratio",
+    "note",
+    "goal",
+    "verdict",
+)
 
 
 def machine_facts(environment: Environment) -> dict[str, Any]:
@@ -82,10 +95,31 @@ def table(rows: Iterable[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column in {0, 3, 7, 8} else cell.rjust(width)
+            cell.ljust(width) if column in {0, 3, 7, 8, 9} else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
+    )
+
+
+def fill(path: Path, machine: dict[str, Any], rows: Iterable[Row]) -> None:
+    """Put the run's facts and its table between the marks of a Markdown page.
+
+    Raises:
+        ValueError: the page lacks one of the marks.
+    """
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{path} must hold {BEGIN}...--> and below it {END}")
+    mark, close, _ = rest.partition("-->")
+    lines = [HEAD, ("---",) * len(HEAD), *map(_cells, rows)]
+    found = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    facts = f"{heading(machine)} before and {load_average()} after."
+    path.write_text(
+        f"{before}{begin}{mark}{close}\n\n{facts}\n\n{found}\n\n{end}{after}",
+        encoding="utf-8",
     )
 
 
@@ -98,6 +132,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _number(row.floor),
         _number(row.floor_p99),
         "" if row.ratio is None else f"{row.ratio:.2f}",
+        row.note,
         row.goal,
         row.verdict,
     )

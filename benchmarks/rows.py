@@ -11,6 +11,7 @@ from benchmarks.method import Block, Pair, Scale, percentile
 US: Final = 1_000
 MS: Final = 1_000_000
 NO_GOAL: Final = "no goal"
+BUSY: Final = "the machine is busy"
 
 SLOWEST_FLOOR: Final = 70 * US
 """A floor whose p50 is above this was measured on a busy machine."""
@@ -20,13 +21,23 @@ LEAST_RATE: Final = 80_000
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The most that a figure may be, and of which of a row's figures it speaks."""
+    """The bound of a figure, and of which of a row's figures it speaks.
 
-    most: float
+    Attributes:
+        bound: the most that the figure may be, or the least.
+        is_least: which of the two.
+    """
+
+    bound: float
     unit: str
+    is_least: bool = False
 
     def __str__(self) -> str:
-        return f"<= {self.most:g} {self.unit}"
+        return f"{'>=' if self.is_least else '<='} {self.bound:g} {self.unit}"
+
+    def admits(self, figure: float) -> bool:
+        """Whether the figure keeps to the bound."""
+        return figure >= self.bound if self.is_least else figure <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class Row:
 
     Attributes:
         p50, p99, floor, floor_p99, ratio: None where the row has none.
+        note: what else is to be known of the figure, such as its spread.
         verdict: "met", "not met", or in words why there is none.
         samples, floor_samples: raw, in nanoseconds, block by block.
     """
@@ -47,6 +59,7 @@ class Row:
     floor: float | None = None
     floor_p99: float | None = None
     ratio: float | None = None
+    note: str = ""
     goal: str = ""
     samples: Sequence[Block] = field(default=(), repr=False)
     floor_samples: Sequence[Block] = field(default=(), repr=False)
@@ -67,7 +80,7 @@ def judge(figure: float, goal: Goal | None, scale: Scale, fault: str = "") -> st
         return NO_GOAL
     if not scale.is_judged:
         return "not judged: --quick makes too few calls"
-    return "met" if figure <= goal.most else "not met"
+    return "met" if goal.admits(figure) else "not met"
 
 
 def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
@@ -75,9 +88,7 @@ def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
     floor = percentile(pair.floor, 50)
     fault = ""
     if floor > SLOWEST_FLOOR:
-        fault = (
-            f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; the machine is busy"
-        )
+        fault = f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; {BUSY}"
     return Row(
         name,
         "us",
@@ -93,20 +104,27 @@ def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
     )
 
 
-def rate_row(name: str, pair: Pair, calls: int, scale: Scale) -> Row:
+def spread(figures: Sequence[float]) -> str:
+    """The lowest and the highest, for a note."""
+    return f"blocks {min(figures):.2f} to {max(figures):.2f}"
+
+
+def rate_row(name: str, pair: Pair, calls: int, goal: Goal | None, scale: Scale) -> Row:
     """Calls per second of overlapping calls; the ratio is one of rates."""
     rate = calls * 1e9 / percentile(pair.workload, 50)
     floor = calls * 1e9 / percentile(pair.floor, 50)
     fault = ""
     if floor < LEAST_RATE:
-        fault = f"the floor is below {LEAST_RATE / 1000:g} k/s; the machine is busy"
+        fault = f"the floor is below {LEAST_RATE / 1000:g} k/s; {BUSY}"
     return Row(
         name,
         "calls/s",
-        judge(rate, None, scale, fault),
+        judge(1 / pair.ratio, goal, scale, fault),
         p50=rate,
         floor=floor,
         ratio=1 / pair.ratio,
+        note=spread([1 / ratio for ratio in pair.ratios]),
+        goal=str(goal or ""),
         samples=pair.workload,
         floor_samples=pair.floor,
     )

@@ -11,10 +11,12 @@ from aiogpu.core.effects import Assign
 from aiogpu.core.events import Submitted, TaskFinished, WorkerStarted
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
+from aiogpu.core.resources import CPU, GPU, quantity
 from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.specs import Shape, TaskSpec
-from benchmarks.port import Call, Need, Programs
+from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
+from benchmarks.port import Call, Need, Programs, UnsupportedError
 
 T = TypeVar("T")
 
@@ -61,11 +63,7 @@ class AiogpuLocal:
         """A scheduler with one paper worker that has run such a task before."""
         gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
         scheduler = Scheduler(Ledger({CPU: quantity("num_cpus", 4)}, [gpus]))
-        request = Request.of(
-            {CPU: quantity("num_cpus", need.num_cpus)},
-            {GPU: device_quantity("num_gpus", need.num_gpus)},
-        )
-        spec = TaskSpec("noop", Shape(request))
+        spec = TaskSpec("noop", Shape(request_of(need)))
         worker = WorkerId(1)
 
         def cycle(number: int) -> None:
@@ -78,6 +76,22 @@ class AiogpuLocal:
         scheduler.handle(WorkerStarted(worker), 0.0)
         scheduler.handle(TaskFinished(TaskId(-1), worker), 0.0)
         return cycle
+
+    def paper(self, num_cpus: int, num_gpus: int) -> AiogpuPaper:
+        """A scheduler on paper."""
+        return AiogpuPaper(num_cpus, num_gpus)
+
+    async def picture(self) -> NodeStatus:
+        """`status()`."""
+        return await aiogpu.status()
+
+    def tree(self, is_async: bool) -> Call[int]:
+        """The tasks of `aiogpu_tree`."""
+        if not hasattr(aiogpu, "get"):
+            raise UnsupportedError("in this version of aiogpu tasks start no tasks")
+        from benchmarks.environments.aiogpu_tree import async_root, root
+
+        return async_root.remote if is_async else root.remote
 
     async def close(self) -> None:
         """Shut the node down."""

@@ -59,6 +59,18 @@ class Executor:
         """Never possible."""
         raise UnsupportedError("an executor has no scheduler apart from its pool")
 
+    def paper(self, num_cpus: int, num_gpus: int) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor has no scheduler apart from its pool")
+
+    async def picture(self) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor does not tell what waits")
+
+    def tree(self, is_async: bool) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor's tasks start no tasks")
+
     async def close(self) -> None:
         """Stop the pool."""
         if self._pool is not None:

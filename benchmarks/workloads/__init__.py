@@ -9,9 +9,13 @@ from benchmarks.method import Scale
 from benchmarks.port import Environment
 from benchmarks.rows import Row
 from benchmarks.workloads import (
+    backlog,
     gpu_latency,
     isolated,
+    many_gpus,
+    nested,
     noop_latency,
+    queue,
     scheduler_only,
     start,
     throughput,
@@ -25,6 +29,10 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "start": start.measure,
     "isolated": isolated.measure,
     "throughput": throughput.measure,
+    "nested": nested.measure,
+    "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
+    "queue": queue.measure,
+    "many_gpus": many_gpus.measure,
 }
 """In the order in which they run."""

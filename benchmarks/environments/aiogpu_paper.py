@@ -1,0 +1,126 @@
+"""aiogpu's scheduler alone: paper workers, paper GPUs, a clock that is moved by hand.
+
+Unlike `aiogpu.testing.World` it checks nothing: that would cost more than what is
+measured. It holds for any scheduler that answers in effects: a worker may be sent
+tasks ahead of need, and runs them in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from time import perf_counter_ns
+from typing import Final
+
+from aiogpu.core import effects, events
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.policy import Patience
+from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.engines.local import WARM
+from benchmarks.port import Need
+
+EVENT_TAKES: Final = 10e-6
+"""Seconds of paper time from one event to the next."""
+
+
+class AiogpuPaper:
+    """A node on paper.
+
+    Attributes:
+        spent: nanoseconds inside `Scheduler.handle` so far.
+    """
+
+    def __init__(self, num_cpus: int, num_gpus: int) -> None:
+        gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
+        ledger = Ledger({CPU: quantity("num_cpus", num_cpus)}, [gpus])
+        patience = Patience(idle_workers=WARM + num_cpus)
+        self.spent = 0
+        self._scheduler = Scheduler(ledger, patience)
+        self._now = 0.0
+        self._specs: dict[Need, TaskSpec] = {}
+        self._needs: dict[TaskId, Need] = {}
+        self._sent: dict[WorkerId, deque[effects.Assign]] = {}
+        self._busy: list[WorkerId] = []
+        self._last_task = 0
+        self._chance = Random(0)
+        self._coming: deque[events.Event] = deque()
+
+    @property
+    def busy(self) -> int:
+        """How many workers have a task."""
+        return len(self._busy)
+
+    def submit(self, need: Need) -> None:
+        """Submit one task."""
+        spec = self._specs.get(need)
+        if spec is None:
+            spec = self._specs[need] = TaskSpec(
+                "noop",
+                Shape(request_of(need)),
+                function=len(self._specs),
+                max_calls=1 if need.is_isolated else 0,
+            )
+        self._last_task += 1
+        task = TaskId(self._last_task)
+        self._needs[task] = need
+        self._feed(events.Submitted(task, spec))
+
+    def finish(self) -> Need:
+        """End the task that some busy worker runs; tells what it needed."""
+        busy = self._busy
+        place = self._chance.randrange(len(busy))
+        worker = busy[place]
+        sent = self._sent[worker]
+        ended = sent.popleft()
+        if not sent:
+            busy[place] = busy[-1]
+            busy.pop()
+        self._feed(events.TaskFinished(ended.task, worker))
+        if ended.is_last:
+            self._feed(events.WorkerGone(worker))
+        return self._needs.pop(ended.task)
+
+    def _feed(self, event: events.Event) -> None:
+        coming, scheduler = self._coming, self._scheduler
+        coming.append(event)
+        while coming:
+            event = coming.popleft()
+            self._now += EVENT_TAKES
+            start = perf_counter_ns()
+            answer = scheduler.handle(event, self._now)
+            deadline = scheduler.deadline()
+            self.spent += perf_counter_ns() - start
+            for effect in answer:
+                self._apply(effect)
+            if deadline is not None and deadline <= self._now:
+                coming.append(events.TimePassed())
+
+    def _apply(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Settle():
+                pass
+            case effects.Assign(worker=worker):
+                sent = self._sent[worker]
+                if not sent:
+                    self._busy.append(worker)
+                sent.append(effect)
+            case effects.Spawn(worker):
+                self._sent[worker] = deque()
+                self._coming.append(events.WorkerStarted(worker))
+            case effects.Retire(worker):
+                del self._sent[worker]
+                self._coming.append(events.WorkerGone(worker))
+            case _:
+                raise NotImplementedError(f"no worker on paper can answer {effect}")
+
+
+def request_of(need: Need) -> Request:
+    """What the core is asked for."""
+    return Request.of(
+        {CPU: quantity("num_cpus", need.num_cpus)},
+        {GPU: device_quantity("num_gpus", need.num_gpus)},
+    )
