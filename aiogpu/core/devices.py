@@ -2,12 +2,18 @@
 
 Decides where a share goes, by the rules of Ray's "Fractional accelerators"
 (best fit, lowest id first on a tie; whole requests only from devices that are
-entirely free; a share never spans devices). Knows neither tasks nor vendors.
+entirely free; a share never spans devices), or the other way round for those who
+want their shares spread. Knows neither tasks nor vendors.
+
+A set of devices is written as a mask: an int whose bit `1 << index` is set. The
+devices are filed by how much of them is free, so that the choice among a thousand
+looks at a few of them: the masks by free amount, and the amounts in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from aiogpu.core.resources import UNIT
@@ -36,56 +42,119 @@ class Device:
 
 
 class DeviceSet:
-    """Shares of the devices of one kind, such as all GPUs of the node."""
+    """Shares of the devices of one kind, such as all GPUs of the node.
+
+    Attributes:
+        kind: the name of the resource, "GPU".
+        devices: the devices, by index.
+        free: the free parts of each device, by index; others only read it.
+        free_mask: the devices of which nothing is taken; others only read it.
+    """
 
     def __init__(self, kind: str, devices: Sequence[Device]) -> None:
         self.kind = kind
         self.devices = tuple(devices)
         self.free = [UNIT] * len(self.devices)
+        self._bits = tuple(1 << index for index in range(len(self.devices)))
+        self._of_type: dict[str | None, int] = {None: sum(self._bits)}
+        for device, bit in zip(self.devices, self._bits, strict=True):
+            if device.type is not None:
+                self._of_type[device.type] = self.mask_of_type(device.type) | bit
+        self.free_mask = sum(self._bits)
+        # The rest, unless nothing is free of it: masks by free amount, none of them
+        # empty, and the amounts in order.
+        self._at: dict[int, int] = {}
+        self._levels: list[int] = []
 
     def __repr__(self) -> str:
         return f"<DeviceSet {self.kind}: {sum(self.free) / UNIT:g}/{len(self.free)}>"
 
-    def choose(
-        self, amount: int, accelerator_type: str | None = None
-    ) -> tuple[Share, ...] | None:
-        """Say which shares would serve `amount` now, None if it must wait."""
-        if amount < UNIT:
-            return self._choose_fraction(amount, accelerator_type)
-        wanted = amount // UNIT
-        whole: list[Share] = []
-        for index, free in enumerate(self.free):
-            if free == UNIT and self._is_of(index, accelerator_type):
-                whole.append((index, UNIT))
-                if len(whole) == wanted:
-                    return tuple(whole)
-        return None
-
-    def _choose_fraction(
-        self, amount: int, accelerator_type: str | None
-    ) -> tuple[Share, ...] | None:
-        best = -1
-        least = UNIT + 1
-        for index, free in enumerate(self.free):
-            if amount <= free < least and self._is_of(index, accelerator_type):
-                best, least = index, free
-        return None if best < 0 else ((best, amount),)
-
-    def _is_of(self, index: int, accelerator_type: str | None) -> bool:
-        return accelerator_type is None or self.devices[index].type == accelerator_type
-
-    def take(self, shares: Sequence[Share]) -> None:
-        """Take shares that `choose` has named and nobody has taken since."""
-        for index, amount in shares:
-            self.free[index] -= amount
-
-    def give_back(self, shares: Sequence[Share]) -> None:
-        """Return shares taken before."""
-        for index, amount in shares:
-            self.free[index] += amount
+    def mask_of_type(self, accelerator_type: str | None) -> int:
+        """The devices of that type, or all of them for None."""
+        return self._of_type.get(accelerator_type, 0)
 
     def count_of(self, accelerator_type: str | None) -> int:
         """How many devices are of that type, or all of them for None."""
-        return sum(
-            self._is_of(index, accelerator_type) for index in range(len(self.devices))
-        )
+        return self.mask_of_type(accelerator_type).bit_count()
+
+    def choose(
+        self,
+        amount: int,
+        accelerator_type: str | None = None,
+        *,
+        spread: bool = False,
+        barred: int = 0,
+    ) -> tuple[Share, ...] | None:
+        """Say which shares would serve `amount` now, None if it must wait.
+
+        Args:
+            amount: in parts; above one device a multiple of `UNIT`.
+            accelerator_type: only devices of this type.
+            spread: a fraction goes to the emptiest device instead of the fullest
+                that has room for it. Whole devices are the same either way.
+            barred: mask of devices that may not be used.
+        """
+        allowed = self._of_type.get(accelerator_type, 0)
+        if barred:
+            allowed &= ~barred
+        found = self.free_mask & allowed
+        if amount >= UNIT:
+            return self._lowest(amount // UNIT, found)
+        if not (spread and found):
+            with_room = self._levels[bisect_left(self._levels, amount) :]
+            for level in reversed(with_room) if spread else with_room:
+                if filed := self._at[level] & allowed:
+                    found = filed
+                    break
+        return (((found & -found).bit_length() - 1, amount),) if found else None
+
+    def _lowest(self, wanted: int, mask: int) -> tuple[Share, ...] | None:
+        if mask.bit_count() < wanted:
+            return None
+        whole: list[Share] = []
+        for _ in range(wanted):
+            index = (mask & -mask).bit_length() - 1
+            whole.append((index, UNIT))
+            mask ^= self._bits[index]
+        return tuple(whole)
+
+    def take(self, shares: Iterable[Share]) -> None:
+        """Take shares that `choose` has named and nobody has taken since."""
+        for index, amount in shares:
+            self._file(index, self.free[index] - amount)
+
+    def give_back(self, shares: Iterable[Share]) -> None:
+        """Return shares taken before."""
+        for index, amount in shares:
+            self._file(index, self.free[index] + amount)
+
+    def _file(self, index: int, level: int) -> None:
+        """File a device under what is free of it now."""
+        at, bit, before = self._at, self._bits[index], self.free[index]
+        self.free[index] = level
+        if before == UNIT:
+            self.free_mask ^= bit
+        elif before:
+            left = at[before] ^ bit
+            if left:
+                at[before] = left
+            else:
+                del at[before]
+                del self._levels[bisect_left(self._levels, before)]
+        if level == UNIT:
+            self.free_mask |= bit
+        elif level in at:
+            at[level] |= bit
+        elif level:
+            at[level] = bit
+            insort(self._levels, level)
+
+    def check(self) -> None:
+        """Assert that every device is filed under what is free of it."""
+        filed: dict[int, int] = {}
+        for bit, level in zip(self._bits, self.free, strict=True):
+            filed[level] = filed.get(level, 0) | bit
+        assert filed.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
+        filed.pop(0, None)
+        assert filed == self._at, (self.free, self._at)
+        assert sorted(filed) == self._levels, (self.free, self._levels)
