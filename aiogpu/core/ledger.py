@@ -49,15 +49,30 @@ class Ledger:
         )
         return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
 
-    def take(self, request: Request) -> Lease | None:
-        """Take all that is asked for, or nothing and answer None."""
+    def take(
+        self,
+        request: Request,
+        barred: Mapping[str, int] | None = None,
+        kept: Mapping[str, int] | None = None,
+    ) -> Lease | None:
+        """Take all that is asked for, or nothing and answer None.
+
+        Args:
+            request: what is asked for.
+            barred: by kind, a mask of devices that this request may not use.
+            kept: by name, parts of scalars that this request must leave free.
+        """
         free = self.free
         for name, amount in request.scalars:
             if free.get(name, 0) < amount:
                 return None
+        if kept is not None:
+            for name, amount in request.scalars:
+                if free[name] - kept.get(name, 0) < amount:
+                    return None
         shares: tuple[tuple[Share, ...], ...] = ()
         if request.devices:
-            chosen = self._choose(request)
+            chosen = self._choose(request, barred)
             if chosen is None:
                 return None
             shares = chosen
@@ -70,11 +85,18 @@ class Ledger:
         self.leases[lease.id] = lease
         return lease
 
-    def _choose(self, request: Request) -> tuple[tuple[Share, ...], ...] | None:
+    def _choose(
+        self, request: Request, barred: Mapping[str, int] | None
+    ) -> tuple[tuple[Share, ...], ...] | None:
         found: list[tuple[Share, ...]] = []
         for kind, amount in request.devices:
             devices = self.device_sets.get(kind)
-            chosen = devices and devices.choose(amount, request.accelerator_type)
+            chosen = devices and devices.choose(
+                amount,
+                request.accelerator_type,
+                spread=request.spread,
+                barred=barred.get(kind, 0) if barred else 0,
+            )
             if not chosen:
                 return None
             found.append(chosen)
@@ -138,4 +160,5 @@ class Ledger:
         assert all(amount >= 0 for amount in free.values()), free
         for kind, amounts in shares.items():
             assert amounts == self.device_sets[kind].free, (kind, amounts)
+            self.device_sets[kind].check()
             assert all(0 <= amount <= UNIT for amount in amounts), (kind, amounts)
