@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from aiogpu.api.options import Strategy
+
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
 
@@ -20,6 +22,8 @@ class Options(TypedDict, total=False):
         num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.
         resources: custom resources by name, such as `{"license": 1}`.
         accelerator_type: only devices of this type, such as "A100".
+        strategy: where a share of a GPU goes: "pack", the default, to the fullest
+            GPU with room for it; "spread" to the emptiest.
         max_calls: calls of this function after which its worker ends; 0 is no
             limit. 1 is the default for tasks with GPUs, 0 for others.
         max_retries: how often it is tried again after its worker died; 3 unless
@@ -37,6 +41,7 @@ class Options(TypedDict, total=False):
     num_gpus: float | None
     resources: Mapping[str, float] | None
     accelerator_type: str | None
+    strategy: Strategy | None
     max_calls: int | None
     max_retries: int | None
     retry_exceptions: RetryExceptions | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from aiogpu.core.resources import (
     CPU,
@@ -30,7 +30,7 @@ NOSET: Final = "AIOGPU_NOSET_"
 _ON: Final = ("1", "true", "yes", "on")
 
 Retried = bool | tuple[type[BaseException], ...]
-
+Strategy = Literal["pack", "spread"]
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""
@@ -46,6 +46,7 @@ class TaskOptions(NamedTuple):
     num_gpus: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
+    strategy: Strategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
     retry_exceptions: Retried = False
@@ -61,6 +62,7 @@ class TaskOptions(NamedTuple):
             {CPU: self.num_cpus, **self.resources},
             {GPU: self.num_gpus},
             self.accelerator_type,
+            spread=self.strategy == "spread",
         )
 
     def spec(self, name: str, function: int) -> TaskSpec:
@@ -191,6 +193,17 @@ def _check_retried(option: str, value: object) -> Retried:
     )
 
 
+def _check_strategy(option: str, value: object) -> Strategy:
+    known: tuple[Strategy, ...] = get_args(Strategy)
+    for strategy in known:
+        if isinstance(value, str) and value == strategy:
+            return strategy
+    raise OptionError(
+        f"{option}={value!r} must be 'pack', a share goes to the fullest GPU with "
+        f"room for it, or 'spread', to the emptiest."
+    )
+
+
 def _check_num_returns(option: str, value: object) -> int:
     if value in (None, 1) and not isinstance(value, bool):
         return 1
@@ -239,6 +252,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_gpus": _optional(device_quantity, 0),
     "resources": _optional(check_resources, {}),
     "accelerator_type": check_text,
+    "strategy": _optional(_check_strategy, "pack"),
     "max_calls": _whole(0, "None, 0 for no limit, or a whole number of calls"),
     "max_retries": _whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
     "retry_exceptions": _optional(_check_retried, False),

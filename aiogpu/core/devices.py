@@ -47,7 +47,8 @@ class DeviceSet:
     Attributes:
         kind: the name of the resource, "GPU".
         devices: the devices, by index.
-        free: the free parts of each device, by index; only read from outside.
+        free: the free parts of each device, by index; others only read it.
+        free_mask: the devices of which nothing is taken; others only read it.
     """
 
     def __init__(self, kind: str, devices: Sequence[Device]) -> None:
@@ -59,17 +60,14 @@ class DeviceSet:
         for device, bit in zip(self.devices, self._bits, strict=True):
             if device.type is not None:
                 self._of_type[device.type] = self.mask_of_type(device.type) | bit
-        # Masks by free amount, none of them empty, and their amounts in order.
-        self._at = {UNIT: sum(self._bits)} if self.devices else {}
-        self._levels = list(self._at)
+        self.free_mask = sum(self._bits)
+        # The rest, unless nothing is free of it: masks by free amount, none of them
+        # empty, and the amounts in order.
+        self._at: dict[int, int] = {}
+        self._levels: list[int] = []
 
     def __repr__(self) -> str:
         return f"<DeviceSet {self.kind}: {sum(self.free) / UNIT:g}/{len(self.free)}>"
-
-    @property
-    def free_mask(self) -> int:
-        """The devices of which nothing is taken."""
-        return self._at.get(UNIT, 0)
 
     def mask_of_type(self, accelerator_type: str | None) -> int:
         """The devices of that type, or all of them for None."""
@@ -99,24 +97,25 @@ class DeviceSet:
         allowed = self._of_type.get(accelerator_type, 0)
         if barred:
             allowed &= ~barred
-        if amount >= UNIT:
-            return self._choose_whole(amount // UNIT, allowed)
-        with_room = self._levels[bisect_left(self._levels, amount) :]
-        for level in reversed(with_room) if spread else with_room:
-            found = self._at[level] & allowed
-            if found:
-                return ((_lowest(found), amount),)
-        return None
-
-    def _choose_whole(self, wanted: int, allowed: int) -> tuple[Share, ...] | None:
         found = self.free_mask & allowed
-        if found.bit_count() < wanted:
+        if amount >= UNIT:
+            return self._lowest(amount // UNIT, found)
+        if not (spread and found):
+            with_room = self._levels[bisect_left(self._levels, amount) :]
+            for level in reversed(with_room) if spread else with_room:
+                if filed := self._at[level] & allowed:
+                    found = filed
+                    break
+        return (((found & -found).bit_length() - 1, amount),) if found else None
+
+    def _lowest(self, wanted: int, mask: int) -> tuple[Share, ...] | None:
+        if mask.bit_count() < wanted:
             return None
         whole: list[Share] = []
         for _ in range(wanted):
-            index = _lowest(found)
+            index = (mask & -mask).bit_length() - 1
             whole.append((index, UNIT))
-            found ^= self._bits[index]
+            mask ^= self._bits[index]
         return tuple(whole)
 
     def take(self, shares: Iterable[Share]) -> None:
@@ -133,15 +132,20 @@ class DeviceSet:
         """File a device under what is free of it now."""
         at, bit, before = self._at, self._bits[index], self.free[index]
         self.free[index] = level
-        left = at[before] ^ bit
-        if left:
-            at[before] = left
-        else:
-            del at[before]
-            del self._levels[bisect_left(self._levels, before)]
-        if level in at:
+        if before == UNIT:
+            self.free_mask ^= bit
+        elif before:
+            left = at[before] ^ bit
+            if left:
+                at[before] = left
+            else:
+                del at[before]
+                del self._levels[bisect_left(self._levels, before)]
+        if level == UNIT:
+            self.free_mask |= bit
+        elif level in at:
             at[level] |= bit
-        else:
+        elif level:
             at[level] = bit
             insort(self._levels, level)
 
@@ -150,9 +154,7 @@ class DeviceSet:
         filed: dict[int, int] = {}
         for bit, level in zip(self._bits, self.free, strict=True):
             filed[level] = filed.get(level, 0) | bit
-        assert filed == self._at, (filed, self._at)
-        assert sorted(filed) == self._levels, (filed, self._levels)
-
-
-def _lowest(mask: int) -> int:
-    return (mask & -mask).bit_length() - 1
+        assert filed.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
+        filed.pop(0, None)
+        assert filed == self._at, (self.free, self._at)
+        assert sorted(filed) == self._levels, (self.free, self._levels)

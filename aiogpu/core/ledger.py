@@ -57,14 +57,24 @@ class Ledger:
         barred: Mapping[str, int] | None = None,
         kept: Mapping[str, int] | None = None,
     ) -> Lease | None:
-        """Take all that is asked for, or nothing and answer None."""
+        """Take all that is asked for, or nothing and answer None.
+
+        Args:
+            request: what is asked for.
+            barred: by kind, a mask of devices that this request may not use.
+            kept: by name, parts of scalars that this request must leave free.
+        """
         free = self.free
         for name, amount in request.scalars:
             if free.get(name, 0) < amount:
                 return None
+        if kept is not None:
+            for name, amount in request.scalars:
+                if free[name] - kept.get(name, 0) < amount:
+                    return None
         shares: tuple[tuple[Share, ...], ...] = ()
         if request.devices:
-            chosen = self._choose(request)
+            chosen = self._choose(request, barred)
             if chosen is None:
                 return None
             shares = chosen
@@ -77,11 +87,18 @@ class Ledger:
         self.leases[lease.id] = lease
         return lease
 
-    def _choose(self, request: Request) -> tuple[tuple[Share, ...], ...] | None:
+    def _choose(
+        self, request: Request, barred: Mapping[str, int] | None
+    ) -> tuple[tuple[Share, ...], ...] | None:
         found: list[tuple[Share, ...]] = []
         for kind, amount in request.devices:
             devices = self.device_sets.get(kind)
-            chosen = devices and devices.choose(amount, request.accelerator_type)
+            chosen = devices and devices.choose(
+                amount,
+                request.accelerator_type,
+                spread=request.spread,
+                barred=barred.get(kind, 0) if barred else 0,
+            )
             if not chosen:
                 return None
             found.append(chosen)
@@ -162,4 +179,5 @@ class Ledger:
         assert all(free[name] >= 0 for name in free if name != CPU), free
         for kind, amounts in shares.items():
             assert amounts == self.device_sets[kind].free, (kind, amounts)
+            self.device_sets[kind].check()
             assert all(0 <= amount <= UNIT for amount in amounts), (kind, amounts)

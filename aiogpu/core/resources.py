@@ -90,15 +90,17 @@ class Request:
             name in sorted order, without zeros.
         devices: amounts of resources that come as single devices (GPU).
         accelerator_type: restricts the choice to devices of that type.
+        spread: a share goes to the emptiest device, not to the fullest with room.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
     devices: tuple[tuple[str, int], ...] = ()
     accelerator_type: str | None = None
+    spread: bool = False
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
-        key = (self.scalars, self.devices, self.accelerator_type)
+        key = (self.scalars, self.devices, self.accelerator_type, self.spread)
         object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
@@ -110,6 +112,7 @@ class Request:
             and self.scalars == other.scalars
             and self.devices == other.devices
             and self.accelerator_type == other.accelerator_type
+            and self.spread == other.spread
         )
 
     @classmethod
@@ -118,12 +121,14 @@ class Request:
         amounts: Mapping[str, int],
         devices: Mapping[str, int],
         accelerator_type: str | None = None,
+        *,
+        spread: bool = False,
     ) -> Request:
         """Build a request from amounts in parts; zeros are dropped."""
         scalars = dict(amounts)
         if accelerator_type is not None:
             scalars[TYPE_PREFIX + accelerator_type] = TYPE_SHARE
-        return cls(_sorted(scalars), _sorted(devices), accelerator_type)
+        return cls(_sorted(scalars), _sorted(devices), accelerator_type, spread)
 
     def as_numbers(self) -> dict[str, float]:
         """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`."""

@@ -94,6 +94,7 @@ class World(Onlooker):
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
+        strategy: Literal["pack", "spread"] = "pack",
         environment: Mapping[str, str] | None = None,
         function: int = 0,
         max_calls: int = 0,
@@ -108,14 +109,14 @@ class World(Onlooker):
         assert name not in self.tasks, f"{name!r} was submitted before"
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
         devices = {GPU: device_quantity("num_gpus", num_gpus)}
-        request = Request.of(scalars, devices, accelerator_type)
+        spread = {"pack": False, "spread": True}[strategy]
+        request = Request.of(scalars, devices, accelerator_type, spread=spread)
         shape = Shape(request, tuple(sorted((environment or {}).items())))
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(is_detached, is_endless, self._paces.setdefault(function, Pace())),
         )
-        reason = self.scheduler.ledger.why_infeasible(spec.shape.request)
-        if reason is not None:
+        if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} asks for {reason}")
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task

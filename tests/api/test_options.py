@@ -99,6 +99,10 @@ GOOD = [
     ("resources", {"accelerator_type:A100": 0.001}, {"accelerator_type:A100": 10}),
     ("accelerator_type", "A100", "A100"),
     ("accelerator_type", None, None),
+    ("strategy", "pack", "pack"),
+    ("strategy", "spread", "spread"),
+    ("strategy", Flag("spread"), "spread"),
+    ("strategy", None, "pack"),
     ("max_calls", 0, 0),
     ("max_calls", 12, 12),
     ("max_calls", None, None),
@@ -137,6 +141,9 @@ class Weird:
 
 RETRIED = "True, False, or exception classes"
 ENVIRONMENT = "'env_vars'"
+STRATEGIES = (
+    "must be 'pack', a share goes to the fullest GPU with room for it, or 'spread'"
+)
 TEXTS = "a dict of texts to texts"
 BAD = [
     *(("resources", value, "a dict of names") for value in ([("a", 1)], "a", 1, {"a"})),
@@ -144,6 +151,10 @@ BAD = [
     ("resources", {1: 1}, "names are strings"),
     ("resources", {"a": None}, "NoneType"),
     *(("accelerator_type", value, "a text") for value in ("", 1, b"A100", ["A100"])),
+    *(
+        ("strategy", value, STRATEGIES)
+        for value in ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
+    ),
     *(("max_calls", value, "0 for no limit") for value in (-1, 1.0, True, "1")),
     *(("max_retries", value, "-1 for no limit") for value in (-2, 1.0, False, "1")),
     *(("priority", value, "higher goes first") for value in (1.5, True, "high")),
@@ -286,6 +297,14 @@ def test_the_request() -> None:
     assert str(asked.shape.request) == "{a: 2, accelerator_type:A100: 0.001, GPU: 0.5}"
     assert asked.shape.request.accelerator_type == "A100"
     assert spec().shape.request.as_numbers() == {"CPU": 1.0}
+
+
+def test_the_strategy_is_part_of_the_request() -> None:
+    """[B24] Packing is what is done unless said otherwise."""
+    pack, spread = (spec(num_gpus=0.5, strategy=name) for name in ("pack", "spread"))
+    assert spec(num_gpus=0.5).shape == pack.shape
+    assert pack.shape != spread.shape
+    assert (pack.shape.request.spread, spread.shape.request.spread) == (False, True)
 
 
 def test_the_spec() -> None:

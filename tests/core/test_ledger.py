@@ -16,13 +16,16 @@ def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:
     )
 
 
-def asking(cpus: float = 0, gpus: float = 0, *, kind: str | None = None, **others):
+def asking(
+    cpus: float = 0, gpus: float = 0, *, kind: str | None = None, spread=False, **others
+):
     """A request in the user's numbers."""
     scalars = {"CPU": cpus, **others}
     return Request.of(
         {name: quantity(name, amount) for name, amount in scalars.items()},
         {"GPU": device_quantity("GPU", gpus)},
         kind,
+        spread=spread,
     )
 
 
@@ -74,6 +77,45 @@ def test_a_thousand_tenths_do_not_drift():
         assert lease is not None
         node.give_back(lease)
     assert node.free == node.capacity
+
+
+def test_shares_are_packed_unless_the_request_spreads_them():
+    """[B24]"""
+    node = ledger()
+    requests = [asking(0, 0.25), asking(0, 0.25, spread=True), asking(0, 0.25)]
+    leases = [node.take(request) for request in requests]
+    assert [lease and lease.shares[0][0][0] for lease in leases] == [0, 1, 0]
+    node.check()
+
+
+def test_a_request_stays_off_the_devices_that_are_barred_to_it():
+    """[B24]"""
+    node = ledger(gpus=3)
+    assert node.take(asking(1, 0.5), barred={"GPU": 0b111}) is None
+    assert node.take(asking(1, 2), barred={"GPU": 0b101}) is None
+    assert node.available() == node.totals()
+    first = node.take(asking(1, 0.5), barred={"GPU": 0b011})
+    assert first is not None
+    assert first.shares == (((2, 5_000),),)
+    other = node.take(asking(1, 1), barred={"TPU": 0b111})
+    assert other is not None
+    assert other.shares == (((0, UNIT),),)
+    assert node.take(asking(1), barred={"GPU": 0b111}) is not None
+    node.check()
+
+
+def test_a_request_leaves_what_is_kept_from_it():
+    """[B24]"""
+    node = ledger(cpus=4, license=1)
+    kept = {"CPU": 3 * UNIT, "TPU": UNIT}
+    assert node.take(asking(2), kept=kept) is None
+    assert node.take(asking(1, 1, license=1), kept={"license": 1}) is None
+    assert node.available() == node.totals()
+    assert node.take(asking(1, 1, license=1), kept=kept) is not None
+    assert node.take(asking(0.5), kept=kept) is None
+    assert node.take(asking(0, 1), kept=kept) is not None
+    assert node.take(asking(3), kept={}) is not None
+    node.check()
 
 
 @pytest.mark.parametrize(

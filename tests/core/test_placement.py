@@ -30,6 +30,14 @@ def test_shares_are_packed_as_ray_packs_them(fractions, devices):
     assert [w.gpus_of(name) for name in names] == [[device] for device in devices]
 
 
+def test_each_task_has_its_strategy():
+    """[B24]"""
+    w = World(gpus=3)
+    for number, strategy in enumerate(["pack", "spread", "spread", "pack", "spread"]):
+        w.submit(f"t{number}", num_gpus=0.25, strategy=strategy)
+    assert [w.gpus_of(f"t{n}") for n in range(5)] == [[0], [1], [2], [0], [1]]
+
+
 def test_a_share_waits_where_only_the_sum_would_do():
     w = World(gpus=3)
     submit_all(w, 0.6, 0.6, 0.6, 0.5)

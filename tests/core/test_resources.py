@@ -128,9 +128,11 @@ def test_requests_are_compared_by_value():
     typed = Request.of({"CPU": UNIT}, {"GPU": 5_000}, "A100")
     assert half == same
     assert hash(half) == hash(same)
+    spread = Request.of({"CPU": UNIT}, {"GPU": 5_000}, spread=True)
     assert half != typed
+    assert half != spread
     assert half != "half"
-    assert len({half, same, typed}) == 2
+    assert len({half, same, typed, spread}) == 3
 
 
 def test_a_type_takes_a_thousandth_of_its_own_resource():

@@ -31,6 +31,7 @@ OPTIONS = st.fixed_dictionaries(
         "num_gpus": GPUS,
         "resources": st.sampled_from([{"license": 0.3}, {"license": 1}]),
         "accelerator_type": st.sampled_from(["A100", "T4", "H200"]),
+        "strategy": st.sampled_from(["pack", "spread"]),
         "environment": st.sampled_from([{"X": "1"}, {"X": "2"}]),
         "function": st.integers(0, 2),
         "max_calls": st.integers(0, 2),

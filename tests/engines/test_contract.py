@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -220,6 +220,21 @@ async def test_fractions_pack_on_the_fullest_device(address: str, gate: Gate) ->
             await gate.entered(name)
         gate.release(*"abc")
         assert await asyncio.gather(*handles) == [[0], [0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus"), [("pack", [0, 0, 0, 0]), ("spread", [0, 1, 2, 3])]
+)
+async def test_quarters_pack_on_one_gpu_or_spread_over_four(
+    address: str, gate: Gate, strategy: Literal["pack", "spread"], gpus: list[int]
+) -> None:
+    """[B22] [B24]"""
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=4):
+        quarter = tasks.where_gated.options(num_gpus=0.25, strategy=strategy)
+        handles = [quarter.remote(gate.path, name) for name in "abcd"]
+        await gate.entered(*"abcd")
+        gate.release(*"abcd")
+        assert await asyncio.gather(*handles) == [[gpu] for gpu in gpus]
 
 
 async def test_four_quarters_share_one_gpu_at_once(address: str, gate: Gate) -> None:

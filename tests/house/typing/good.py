@@ -87,6 +87,7 @@ async def other_options_keep_the_types() -> None:
     assert_type(options.options(max_calls=1).remote(1, scale=2), Handle[str])
     assert_type(fetch.options(timeout=1).remote("a"), Handle[bytes])
     assert_type(await train.options(accelerator_type="A100").remote(1), list[float])
+    assert_type(await train.options(strategy="spread").remote(1), list[float])
     suited: RemoteFunction[[int], str] = aiogpu.remote(describe).options(num_cpus=2)
     assert_type(suited.remote(1), Handle[str])
 
