@@ -208,10 +208,10 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         on_revoked(self, worker, event, now, effects)
-        if (record := worker.task) and record.state is TaskState.STOPPING:
-            if record.stop is None:
-                # It was cancelled in the queue, and has begun all the same.
-                interrupt(self, record, now, effects)
+        record = worker.task
+        if record and record.state is TaskState.STOPPING and record.stop is None:
+            # It was cancelled in the queue, and has begun all the same.
+            interrupt(self, record, now, effects)
         return self._place(now, effects)
 
     def _on_cancelled(self, event: events.Cancelled, now: float) -> Sequence[Effect]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from aiogpu.core import effects, events
 from aiogpu.core.devices import Device, DeviceSet
