@@ -190,6 +190,16 @@ class InlineEngine:
             return
         assert job.surroundings is not None, job
         job.surroundings.renew()
+        try:
+            self._run(job)
+        except BaseException:
+            if job.main is None and job.id in self._jobs:
+                # A Ctrl-C has found this package's own code; the program ends.
+                job.call.tell_closed()
+                self._end(job)
+            raise
+
+    def _run(self, job: Job) -> None:
         context = job.fresh_context()
         outcome = context.run(self._executor.call, job)
         if isinstance(outcome, Outcome):

@@ -62,7 +62,7 @@ class Executor:
         """Await a coroutine to its end, and end what it has started."""
         kind = RAISED
         try:
-            value = await self._stepwise(begun)
+            value = await self._stepwise(job, begun)
             kind = UNSENDABLE
             with self._step():
                 return Outcome(Done(job.id, dump_result(value)))
@@ -75,7 +75,7 @@ class Executor:
         return Outcome.failed(job.id, kind, error, self._ctrl_c.is_real(error))
 
     @coroutine
-    def _stepwise(self, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
+    def _stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
         resume: Callable[[], Any] = partial(begun.send, None)
         while True:
@@ -87,6 +87,8 @@ class Executor:
             try:
                 resume = partial(begun.send, (yield awaited))
             except GeneratorExit:
+                # It was left behind and its loop has gone: nothing can be awaited.
+                job.started.clear()
                 begun.close()
                 raise
             except BaseException as error:  # noqa: BLE001 - the coroutine's to handle

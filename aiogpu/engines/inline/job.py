@@ -58,6 +58,11 @@ class Job:
         """The task's name."""
         return self.record.spec.name
 
+    @property
+    def is_about_to_end(self) -> bool:
+        """Whether its code has stopped, and the loop is to tell of it next."""
+        return self.main is not None and self.main.done()
+
     def fresh_context(self) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
         context = Context()

@@ -60,4 +60,5 @@ async def end_started(job: Job) -> None:
     rest = list(job.started)
     for task in rest:
         task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
+    if rest:
+        await asyncio.gather(*rest, return_exceptions=True)

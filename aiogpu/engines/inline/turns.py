@@ -33,6 +33,8 @@ class Turns:
 
     def take(self) -> Job | None:
         """Remove the job whose turn it is, None without one."""
+        if self.running and self.running[-1].is_about_to_end:
+            return None  # it is told of in a moment, and its children are no more its
         waiting = self.running[-1].children if self.running else self._waiting
         while waiting:
             job = waiting.popleft()
