@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import pdb
@@ -361,6 +362,17 @@ async def test_a_handle_that_its_own_task_cancels(node: aiogpu.Session) -> None:
     assert await tasks.add.remote(1) == 2
 
 
+async def test_cancelling_it_before_its_first_step(node: aiogpu.Session) -> None:
+    """The coroutine was made and never begun; nobody warns of that."""
+    loop = asyncio.get_running_loop()
+    handle = note_softly.remote("never")
+    loop.call_soon(handle.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await handle
+    assert await tasks.add.remote(1) == 2
+    assert seen == []
+
+
 @aiogpu.remote
 async def stubborn() -> None:
     for _ in range(3):
@@ -505,6 +517,46 @@ def test_on_the_loop_of_another_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(os.getpid(), thread)]
+
+
+def test_one_whose_loop_has_gone_is_dropped() -> None:
+    """It was left behind, with an asyncio task of its own; nothing is raised."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+
+    async def main() -> None:
+        async with aiogpu.init(address="inline", num_cpus=1, cancel_grace=0.01):
+            handle = stubborn_parent.remote()
+            while not seen:
+                await asyncio.sleep(0)
+            assert not handle.done()
+
+    loop.run_until_complete(main())
+    loop.close()
+    gc.collect()
+    assert seen == ["begin", "cancelled", "begin", "cancelled", "begin"]
+
+
+@aiogpu.remote
+async def stubborn_parent() -> None:
+    other = asyncio.create_task(asyncio.Event().wait())
+    await stubborn.__wrapped__()
+    assert not other.done()
+
+
+async def test_haste_gives_the_variables_back() -> None:
+    """As at the interpreter's exit, where no loop runs any more."""
+    before = dict(os.environ)
+    async with aiogpu.init(address="inline", num_cpus=1) as session:
+        handle = wait_for_ever.remote()
+        while not seen:
+            await asyncio.sleep(0)
+        assert os.environ[VISIBLE] == ""
+        session.abandon()
+        assert dict(os.environ) == before
+        handle.cancel()
+        await asyncio.sleep(0)
+    assert seen == ["begin", "end"]
 
 
 @aiogpu.remote

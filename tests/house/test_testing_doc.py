@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text()
-FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE, re.M | re.S))
+BLOCK = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILES = dict(BLOCK.findall(PAGE))
 PLAIN = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio")
 
 
