@@ -101,8 +101,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     """Open a node for this event loop: `await` it, or `async with` it.
 
     Args:
-        address: None or "local" for a node inside this program. The variable
-            AIOGPU_ADDRESS supplies the default.
+        address: None or "local" for a node inside this program; "inline" has tasks
+            run in this very process, for tests. The variable AIOGPU_ADDRESS
+            supplies the default.
         num_cpus: CPUs to share out; what this process may use unless given.
         num_gpus: GPUs to share out; those detected unless given. May exceed them,
             since resources are logical.

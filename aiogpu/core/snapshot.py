@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiogpu.core.devices import DeviceSet
+from aiogpu.core.ids import TaskId
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.ready import precedence
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import UNIT, number
-from aiogpu.core.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,26 @@ class NodeStatus:
         return tuple(t for t in self.tasks if t.state == TaskState.WAITING.value)
 
 
-def snapshot(scheduler: Scheduler, pids: Mapping[int, int]) -> NodeStatus:
+class Sitter(Protocol):
+    """What a picture is taken of: a scheduler, or what stands for one."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What there is and who holds it."""
+        ...
+
+    @property
+    def tasks(self) -> Mapping[TaskId, TaskRecord]:
+        """All tasks that have not ended."""
+        ...
+
+    @property
+    def workers(self) -> Iterable[WorkerRecord]:
+        """All workers that are not gone."""
+        ...
+
+
+def snapshot(scheduler: Sitter, pids: Mapping[int, int]) -> NodeStatus:
     """Picture the node; `pids` gives the process id of each live worker."""
     ledger = scheduler.ledger
     turn = sorted(
@@ -150,7 +171,7 @@ def _worker(record: WorkerRecord, pids: Mapping[int, int]) -> WorkerStatus:
     return WorkerStatus(record.id, pids.get(record.id, 0), record.state.value, task)
 
 
-def _task(record: TaskRecord, scheduler: Scheduler) -> TaskStatus:
+def _task(record: TaskRecord, scheduler: Sitter) -> TaskStatus:
     request = record.spec.shape.request
     waits = record.state is TaskState.WAITING
     return TaskStatus(
@@ -163,7 +184,7 @@ def _task(record: TaskRecord, scheduler: Scheduler) -> TaskStatus:
     )
 
 
-def _why_waiting(record: TaskRecord, scheduler: Scheduler) -> str:
+def _why_waiting(record: TaskRecord, scheduler: Sitter) -> str:
     """Name what is short. A share may wait although the sum of shares suffices."""
     request = record.spec.shape.request
     free = scheduler.ledger.free
@@ -180,4 +201,4 @@ def _why_waiting(record: TaskRecord, scheduler: Scheduler) -> str:
                 for device, part in zip(devices.devices, devices.free, strict=True)
             )
             short.append(f"{kind} {number(amount):g} (free by device: {shares})")
-    return "waits for " + " and ".join(short)
+    return "waits for " + (" and ".join(short) or "its turn")

@@ -14,7 +14,8 @@ def create_engine(
     """Make the engine for an address; it is not open yet.
 
     Args:
-        address: None or "local" for a node embedded in this program.
+        address: None or "local" for a node embedded in this program, "inline" for
+            one without processes.
         options: what `init` was asked for.
         loop: the running loop.
 
@@ -25,7 +26,12 @@ def create_engine(
         from aiogpu.engines.local import LocalEngine
 
         return LocalEngine(options, loop)
+    if address == "inline":
+        from aiogpu.engines.inline.engine import InlineEngine
+
+        return InlineEngine(options, loop)
     raise OptionError(
         f"init(address={address!r}): this version runs a node inside the program "
-        f"only; leave address out, or give address='local'."
+        f"only; leave address out, or give address='local', or address='inline' to "
+        f"have tasks run in this very process."
     )

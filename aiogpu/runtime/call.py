@@ -6,15 +6,20 @@ A `Site` is built once per function and options, a `Call` once per task. The
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
+from aiogpu.errors import NodeClosedError, TaskTimeoutError
+from aiogpu.wire.failure import RAISED, unpack_failure
+
 if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
     from aiogpu.wire.messages import Done, Failed
 
+_log: Final = logging.getLogger(__name__)
 _site_ids: Final = count(1)
 _function_ids: Final = count(1)
 
@@ -96,3 +101,36 @@ class Call:
     worker: int = 0
     answer: Done | Failed | None = None
     error: Exception | None = None
+
+    def is_retried(self, answer: Failed) -> bool:
+        """Whether its options want it tried again after this failure."""
+        site = self.site
+        if site.retry_exceptions is False or answer.kind != RAISED:
+            return False
+        self.error = unpack_failure(answer, site.spec.name)
+        try:
+            return site.is_retried(self.error)
+        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
+            _log.warning("! %s is not retried: %r", site.spec.name, error)
+            return False
+
+    def tell(self, error: Exception) -> None:
+        """Tell who waits that there will be no result; he is told no more."""
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.fail(error)
+
+    def tell_timeout(self) -> None:
+        """Tell who waits that its time is up."""
+        spec = self.site.spec
+        self.tell(
+            TaskTimeoutError(
+                f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
+                f"after .remote(); it is being stopped."
+            )
+        )
+
+    def tell_closed(self) -> None:
+        """Tell who waits that the node was shut down."""
+        name = self.site.spec.name
+        self.tell(NodeClosedError(f"the node was shut down before {name} had ended."))

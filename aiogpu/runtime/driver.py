@@ -38,12 +38,12 @@ from aiogpu.core.events import (
 )
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.errors import NodeClosedError, TaskTimeoutError, WorkerDiedError
+from aiogpu.errors import WorkerDiedError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import Death
-from aiogpu.wire.failure import RAISED, unpack_failure
+from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Done, Failed
 
 _log: Final = logging.getLogger(__name__)
@@ -151,19 +151,8 @@ class Driver:
         if call is None or call.worker != worker:
             return
         call.answer = answer
-        retry = type(answer) is Failed and self._is_retried(call, answer)
+        retry = type(answer) is Failed and call.is_retried(answer)
         self.feed(TaskFinished(task, WorkerId(worker), retry))
-
-    def _is_retried(self, call: Call, answer: Failed) -> bool:
-        site = call.site
-        if site.retry_exceptions is False or answer.kind != RAISED:
-            return False
-        call.error = unpack_failure(answer, site.spec.name)
-        try:
-            return site.is_retried(call.error)
-        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
-            _log.warning("! %s is not retried: %r", site.spec.name, error)
-            return False
 
     def _on_gone(self, worker: int, death: Death) -> None:
         self._deaths[WorkerId(worker)] = death
@@ -204,32 +193,14 @@ class Driver:
             receiver.fail(unpack_failure(answer, name) if error is None else error)
 
     def _expire(self, effect: Expire) -> None:
-        spec = self._calls[effect.task].site.spec
-        self._tell(
-            effect.task,
-            TaskTimeoutError(
-                f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
-                f"after .remote(); it is being stopped."
-            ),
-        )
+        self._calls[effect.task].tell_timeout()
 
     def _abandon(self, effect: Abandon) -> None:
-        name = self._calls[effect.task].site.spec.name
-        self._tell(
-            effect.task,
-            NodeClosedError(f"the node was shut down before {name} had ended."),
-        )
+        self._calls[effect.task].tell_closed()
 
     def _lose(self, effect: Lose) -> None:
-        name = self._calls[effect.task].site.spec.name
-        self._tell(effect.task, describe_death(name, self._deaths[effect.worker]))
-        del self._calls[effect.task]
-
-    def _tell(self, task: TaskId, error: Exception) -> None:
-        call = self._calls[task]
-        receiver, call.receiver = call.receiver, None
-        if receiver is not None:
-            receiver.fail(error)
+        call = self._calls.pop(effect.task)
+        call.tell(describe_death(call.site.spec.name, self._deaths[effect.worker]))
 
     def _forget(self, effect: Forget) -> None:
         del self._calls[effect.task]

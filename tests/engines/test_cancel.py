@@ -14,7 +14,7 @@ import aiogpu
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
 
 Waiter = Callable[[aiogpu.Handle[str]], Awaitable[object]]
 
@@ -100,7 +100,7 @@ async def test_the_table(waiter: Waiter, alone: str, beside: str, gate: Gate) ->
 
 async def test_the_last_waiter_to_go_stops_the_work(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
-        handle = tasks.spin.remote(gate.path, "a")
+        handle = tasks.gated_coroutine.remote(gate.path, "a")
         waiters = [asyncio.ensure_future(plain(handle)) for _ in range(3)]
         await gate.entered("a")
         for waiter in waiters:
@@ -108,12 +108,12 @@ async def test_the_last_waiter_to_go_stops_the_work(gate: Gate) -> None:
             waiter.cancel()
             await asyncio.wait([waiter])
         assert handle.cancelled()
-        await gate.entered("a-interrupted")
+        await gate.entered("a-cancelled")
 
 
 async def test_a_callback_keeps_the_work_alive(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
-        handle = tasks.gated.remote(gate.path, "a")
+        handle = tasks.gated_coroutine.remote(gate.path, "a")
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def note(done: aiogpu.Handle[str]) -> None:
@@ -132,8 +132,8 @@ async def test_a_callback_keeps_the_work_alive(gate: Gate) -> None:
 
 async def test_a_waiting_task_leaves_the_queue(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
-        running = tasks.gated.remote(gate.path, "a")
-        waiting = tasks.gated.remote(gate.path, "b")
+        running = tasks.gated_coroutine.remote(gate.path, "a")
+        waiting = tasks.gated_coroutine.remote(gate.path, "b")
         await gate.entered("a")
         assert waiting.cancel()
         assert not waiting.cancel()
@@ -146,6 +146,7 @@ async def test_a_waiting_task_leaves_the_queue(gate: Gate) -> None:
         assert "b" not in gate.pids
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_plain_function_gets_a_keyboard_interrupt(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         handle = tasks.spin.options(num_gpus=1, max_calls=0).remote(gate.path, "a")
@@ -158,6 +159,7 @@ async def test_a_plain_function_gets_a_keyboard_interrupt(gate: Gate) -> None:
         ), "an interrupted worker is fit for the next task"
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_blocking_call_is_interrupted(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         handle = tasks.gated.remote(gate.path, "a")
@@ -166,6 +168,7 @@ async def test_a_blocking_call_is_interrupted(gate: Gate) -> None:
         assert await tasks.pid.remote() == gate.pids["a"]
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_builtin_is_interrupted_too(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         wait = aiogpu.remote(asyncio.run)  # runs in frames that are not ours
@@ -189,6 +192,7 @@ async def test_a_builtin_is_interrupted_too(gate: Gate) -> None:
         assert wait is not None
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("deaf", ["swallow", "block_in_c"])
 async def test_code_that_does_not_stop_is_killed(deaf: str, gate: Gate) -> None:
     """After the grace period its process is killed, and only then is it free."""
@@ -205,6 +209,7 @@ async def test_code_that_does_not_stop_is_killed(deaf: str, gate: Gate) -> None:
         assert not os.path.exists(f"/proc/{gate.pids['a']}")
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_coroutine_that_does_not_listen_is_interrupted(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         handle = tasks.deaf_coroutine.remote(gate.path, "a")
@@ -238,6 +243,7 @@ async def test_a_coroutine_may_take_its_time_to_end(gate: Gate) -> None:
         assert await tasks.pid.remote() == gate.pids["out"] == gate.pids["in"]
 
 
+@pytest.mark.needs("processes")
 async def test_cancelling_while_its_process_is_forked() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for _ in range(5):
@@ -263,6 +269,7 @@ async def test_cancelling_at_the_moment_of_completion() -> None:
         assert (await aiogpu.available_resources())["CPU"] == 1.0
 
 
+@pytest.mark.needs("processes")
 async def test_descendants_end_with_an_isolated_task(gate: Gate) -> None:
     """[B26] The share is free when all that the task started has ended."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):

@@ -19,21 +19,21 @@ from tests.gate import Gate
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-@pytest.fixture(params=["local"])
-def address(request: pytest.FixtureRequest) -> str:
-    """The engines that must pass; each issue that builds one adds its address."""
-    return str(request.param)
-
-
-async def test_a_task_runs_in_another_process(address: str) -> None:
+async def test_a_task_runs(address: str) -> None:
     """[B1] [B9]"""
     async with aiogpu.init(address=address, num_cpus=1) as session:
         assert session.is_open
         assert await tasks.add.remote(1, b=2) == 3
         assert await tasks.add.remote(1) == 2
         assert await tasks.double.remote(4) == 8
-        assert await tasks.pid.remote() != os.getpid()
     assert not session.is_open
+
+
+@pytest.mark.needs("processes")
+async def test_a_task_runs_in_another_process(address: str) -> None:
+    """[B1]"""
+    async with aiogpu.init(address=address, num_cpus=1):
+        assert await tasks.pid.remote() != os.getpid()
 
 
 async def test_awaiting_init_and_shutting_down_twice(address: str) -> None:
@@ -68,7 +68,7 @@ async def test_resources_are_told(address: str, gate: Gate) -> None:
     ):
         total = {"CPU": 4.0, "GPU": 2.0, "license": 2.0}
         assert await aiogpu.cluster_resources() == total
-        task = tasks.gated.options(num_gpus=0.25, resources={"license": 2})
+        task = tasks.gated_coroutine.options(num_gpus=0.25, resources={"license": 2})
         handle = task.remote(gate.path, "a")
         await gate.entered("a")
         left = {"CPU": 3.0, "GPU": 1.75, "license": 0.0}
@@ -77,6 +77,7 @@ async def test_resources_are_told(address: str, gate: Gate) -> None:
         await handle
 
 
+@pytest.mark.needs("at once")
 async def test_status_names_holders_and_reasons(address: str, gate: Gate) -> None:
     """[B8]"""
     async with aiogpu.init(address=address, num_cpus=8, num_gpus=2):
@@ -210,6 +211,7 @@ async def test_no_gpu_is_seen_without_asking(address: str) -> None:
         )
 
 
+@pytest.mark.needs("at once")
 async def test_fractions_pack_on_the_fullest_device(address: str, gate: Gate) -> None:
     """[B21] [B22] Three halves on three GPUs sit on 0, 0, 1."""
     async with aiogpu.init(address=address, num_cpus=8, num_gpus=3):
@@ -222,6 +224,7 @@ async def test_fractions_pack_on_the_fullest_device(address: str, gate: Gate) ->
         assert await asyncio.gather(*handles) == [[0], [0], [1]]
 
 
+@pytest.mark.needs("at once")
 @pytest.mark.parametrize(
     ("strategy", "gpus"), [("pack", [0, 0, 0, 0]), ("spread", [0, 1, 2, 3])]
 )
@@ -237,6 +240,7 @@ async def test_quarters_pack_on_one_gpu_or_spread_over_four(
         assert await asyncio.gather(*handles) == [[gpu] for gpu in gpus]
 
 
+@pytest.mark.needs("at once")
 async def test_four_quarters_share_one_gpu_at_once(address: str, gate: Gate) -> None:
     """[B21]"""
     async with aiogpu.init(address=address, num_cpus=5, num_gpus=1):
@@ -265,6 +269,7 @@ async def test_what_can_never_run_fails_at_once(address: str) -> None:
         assert await tasks.add.remote(1) == 2
 
 
+@pytest.mark.needs("processes")
 async def test_an_isolated_task_has_a_process_of_its_own(address: str) -> None:
     """[B26] Its share is free only when that process has ended."""
     async with aiogpu.init(address=address, num_cpus=1, num_gpus=1):
@@ -304,6 +309,7 @@ async def test_variables_of_its_own(address: str) -> None:
         assert plain == {"AIOGPU_TEST_A": None}
 
 
+@pytest.mark.needs("priority")
 async def test_higher_priority_goes_first(address: str, gate: Gate) -> None:
     """[B10]"""
     async with aiogpu.init(address=address, num_cpus=1):
@@ -390,6 +396,7 @@ async def test_what_cannot_be_unpickled(address: str, expression: str) -> None:
         assert await tasks.add.remote(1) == 2
 
 
+@pytest.mark.needs("modules")
 async def test_a_function_whose_import_fails_in_the_worker(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +414,7 @@ async def test_a_function_whose_import_fails_in_the_worker(
         assert await tasks.add.remote(1) == 2
 
 
+@pytest.mark.needs("processes")
 async def test_a_worker_that_dies_fails_its_task_alone(
     address: str, gate: Gate
 ) -> None:
@@ -428,14 +436,20 @@ async def test_a_worker_that_dies_fails_its_task_alone(
         assert await other == "other"
 
 
-async def test_retries(address: str, tmp_path: Path) -> None:
-    """[B10]"""
+@pytest.mark.needs("processes")
+async def test_retries_after_deaths(address: str, tmp_path: Path) -> None:
+    """[B10] [B38]"""
     async with aiogpu.init(address=address, num_cpus=1):
         path = str(tmp_path / "deaths")
         assert await tasks.die_until.options(max_retries=2).remote(path, 2) == 3
         path = str(tmp_path / "deaths2")
         with pytest.raises(aiogpu.WorkerDiedError):
             await tasks.die_until.options(max_retries=1).remote(path, 2)
+
+
+async def test_retries(address: str, tmp_path: Path) -> None:
+    """[B10]"""
+    async with aiogpu.init(address=address, num_cpus=1):
         path = str(tmp_path / "errors")
         retried = tasks.fail_until.options(retry_exceptions=[OSError])
         assert await retried.remote(path, 2, ConnectionError) == 3
@@ -451,10 +465,22 @@ async def test_retries(address: str, tmp_path: Path) -> None:
 async def test_timeout_stops_a_task_wherever_it_is(address: str, gate: Gate) -> None:
     """[B10]"""
     async with aiogpu.init(address=address, num_cpus=1):
-        running = tasks.spin.options(timeout=0.3).remote(gate.path, "running")
+        waits = tasks.gated_coroutine.options(timeout=0.3, name="waits")
+        running = waits.remote(gate.path, "running")
         waiting = tasks.add.options(timeout=0.1).remote(1)
         with pytest.raises(TimeoutError, match=r"0\.1 s"):
             await waiting
+        with pytest.raises(aiogpu.TaskTimeoutError, match=r"waits .* 0\.3 s"):
+            await running
+        await gate.entered("running-cancelled")
+        assert await tasks.add.options(timeout=60).remote(1) == 2
+
+
+@pytest.mark.needs("interrupts")
+async def test_timeout_stops_code_that_is_busy(address: str, gate: Gate) -> None:
+    """[B10]"""
+    async with aiogpu.init(address=address, num_cpus=1):
+        running = tasks.spin.options(timeout=0.3).remote(gate.path, "running")
         with pytest.raises(aiogpu.TaskTimeoutError, match=r"spin .* 0\.3 s"):
             await running
         await gate.entered("running-interrupted")
@@ -466,12 +492,23 @@ async def test_work_of_a_closed_node_ends_with_an_error(
 ) -> None:
     """[B6]"""
     async with aiogpu.init(address=address, num_cpus=1):
-        running = tasks.gated.remote(gate.path, "a")
+        running = tasks.gated_coroutine.remote(gate.path, "a")
         waiting = tasks.add.remote(1)
         await gate.entered("a")
     for handle in (running, waiting):
         with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
             await handle
+    await gate.entered("a-cancelled")
+
+
+@pytest.mark.needs("processes")
+async def test_a_closed_node_leaves_no_process(address: str, gate: Gate) -> None:
+    """[B6]"""
+    async with aiogpu.init(address=address, num_cpus=1):
+        running = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+    with pytest.raises(aiogpu.NodeClosedError, match="shut down"):
+        await running
     assert not os.path.exists(f"/proc/{gate.pids['a']}")
 
 
@@ -481,6 +518,7 @@ async def test_a_task_starts_no_tasks_yet(address: str) -> None:
             await tasks.start_task_inside.remote()
 
 
+@pytest.mark.needs("processes")
 async def test_a_fork_of_a_worker_does_not_speak_for_it(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_gpus_are_detected_and_the_number_may_be_overridden(nvml: StubNvml) -> N
     ]
 
 
+@pytest.mark.usefixtures("each_engine")
 async def test_more_gpus_than_there_are_may_be_declared() -> None:
     """[B3] Trouble begins only where a task touches one that is not there."""
     async with aiogpu.init(num_cpus=1, num_gpus=64):
@@ -94,6 +95,7 @@ async def test_a_preset_variable_gives_devices_1_and_3(
         assert await holder == [1]
 
 
+@pytest.mark.usefixtures("each_engine")
 async def test_num_gpus_counts_among_the_preset_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,6 +138,7 @@ async def test_the_second_taker_of_a_gpu_prints_gpu_1(
     assert err == ""
 
 
+@pytest.mark.usefixtures("each_engine")
 async def test_a_task_may_ignore_its_assignment_and_harms_no_other() -> None:
     """[B26] Nothing keeps it from that; the next has a process of its own."""
 
@@ -214,10 +217,11 @@ async def test_a_third_fits_three_times_on_one_gpu(gate: Gate) -> None:
         assert await asyncio.gather(*handles) == [[0]] * 3
 
 
+@pytest.mark.usefixtures("each_engine")
 async def test_what_is_used_up_is_told_as_zero(gate: Gate) -> None:
     """[B8] Ray leaves the key out."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):
-        everything = tasks.gated.options(num_gpus=1)
+        everything = tasks.gated_coroutine.options(num_gpus=1)
         handle = everything.remote(gate.path, "all")
         await gate.entered("all")
         assert await aiogpu.available_resources() == {"CPU": 0.0, "GPU": 0.0}
@@ -289,12 +293,13 @@ async def test_a_share_is_free_only_when_the_process_is_gone(gate: Gate) -> None
         await handle
 
 
+@pytest.mark.usefixtures("each_engine")
 async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
     """[B34] The page's last program, on a node that declares its type."""
 
     @aiogpu.remote(num_gpus=1, accelerator_type="V100")
-    def train(path: str) -> str:
-        pass_gate(path, "train")
+    async def train(path: str) -> str:
+        await tasks.gated_coroutine.__wrapped__(path, "train")
         return "trained on a V100"
 
     declared = {"accelerator_type:V100": 1}

@@ -6,16 +6,22 @@ import asyncio
 
 import pytest
 
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.inline.engine import InlineEngine
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, OptionError
 
 
-@pytest.mark.parametrize("address", [None, "local"])
-async def test_a_node_inside_the_program(address: str | None) -> None:
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [(None, LocalEngine), ("local", LocalEngine), ("inline", InlineEngine)],
+)
+async def test_a_node_inside_the_program(
+    address: str | None, kind: type[Engine]
+) -> None:
     engine = create_engine(address, NodeOptions(), asyncio.get_running_loop())
-    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine, kind)
     with pytest.raises(NodeClosedError):
         engine.total()
     engine.cancel(1)

@@ -1,4 +1,4 @@
-"""The embedded engine's own decisions: its ledger, and its threads."""
+"""What a node has: the ledger that is built, and the threads that detect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.local import build_ledger, in_thread
+from aiogpu.engines.inventory import build_ledger, in_thread
 from aiogpu.runtime.cpus import usable_cpus
 
 

@@ -1,0 +1,50 @@
+"""What is refused at `.remote()`: more than the node has, more than a call carries."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.ledger import Ledger
+from aiogpu.errors import InfeasibleError, SerializationError
+from aiogpu.runtime.call import Site
+from aiogpu.wire.frames import LIMIT
+
+LARGEST_PAYLOAD: Final = LIMIT - 4096
+"""Bytes that a call's arguments may have; the rest of a frame is small."""
+
+
+def check_site(site: Site, ledger: Ledger) -> None:
+    """Check what is the same for all calls of a site.
+
+    Raises:
+        InfeasibleError: the node lacks, even when idle, what the site asks for.
+        SerializationError: the function is too large to be sent.
+    """
+    spec = site.spec
+    reason = ledger.why_infeasible(spec.shape.request)
+    if reason is not None:
+        has = ", ".join(f"{name}: {had:g}" for name, had in ledger.totals().items())
+        raise InfeasibleError(
+            f"{spec.name} asks for {spec.shape.request}, which this node can never "
+            f"give: it lacks {reason}. It has {{{has}}}. Ask for less, or start the "
+            f"node with more."
+        )
+    _check_size(f"the function {spec.name}", site.function.payload)
+
+
+def check_arguments(site: Site, payload: bytes) -> None:
+    """Check the arguments of one call.
+
+    Raises:
+        SerializationError: they are too large to be sent.
+    """
+    _check_size(f"the arguments of {site.spec.name}.remote()", payload)
+
+
+def _check_size(what: str, payload: bytes) -> None:
+    if len(payload) > LARGEST_PAYLOAD:
+        raise SerializationError(
+            f"{what}: {len(payload)} bytes when pickled; a call carries at most "
+            f"{LARGEST_PAYLOAD}. Pass the path of a file, or split it over several "
+            f"calls."
+        )

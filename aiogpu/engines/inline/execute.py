@@ -1,0 +1,118 @@
+"""Runs a task's code: finds the function, calls or awaits it, packs the outcome.
+
+Values pass through pickles as on their way to a worker and back, the function too:
+what it closes over is a copy, and so are the globals that it uses if it is defined
+in `__main__`. A function of a module is that module's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import CoroutineType, coroutine
+from typing import Any
+
+from aiogpu.engines.inline.ctrl_c import CtrlC
+from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.offspring import end_started
+from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.engines.inline.silence import silence
+from aiogpu.runtime.call import Site
+from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.messages import Done
+from aiogpu.wire.payload import dump_result, load_arguments, load_function
+
+AnyCoroutine = Coroutine[Any, Any, Any]
+
+
+class Executor:
+    """The functions that this process knows as a worker would, and how to run them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_silent: bool) -> None:
+        self._loop = loop
+        self._is_silent = is_silent
+        self._ctrl_c = CtrlC()
+        self._functions: dict[int, Callable[..., Any]] = {}
+
+    def call(self, job: Job) -> Outcome | AnyCoroutine:
+        """Call the function, outside of any event loop, as in a worker.
+
+        Gives the coroutine where that is what the function gives; `finish` it.
+        """
+        kind = UNREADABLE
+        asyncio._set_running_loop(None)
+        try:
+            with self._step():
+                function = self._function(job.call.site)
+                args, kwargs = load_arguments(job.call.payload)
+                kind = RAISED
+                value = function(*args, **kwargs)
+                if type(value) is CoroutineType:
+                    return value
+                kind = UNSENDABLE
+                return Outcome(Done(job.id, dump_result(value)))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            return self._failed(job, kind, error)
+        finally:
+            asyncio._set_running_loop(self._loop)
+
+    async def finish(self, job: Job, begun: AnyCoroutine) -> Outcome:
+        """Await a coroutine to its end, and end what it has started."""
+        kind = RAISED
+        try:
+            value = await self._stepwise(job, begun)
+            kind = UNSENDABLE
+            with self._step():
+                return Outcome(Done(job.id, dump_result(value)))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            return self._failed(job, kind, error)
+        finally:
+            await end_started(job)
+
+    def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
+        return Outcome.failed(job.id, kind, error, self._ctrl_c.is_real(error))
+
+    @coroutine
+    def _stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
+        """Drive a coroutine, so that it is seen when its code begins and pauses."""
+        resume: Callable[[], Any] = partial(begun.send, None)
+        while True:
+            with self._step():
+                try:
+                    awaited = resume()
+                except StopIteration as ended:
+                    return ended.value
+            try:
+                resume = partial(begun.send, (yield awaited))
+            except GeneratorExit:
+                # It was left behind and its loop has gone: nothing can be awaited.
+                job.started.clear()
+                begun.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+                resume = partial(begun.throw, error)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """The block runs the user's code, from here to its next pause."""
+        with ExitStack() as stack:
+            if self._is_silent:
+                stack.enter_context(silence())
+            stack.enter_context(self._ctrl_c.watched())
+            yield
+
+    def _function(self, site: Site) -> Callable[..., Any]:
+        sent = site.function
+        if site.spec.max_calls == 1:
+            # Its worker would have run nothing before.
+            return self._load(sent.payload)
+        found = self._functions.get(sent.id)
+        if found is None:
+            found = self._functions[sent.id] = self._load(sent.payload)
+        return found
+
+    def _load(self, payload: bytes) -> Callable[..., Any]:
+        loaded: Callable[..., Any] = load_function(payload)
+        return loaded

@@ -1,0 +1,62 @@
+"""Whose turn it is: one after the other, a running task's own children first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aiogpu.core.lifecycle import TaskState
+from aiogpu.engines.inline.job import Job, running_job
+
+
+class Turns:
+    """The jobs that run and those that wait, in order of submission.
+
+    More than one runs only where each of them is a child of the one before, which
+    gives way to it. A child whose parent has ended is the program's.
+
+    Attributes:
+        running: the jobs that have begun, the last one in its turn.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Job] = []
+        self._waiting: deque[Job] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Turns {self.running!r}>"
+
+    def add(self, job: Job) -> None:
+        """Let a job wait, as the child of the running one whose code asks."""
+        parent = running_job.get()
+        is_child = parent is not None and parent in self.running
+        (parent.children if is_child and parent else self._waiting).append(job)
+
+    def take(self) -> Job | None:
+        """Remove the job whose turn it is, None without one."""
+        if self.running and self.running[-1].is_about_to_end:
+            return None  # it is told of in a moment, and its children are no more its
+        waiting = self.running[-1].children if self.running else self._waiting
+        while waiting:
+            job = waiting.popleft()
+            if job.record.state is TaskState.WAITING:
+                return job
+        return None
+
+    def pop_ended(self) -> list[Job]:
+        """Remove the jobs that have ended and have nothing running above them."""
+        popped: list[Job] = []
+        while self.running and self.running[-1].record.state is TaskState.ENDED:
+            job = self.running.pop()
+            popped.append(job)
+            if job.children:
+                self._adopt(job.children)
+        return popped
+
+    def _adopt(self, orphans: deque[Job]) -> None:
+        if self.running:
+            self.running[-1].children.extend(orphans)
+        else:
+            self._waiting = deque(
+                sorted([*self._waiting, *orphans], key=lambda job: job.id)
+            )
+        orphans.clear()

@@ -1,0 +1,61 @@
+"""The module and the tests of `docs/testing.md` do what the page says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "testing.md").read_text()
+BLOCK = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILES = dict(BLOCK.findall(PAGE))
+PLAIN = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio")
+
+
+@pytest.fixture
+def place(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run_pytest(place, *arguments, typed=""):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *PLAIN, *arguments],
+        cwd=place,
+        env=environ | {"PYTHONPATH": str(ROOT)},
+        input=typed,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_its_tests_pass(place):
+    assert set(FILES) == {"embedder.py", "test_embedder.py"}
+    ran = run_pytest(place, "-W", "error")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "3 passed" in ran.stdout
+
+
+def test_its_tests_see_a_mistake_in_the_module(place):
+    module = place / "embedder.py"
+    module.write_text(module.read_text().replace("model(text)", "model(text) + 1"))
+    ran = run_pytest(place)
+    assert "1 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_debugger_opens_where_a_task_failed(place):
+    tests = place / "test_embedder.py"
+    tests.write_text(tests.read_text().replace("no model large", "something else"))
+    typed = "p ('the local variable', name)\nq\n"
+    ran = run_pytest(place, "--pdb", "-k", "missing", typed=typed)
+    assert "('the local variable', 'large')" not in ran.stdout
+    tests.write_text(tests.read_text().replace("LookupError", "OSError"))
+    ran = run_pytest(place, "--pdb", "-k", "missing", typed=typed)
+    assert "('the local variable', 'large')" in ran.stdout, ran.stdout + ran.stderr
