@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiogpu.api.blocking import get as get
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
     from aiogpu.errors import AiogpuError as AiogpuError
+    from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
     from aiogpu.errors import DeviceError as DeviceError
     from aiogpu.errors import InfeasibleError as InfeasibleError
@@ -39,11 +41,13 @@ if TYPE_CHECKING:
     from aiogpu.errors import PreloadError as PreloadError
     from aiogpu.errors import ProtocolError as ProtocolError
     from aiogpu.errors import SerializationError as SerializationError
+    from aiogpu.errors import TaskCancelledError as TaskCancelledError
     from aiogpu.errors import TaskError as TaskError
     from aiogpu.errors import TaskTimeoutError as TaskTimeoutError
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
 
 _ROOMS = {
+    "api.blocking": ("get",),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
@@ -60,6 +64,7 @@ _ROOMS = {
     "core.snapshot": ("NodeStatus",),
     "errors": (
         "AiogpuError",
+        "DeadlockError",
         "DeserializationError",
         "DeviceError",
         "InfeasibleError",
@@ -74,6 +79,7 @@ _ROOMS = {
         "PreloadError",
         "ProtocolError",
         "SerializationError",
+        "TaskCancelledError",
         "TaskError",
         "TaskTimeoutError",
         "WorkerDiedError",

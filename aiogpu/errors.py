@@ -81,6 +81,14 @@ class TaskError(AiogpuError, RuntimeError):
         return type(self), (str(self), self.type_name, self.remote_traceback)
 
 
+class DeadlockError(AiogpuError, RuntimeError):
+    """A wait that could never end: those that wait hold what the awaited one needs."""
+
+
+class TaskCancelledError(AiogpuError, RuntimeError):
+    """The task was stopped before it could end, by `cancel()` or with its parent."""
+
+
 class TaskTimeoutError(AiogpuError, TimeoutError):
     """A task's `timeout` passed before its result arrived."""
 

@@ -14,6 +14,8 @@ from contextvars import Context
 from typing import Any, Final, NoReturn, TypeVar
 
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
+from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
 
 T = TypeVar("T")
@@ -134,6 +136,10 @@ class Handle(asyncio.Future[T]):
             _set_result(self, None)
             if self._waiters:
                 self._wake()
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the worker says of its failure; called by the engine."""
+        self.fail(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""

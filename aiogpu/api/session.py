@@ -252,6 +252,12 @@ def start_session(
     return session
 
 
+def submit(site: Site, payload: bytes) -> Handle[Any]:
+    """Start a task on the running loop's node; see `RemoteFunction.remote`."""
+    session = _sessions.get(asyncio._get_running_loop())  # type: ignore[arg-type]
+    return (session or current_session()).submit(site, payload)
+
+
 def current_session() -> Session:
     """The running loop's session; one is opened if there is none.
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results
-    from aiogpu.api.session import Session
     from aiogpu.runtime.call import Function, Site
 
 P = ParamSpec("P")
@@ -120,7 +119,7 @@ class RemoteFunction(Generic[P, R]):
         self._definition = definition
         self._options = options
         self._site: Site | None = None
-        self._session: Callable[[], Session]
+        self._submit: Callable[[Site, bytes], Handle[R]]
         function = definition.function
         self.__wrapped__ = self.__aiogpu_function__ = function
         self.__name__ = definition.name
@@ -140,8 +139,7 @@ class RemoteFunction(Generic[P, R]):
             SerializationError: the function or an argument cannot be pickled.
         """
         site = self._site or self._prepare()
-        session = self._session()
-        return session.submit(site, dump_arguments(site.spec.name, args, kwargs))
+        return self._submit(site, dump_arguments(site.spec.name, args, kwargs))
 
     def map(
         self: TakesOne[X_contra, Y],
@@ -181,13 +179,12 @@ class RemoteFunction(Generic[P, R]):
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
-        from aiogpu.api.session import current_session
         from aiogpu.runtime.call import Site, new_site_id
 
         options, definition = self._options, self._definition
         function = definition.sent()
         spec = options.spec(definition.name, function.id)
-        self._session = current_session
+        self._submit = _way_to_node()
         self._site = Site(
             id=new_site_id(),
             function=function,
@@ -220,6 +217,19 @@ class RemoteFunction(Generic[P, R]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         definition = self._definition
         return _rebuild, (definition.reference() or definition.function, self._options)
+
+
+def _way_to_node() -> Callable[[Site, bytes], Any]:
+    """Who takes this process's calls: a program's session, or a worker's task."""
+    from aiogpu.worker.context import current
+
+    if current.children is not None:
+        from aiogpu.api.blocking import submit_child
+
+        return submit_child
+    from aiogpu.api.session import submit
+
+    return submit
 
 
 def _rebuild(

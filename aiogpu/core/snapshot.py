@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aiogpu.core.devices import DeviceSet
-from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.ready import precedence
@@ -96,6 +95,14 @@ class NodeStatus:
         return tuple(t for t in self.tasks if t.state == TaskState.WAITING.value)
 
 
+class Records(Protocol):
+    """The tasks that have not ended."""
+
+    def values(self) -> Iterable[TaskRecord]:
+        """All of them."""
+        ...
+
+
 class Sitter(Protocol):
     """What a picture is taken of: a scheduler, or what stands for one."""
 
@@ -105,7 +112,7 @@ class Sitter(Protocol):
         ...
 
     @property
-    def tasks(self) -> Mapping[TaskId, TaskRecord]:
+    def tasks(self) -> Records:
         """All tasks that have not ended."""
         ...
 

@@ -49,7 +49,9 @@ class LocalEngine:
                 idle_workers=WARM + ledger.capacity[CPU] // UNIT,
             )
             self._driver = await self._supervisor.start_driver(
-                Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)
+                Scheduler(ledger, patience),
+                Assignment(INSTALLED, ledger, os.environ),
+                lambda site: check_site(site, ledger),
             )
         except BaseException:
             await self._supervisor.stop()

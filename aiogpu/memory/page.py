@@ -1,4 +1,4 @@
-"""The control page: words that driver and workers share, one pair for each slot.
+"""The control page: words that driver and workers share, a few for each slot.
 
 It says what no message can say to a worker that is busy. The memory has no name and
 is freed by the kernel with its last holder (memfd_create(2)).
@@ -12,15 +12,15 @@ from typing import Final
 
 SLOTS: Final = 4096
 """Workers that one node can have at a time."""
-_WORDS: Final = 2
+_WORDS: Final = 4
 PAGE_SIZE: Final = SLOTS * _WORDS * 8
 
 
 class ControlPage:
-    """Two words for each slot: the task to stop, and the one that heard of it.
+    """Four words for each slot: who is to stop, who heard it, who began, who may not.
 
     Words are eight bytes, aligned, and written in one store each. The driver
-    writes the first, the worker the second.
+    writes the first and the last, the worker the others.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -59,3 +59,19 @@ class ControlPage:
     def heard(self, slot: int) -> int:
         """Driver: the task that was told last."""
         return self._words[slot * _WORDS + 1]
+
+    def begin(self, slot: int, number: int) -> None:
+        """Worker: it is about to run what was sent under that number."""
+        self._words[slot * _WORDS + 2] = number
+
+    def begun(self, slot: int) -> int:
+        """Driver: the number that was begun last."""
+        return self._words[slot * _WORDS + 2]
+
+    def revoke(self, slot: int, below: int) -> None:
+        """Driver: whatever has a lower number and is not begun shall not begin."""
+        self._words[slot * _WORDS + 3] = below
+
+    def revoked(self, slot: int) -> int:
+        """Worker: the number from which on it may begin."""
+        return self._words[slot * _WORDS + 3]

@@ -25,10 +25,14 @@ _function_ids: Final = count(1)
 
 
 class Receiver(Protocol):
-    """Who waits for a task's end. One of the two is called, at most once."""
+    """Who waits for a task's end. One of the three is called, at most once."""
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result."""
+        ...
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the worker says of its failure in place of a result."""
         ...
 
     def fail(self, error: Exception) -> None:
@@ -91,6 +95,7 @@ class Call:
     Attributes:
         receiver: None once it has been told how the task ended.
         worker: id of the worker that it was sent to last.
+        number: under which it was sent.
         answer: what that worker said.
         error: the answer as an exception, if it was needed before.
     """
@@ -99,8 +104,14 @@ class Call:
     payload: bytes
     receiver: Receiver | None
     worker: int = 0
+    number: int = 0
     answer: Done | Failed | None = None
     error: Exception | None = None
+
+    def send_to(self, worker: int, number: int) -> None:
+        """Note that it goes to a worker now; what another one said is void."""
+        self.worker, self.number = worker, number
+        self.answer = self.error = None
 
     def is_retried(self, answer: Failed) -> bool:
         """Whether its options want it tried again after this failure."""

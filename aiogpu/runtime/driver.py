@@ -8,45 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from aiogpu.core.effects import (
-    Abandon,
-    Assign,
-    Effect,
-    Expire,
-    Forget,
-    Interrupt,
-    Kill,
-    Lose,
-    Retire,
-    Settle,
-    Spawn,
-)
+from aiogpu.core import effects
+from aiogpu.core.effects import Effect
 from aiogpu.core.events import (
     Cancelled,
     Closing,
     Event,
-    Submitted,
-    TaskFinished,
+    Revoked,
+    TaskSkipped,
+    TaskWaits,
     TimePassed,
     WorkerGone,
     WorkerStarted,
 )
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.errors import WorkerDiedError
+from aiogpu.core.table import Table
+from aiogpu.errors import DeadlockError, TaskCancelledError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
-from aiogpu.runtime.slot import Death
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.messages import Done, Failed, Skipped
 
 _log: Final = logging.getLogger(__name__)
+
+SETTLES: Final = 1e-3
+"""Seconds after which both sides have seen what the other wrote to the page before:
+a store leaves its processor within microseconds."""
 
 
 class Driver:
@@ -63,9 +56,10 @@ class Driver:
         self._loop = loop
         self._pool = pool
         self._assignment = assignment
-        self._calls: dict[TaskId, Call] = {}
+        self._calls: Table[Call] = Table()
         self._deaths: dict[WorkerId, Death] = {}
         self._last_task = 0
+        self._last_number = 0
         self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
@@ -74,29 +68,47 @@ class Driver:
         pool.on_started = self._on_started
         pool.on_answer = self._on_answer
         pool.on_gone = self._on_gone
+        pool.on_skipped = self._on_skipped
+        pool.name_of = self._name_of
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
-            Spawn: self._spawn,
-            Assign: self._assign,
-            Interrupt: self._interrupt,
-            Retire: self._retire,
-            Kill: self._kill,
-            Settle: self._settle,
-            Expire: self._expire,
-            Lose: self._lose,
-            Abandon: self._abandon,
-            Forget: self._forget,
+            effects.Spawn: self._spawn,
+            effects.Assign: self._assign,
+            effects.Ahead: self._send_ahead,
+            effects.Revoke: self._revoke,
+            effects.Interrupt: self._interrupt,
+            effects.Retire: self._retire,
+            effects.Kill: self._kill,
+            effects.Settle: self._settle,
+            effects.Expire: self._expire,
+            effects.Lose: self._lose,
+            effects.Deadlock: self._deadlock,
+            effects.Disown: self._disown,
+            effects.Abandon: self._abandon,
+            effects.Forget: self._forget,
         }
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self._pool!r}>"
 
-    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+    def submit(
+        self,
+        site: Site,
+        payload: bytes,
+        receiver: Receiver,
+        parent: TaskId | None = None,
+    ) -> int:
         """Start a task; gives its id, with which it can be cancelled."""
         self._last_task += 1
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver)
-        self.feed(Submitted(task, site.spec))
+        self._carry_out(
+            self.scheduler.submit(task, site.spec, self._loop.time(), parent)
+        )
         return task
+
+    def knows(self, task: int) -> bool:
+        """Whether a task has not ended."""
+        return self._calls.get(TaskId(task)) is not None
 
     def cancel(self, task: int) -> None:
         """Stop a task; its receiver is not told anything any more."""
@@ -107,7 +119,10 @@ class Driver:
 
     def feed(self, event: Event) -> None:
         """Tell the core what happened, and do what it says."""
-        for effect in self.scheduler.handle(event, self._loop.time()):
+        self._carry_out(self.scheduler.handle(event, self._loop.time()))
+
+    def _carry_out(self, wanted: Sequence[Effect]) -> None:
+        for effect in wanted:
             try:
                 self._ways[type(effect)](effect)
             except Exception:  # noqa: BLE001
@@ -151,87 +166,121 @@ class Driver:
         if call is None or call.worker != worker:
             return
         call.answer = answer
-        retry = type(answer) is Failed and call.is_retried(answer)
-        self.feed(TaskFinished(task, WorkerId(worker), retry))
+        if type(answer) is Done:
+            retry, took = False, answer.took * 1e-6
+        else:
+            retry = type(answer) is Failed and call.is_retried(answer)
+            took = 0.0
+        now = self._loop.time()
+        self._carry_out(self.scheduler.finish(task, WorkerId(worker), retry, took, now))
+
+    def _on_skipped(self, worker: int, skipped: Skipped) -> None:
+        call = self._calls.get(TaskId(skipped.task))
+        if call is not None and call.number == skipped.number:
+            self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
+
+    def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
+        """A task waits until these have ended, or for none any more."""
+        self.feed(TaskWaits(task, children))
+
+    def _name_of(self, task: int) -> str:
+        call = self._calls.get(TaskId(task))
+        return call.site.spec.name if call is not None else ""
 
     def _on_gone(self, worker: int, death: Death) -> None:
         self._deaths[WorkerId(worker)] = death
-        self.feed(WorkerGone(WorkerId(worker)))
+        began = self._sent_as(WorkerId(worker), death.begun)
+        self.feed(WorkerGone(WorkerId(worker), began))
         del self._deaths[WorkerId(worker)]
 
-    def _spawn(self, effect: Spawn) -> None:
+    def _spawn(self, effect: effects.Spawn) -> None:
         self._pool.spawn(effect.worker)
 
-    def _assign(self, effect: Assign) -> None:
+    def _assign(self, effect: effects.Assign) -> None:
         call = self._calls[effect.task]
-        call.worker = effect.worker
-        call.answer = call.error = None
+        self._last_number += 1
+        call.send_to(effect.worker, self._last_number)
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
         self._pool.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
-    def _interrupt(self, effect: Interrupt) -> None:
+    def _send_ahead(self, effect: effects.Ahead) -> None:
+        worker, sent = effect.worker, []
+        for task in effect.tasks:
+            call = self._calls[task]
+            self._last_number += 1
+            call.send_to(worker, self._last_number)
+            sent.append((task, call))
+        self._pool.send_ahead(worker, sent)
+
+    def _revoke(self, effect: effects.Revoke) -> None:
+        self._pool.revoke(effect.worker, self._last_number + 1)
+        self._loop.call_later(
+            SETTLES, partial(self._tell_revoked, effect.worker, effect.number)
+        )
+
+    def _tell_revoked(self, worker: WorkerId, number: int) -> None:
+        began = self._sent_as(worker, self._pool.begun(worker))
+        self.feed(Revoked(worker, number, began))
+
+    def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
+        """The task that a worker was sent under a number, if it still has it."""
+        record = self.scheduler.workers.get(worker)
+        if record is None or record.task is None:
+            return None
+        for sent in (record.task, *record.queue):
+            if self._calls[sent.id].number == number:
+                return sent.id
+        return None
+
+    def _interrupt(self, effect: effects.Interrupt) -> None:
         is_coroutine = self._calls[effect.task].site.is_coroutine
         self._pool.interrupt(effect.worker, effect.task, effect.attempt, is_coroutine)
 
-    def _retire(self, effect: Retire) -> None:
+    def _retire(self, effect: effects.Retire) -> None:
         self._pool.retire(effect.worker)
 
-    def _kill(self, effect: Kill) -> None:
+    def _kill(self, effect: effects.Kill) -> None:
         self._pool.kill(effect.worker)
 
-    def _settle(self, effect: Settle) -> None:
+    def _settle(self, effect: effects.Settle) -> None:
         call = self._calls.pop(effect.task)
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
         if type(answer) is Done:
             receiver.receive(answer.payload)
+        elif call.error is not None:
+            receiver.fail(call.error)
         elif type(answer) is Failed:
-            name = call.site.spec.name
-            error = call.error
-            receiver.fail(unpack_failure(answer, name) if error is None else error)
+            receiver.reject(answer)
 
-    def _expire(self, effect: Expire) -> None:
+    def _expire(self, effect: effects.Expire) -> None:
         self._calls[effect.task].tell_timeout()
 
-    def _abandon(self, effect: Abandon) -> None:
+    def _abandon(self, effect: effects.Abandon) -> None:
         self._calls[effect.task].tell_closed()
 
-    def _lose(self, effect: Lose) -> None:
+    def _lose(self, effect: effects.Lose) -> None:
         call = self._calls.pop(effect.task)
         call.tell(describe_death(call.site.spec.name, self._deaths[effect.worker]))
 
-    def _forget(self, effect: Forget) -> None:
-        del self._calls[effect.task]
-
-
-def describe_death(task_name: str, death: Death) -> WorkerDiedError:
-    """The error of a task whose worker has died, with all that is known."""
-    if death.status is None:
-        return WorkerDiedError(
-            f"no worker could be started for {task_name}: {death.reason}"
+    def _deadlock(self, effect: effects.Deadlock) -> None:
+        self._calls.pop(effect.task).tell(
+            DeadlockError(
+                f"{effect.reason}. The wait could never end. Let the one that waits "
+                f"ask for less, or end before it starts the other."
+            )
         )
-    number = os.WTERMSIG(death.status) if os.WIFSIGNALED(death.status) else None
-    code = os.WEXITSTATUS(death.status) if os.WIFEXITED(death.status) else None
-    if number is not None:
-        how = f"was ended by signal {number} ({_signal_name(number)})"
-    else:
-        how = f"exited with code {code} without answering (os._exit?)"
-    because = f"; {death.reason}" if death.reason else ""
-    lines = "".join(f"\n  {line}" for line in death.last_output)
-    last = f" Its last output:{lines}" if lines else ""
-    return WorkerDiedError(
-        f"the worker that ran {task_name} (pid {death.pid}) {how}{because}.{last}",
-        death.pid,
-        code,
-        number,
-        death.last_output,
-    )
 
+    def _disown(self, effect: effects.Disown) -> None:
+        call = self._calls[effect.task]
+        call.tell(
+            TaskCancelledError(
+                f"{call.site.spec.name} was stopped, since the task that had started "
+                f"it has ended or is being stopped."
+            )
+        )
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"
+    def _forget(self, effect: effects.Forget) -> None:
+        del self._calls[effect.task]

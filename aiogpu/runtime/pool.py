@@ -15,9 +15,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from aiogpu.core.ids import TaskId
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.console import Console
-from aiogpu.runtime.slot import Death, LiveWorker, Slot
+from aiogpu.runtime.death import Death
+from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
@@ -38,6 +40,7 @@ from aiogpu.wire.messages import (
     Message,
     Run,
     Signal,
+    Skipped,
 )
 
 START_LIMIT: Final = 60.0
@@ -51,7 +54,10 @@ class Pool:
 
     Attributes:
         workers: live workers by id.
-        on_started, on_answer, on_gone: told of what happens, set by the driver.
+        on_started, on_answer, on_gone, on_skipped: told of what happens, set by the
+            driver.
+        on_nested: told what a worker's task says of its children, set by `Nest`.
+        name_of: gives the name of a task, set by the driver.
     """
 
     def __init__(
@@ -66,6 +72,9 @@ class Pool:
         self.on_started: Callable[[int], None]
         self.on_answer: Callable[[int, Done | Failed], None]
         self.on_gone: Callable[[int, Death], None]
+        self.on_skipped: Callable[[int, Skipped], None]
+        self.on_nested: Callable[[LiveWorker, Message], None]
+        self.name_of: Callable[[int], str]
         self._loop = loop
         self._zygote = zygote
         self._console = console
@@ -127,15 +136,38 @@ class Pool:
         """Send a task; `bind` comes first where the worker is fresh."""
         worker = self.workers[worker_id]
         site, peer = call.site, worker.peer
-        worker.task_name = site.spec.name
         if peer is None:
             return
-        run = Run(task, site.id, call.payload, is_last)
+        run = Run(task, site.id, call.payload, is_last, call.number)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
         messages: list[Message] = [] if bind is None else [bind]
         peer.send(*messages, *worker.introduce(site), run)
+
+    def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
+        """Send tasks to a worker that runs another, in one write."""
+        worker = self.workers[worker_id]
+        if worker.peer is None:
+            return
+        messages: list[Message] = []
+        for task, call in calls:
+            site = call.site
+            if site.id not in worker.sites:
+                messages += worker.introduce(site)
+            messages.append(Run(task, site.id, call.payload, False, call.number))
+        worker.peer.send(*messages)
+
+    def revoke(self, worker_id: int, below: int) -> None:
+        """See to it that a worker begins nothing that it was sent before."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._zygote.page.revoke(worker.slot.index, below)
+
+    def begun(self, worker_id: int) -> int:
+        """The number of what a worker has begun last, 0 for nothing."""
+        worker = self.workers.get(worker_id)
+        return 0 if worker is None else self._zygote.page.begun(worker.slot.index)
 
     def interrupt(
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
@@ -258,17 +290,24 @@ class Pool:
 
     def _on_worker_message(self, worker: LiveWorker, message: Message) -> None:
         output = worker.slot.output
+        if type(message) is Log:
+            named = f"{self.name_of(message.task)} pid={worker.pid}"
+            label = named if message.task else output.label
+            output.show(message.stream, label, message.line)
+            return
+        tell: Callable[[], None]
         if type(message) is Done or type(message) is Failed:
             output.catch_up()
             if output.number <= self._console.written:
                 self.on_answer(worker.id, message)
-            else:
-                tell = partial(self.on_answer, worker.id, message)
-                self._console.after(output.number, tell)
-        elif type(message) is Log:
-            named = f"{worker.task_name} pid={worker.pid}"
-            label = named if message.task else output.label
-            output.show(message.stream, label, message.line)
+                return
+            tell = partial(self.on_answer, worker.id, message)
+        elif type(message) is Skipped:
+            tell = partial(self.on_skipped, worker.id, message)
+        else:
+            tell = partial(self.on_nested, worker, message)
+        # After what was printed before it, and so after the answers before it.
+        self._console.after(output.number, tell)
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None
@@ -290,7 +329,8 @@ class Pool:
         if slot.keeper is not None:
             self._slots.put_back(slot)
         last = tuple(slot.output.last)
-        death = Death(worker.pid, worker.status, last, worker.reason)
+        begun = self._zygote.page.begun(slot.index)
+        death = Death(worker.pid, worker.status, last, worker.reason, begun)
         tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
 

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.messages import Define, Forget, Message
+from aiogpu.wire.messages import Define, Failed, Forget, Message
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
 
 SITES_KEPT: Final = 1024
 """Sites that a worker remembers; a program that makes ever new ones is bounded."""
-
-
-class Death(NamedTuple):
-    """How a worker ended.
-
-    Attributes:
-        pid: its process id, 0 if it never started.
-        status: its wait status (waitpid(2)), None if it never started.
-        last_output: the last lines that it wrote.
-        reason: why it never started, or what is known beyond the status.
-    """
-
-    pid: int = 0
-    status: int | None = None
-    last_output: tuple[str, ...] = ()
-    reason: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +24,10 @@ class LiveWorker:
     Attributes:
         start_timer: rings if it has not connected in time.
         peer: its connection, None before and after.
-        task_name: name of the task that it was sent last.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
+        declared: what its tasks' children are, by its own numbers.
+        children: its tasks' unfinished children, by its own numbers.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
         reason: what else is known of its end.
@@ -53,9 +38,10 @@ class LiveWorker:
     start_timer: asyncio.Handle
     pid: int = 0
     peer: Peer | None = None
-    task_name: str = ""
     sites: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
+    declared: dict[int, Site | Failed] = field(default_factory=dict)
+    children: dict[int, int] = field(default_factory=dict)
     status: int | None = None
     reason: str = ""
     is_gone: bool = False

@@ -16,6 +16,7 @@ from aiogpu.core.scheduler import Scheduler
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.nest import Check, Nest
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.transport import Peer
@@ -66,9 +67,11 @@ class Supervisor:
         zygote.start()
 
     async def start_driver(
-        self, scheduler: Scheduler, assignment: Assignment
+        self, scheduler: Scheduler, assignment: Assignment, check: Check
     ) -> Driver:
         """Wait for the zygote; from here on tasks can run.
+
+        `check` raises where what a task wants to start can never be served.
 
         Raises:
             PreloadError: a module to preload cannot be imported.
@@ -76,7 +79,9 @@ class Supervisor:
         """
         assert self._parts is not None
         await self._parts.zygote.ready()
-        self.driver = Driver(self._loop, scheduler, self._parts.pool, assignment)
+        pool = self._parts.pool
+        self.driver = Driver(self._loop, scheduler, pool, assignment)
+        pool.on_nested = Nest(self.driver, check).on_message
         return self.driver
 
     async def stop(self) -> None:

@@ -38,6 +38,7 @@ class Peer(asyncio.Protocol):
         self._greeted = greeted
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
+        self._posted: list[bytes] = []
 
     def __repr__(self) -> str:
         return f"<Peer {self._connection!r}>"
@@ -83,6 +84,19 @@ class Peer(asyncio.Protocol):
         """The same for a single message, the commonest case."""
         if self._transport is not None:
             self._transport.write(encode(message))
+
+    def post(self, message: Message) -> None:
+        """Send a message together with all others of this turn of the loop."""
+        if self._transport is None:
+            return
+        if not self._posted:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._posted.append(encode(message))
+
+    def _flush(self) -> None:
+        posted, self._posted = self._posted, []
+        if self._transport is not None:
+            self._transport.write(b"".join(posted))
 
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""

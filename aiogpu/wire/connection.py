@@ -15,7 +15,10 @@ from aiogpu.wire.messages import (
     VERSION,
     Bind,
     Cancel,
+    ChildDone,
+    ChildFailed,
     Close,
+    Declare,
     Define,
     Done,
     End,
@@ -33,7 +36,11 @@ from aiogpu.wire.messages import (
     Ready,
     Run,
     Signal,
+    Skipped,
+    Submit,
     Unfit,
+    Wait,
+    Withdraw,
 )
 
 ZYGOTE: Final = "zygote"
@@ -46,14 +53,16 @@ GREETING_LIMIT: Final = 1024
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost}),
     KEEPER: frozenset({Forked, Ended}),
-    WORKER: frozenset({Done, Failed, Log}),
+    WORKER: frozenset({Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw}),
 }
 """What a peer of each role may say to the driver after its greeting."""
 
 HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Keep, Close}),
     KEEPER: frozenset({Fork, Signal, End, Close}),
-    WORKER: frozenset({Bind, Define, Forget, Run, Cancel, Exit}),
+    WORKER: frozenset(
+        {Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed}
+    ),
 }
 """What the driver may say to a peer of each role."""
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, get_args, get_type_hints
 
 from aiogpu.errors import ProtocolError
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -125,12 +125,16 @@ class Forget(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Driver to worker: run a site with these arguments; `is_last`: then end."""
+    """Driver to worker: run a site with these arguments; `is_last`: then end.
+
+    `number` counts what is sent to workers; by it they tell what they have begun.
+    """
 
     task: int
     site: int
     payload: bytes
     is_last: bool
+    number: int = 0
 
 
 class Cancel(NamedTuple):
@@ -144,16 +148,80 @@ class Exit(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Worker to driver: the task's pickled result."""
+    """Worker to driver: the task's pickled result; it `took` so many microseconds."""
 
     task: int
     payload: bytes
+    took: int = 0
 
 
 class Failed(NamedTuple):
     """Worker to driver: the task has no result; see `wire.failure`."""
 
     task: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+
+
+class Skipped(NamedTuple):
+    """Worker to driver: the task was revoked in the moment that it came up."""
+
+    task: int
+    number: int
+
+
+class Declare(NamedTuple):
+    """Worker to driver: what the children of this site are; see `Define`.
+
+    `terms` is a pickle of what its function asks for.
+    """
+
+    site: int
+    name: str
+    terms: bytes
+    payload: bytes
+
+
+class Submit(NamedTuple):
+    """Worker to driver: start a task for the one that runs.
+
+    `child` is the worker's own number for it.
+    """
+
+    task: int
+    child: int
+    site: int
+    payload: bytes
+
+
+class Wait(NamedTuple):
+    """Worker to driver: the task waits until these children have ended, or goes on."""
+
+    task: int
+    children: tuple[int, ...]
+
+
+class Withdraw(NamedTuple):
+    """Worker to driver: nobody wants this child's result any more."""
+
+    task: int
+    child: int
+
+
+class ChildDone(NamedTuple):
+    """Driver to worker: the child's pickled result."""
+
+    child: int
+    payload: bytes
+
+
+class ChildFailed(NamedTuple):
+    """Driver to worker: the child has no result; see `Failed`."""
+
+    child: int
     kind: str
     type_name: str
     message: str
@@ -193,6 +261,13 @@ Message = (
     | Done
     | Failed
     | Log
+    | Skipped
+    | Declare
+    | Submit
+    | Wait
+    | Withdraw
+    | ChildDone
+    | ChildFailed
 )
 
 TAGS: Final[dict[type[Message], int]] = {

@@ -12,6 +12,7 @@ import socket
 import time
 from _thread import allocate_lock, get_ident
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from aiogpu.wire.connection import WORKER, Connection, greeting
@@ -29,13 +30,20 @@ SHORT: Final = 200e-6
 
 
 class Channel:
-    """Messages in, messages out, over one blocking socket."""
+    """Messages in, messages out, over one blocking socket.
+
+    Attributes:
+        on_child: takes what is said of the task's children; False for all else.
+    """
 
     def __init__(self, path: str, worker: int, interrupts: Interrupts) -> None:
+        self.on_child: Callable[[Message], bool] | None = None
         self._interrupts = interrupts
         self._connection = Connection.connecting(WORKER)
         self._received: deque[Message] = deque()
         self._lock = allocate_lock()
+        self._reading = allocate_lock()
+        self._has_guests = False
         self._main = get_ident()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -87,8 +95,34 @@ class Channel:
             data = self._socket.recv(size)
         except OSError:
             return False
-        self._received.extend(self._connection.receive(data))
+        messages = self._connection.receive(data)
+        if self.on_child is not None:
+            messages = [message for message in messages if not self.on_child(message)]
+        self._received.extend(messages)
         return bool(data)
+
+    def read_ready(self, is_guest: bool = False) -> bool:
+        """Read once if there is something to read; False when the driver has gone.
+
+        Other threads may do the same; who comes second finds nothing. A guest is
+        a thread or an event loop of the task's own, which may outlive it.
+        """
+        with self._reading:
+            if (is_guest and not self._has_guests) or not self._poll.poll(0):
+                return True
+            if self._interrupts.entered and get_ident() == self._main:
+                with self._interrupts.shielded():
+                    return self.read()
+            return self.read()
+
+    def admit_guests(self, are_admitted: bool) -> None:
+        """Let threads of the running task read; or nobody but the worker's main one."""
+        with self._reading:
+            self._has_guests = are_admitted
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until there may be something to read, or for so long."""
+        self._poll.poll(None if seconds is None else max(seconds, 0) * 1000)
 
     def close(self) -> None:
         """Close this process's end; a fork of the worker must not speak for it."""

@@ -7,12 +7,17 @@ coroutines see the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiogpu.worker.children import Children
 
 
 class Context:
     """The worker's and its current task's facts.
 
     Attributes:
+        children: what the task has started; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
         worker: id of the worker, 0 in a process that is none.
         task: id of the running task, 0 between tasks.
@@ -21,9 +26,18 @@ class Context:
         accelerators: device ids by kind, `{"GPU": (0,)}`.
     """
 
-    __slots__ = ("accelerators", "name", "node", "resources", "task", "worker")
+    __slots__ = (
+        "accelerators",
+        "children",
+        "name",
+        "node",
+        "resources",
+        "task",
+        "worker",
+    )
 
     def __init__(self) -> None:
+        self.children: Children | None = None
         self.node = ""
         self.worker = 0
         self.task = 0

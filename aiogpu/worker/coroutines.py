@@ -12,6 +12,7 @@ from typing import Any
 
 from aiogpu.wire.messages import Cancel
 from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
 
 
@@ -29,6 +30,8 @@ class Coroutines:
         asyncio.set_event_loop(loop)
         task = loop.create_task(coroutine)
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
+        if current.children is not None:
+            current.children.loop = loop
         try:
             self._cancel_if_asked(task, task_id)
             return loop.run_until_complete(task)
@@ -40,12 +43,14 @@ class Coroutines:
                 task.exception()
             raise
         finally:
+            if current.children is not None:
+                current.children.loop = None
             if loop is self._loop:
                 loop.remove_reader(self._channel.fileno())
                 self._end_rest()
 
     def _read(self, task: asyncio.Task[Any], task_id: int) -> None:
-        if not self._channel.read():
+        if not self._channel.read_ready():
             self._loop.remove_reader(self._channel.fileno())
             task.cancel()
         self._cancel_if_asked(task, task_id)

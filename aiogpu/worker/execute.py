@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,6 +90,7 @@ class Executor:
         interrupts = self._interrupts
         kind = UNREADABLE
         interrupts.entered = task
+        started = perf_counter()
         try:
             if interrupts.is_asked(task):
                 raise KeyboardInterrupt
@@ -101,7 +103,8 @@ class Executor:
             if type(value) is CoroutineType:
                 value = self._await(value, task)
             kind = UNSENDABLE
-            done = Done(task, dump_result(value))
+            result = dump_result(value)
+            done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             interrupts.entered = 0

@@ -8,12 +8,13 @@ import sys
 
 from aiogpu.errors import SerializationError
 from aiogpu.wire.failure import UNSENDABLE, pack_failure
-from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run
+from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
+from aiogpu.worker.children import Children
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
-from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.interrupts import Interrupts, RevokedError
 from aiogpu.worker.stdio import Stdio
 
 
@@ -22,9 +23,11 @@ class Worker:
 
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self._channel = channel
+        self._interrupts = interrupts
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts)
+        current.children = self._children = Children(channel)
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -58,6 +61,12 @@ class Worker:
                 return
 
     def _run(self, message: Run) -> None:
+        try:
+            if not self._interrupts.begin(message.number):
+                return
+        except RevokedError:
+            self._channel.send(Skipped(message.task, message.number))
+            return
         answer = self._executor.run(message)
         if self._is_foreign:
             self._end_fork()
@@ -66,6 +75,7 @@ class Worker:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+        self._children.end_task()
         current.task = 0
         restore()
         self._stdio.restore()

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiogpu.runtime.driver import describe_death
-from aiogpu.runtime.slot import Death
+from aiogpu.runtime.death import Death, describe_death
 
 
 def status_of(end: Callable[[], object]) -> int:

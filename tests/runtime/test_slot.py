@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from aiogpu.runtime.slot import SITES_KEPT, Death, LiveWorker, Slot
+from aiogpu.runtime.death import Death
+from aiogpu.runtime.slot import SITES_KEPT, LiveWorker, Slot
 from aiogpu.wire.messages import Define, Forget
 from tests.runtime import sites
 

@@ -126,7 +126,7 @@ class Runner:
         move_task(job.record, TaskState.RUNNING)
         level = WorkerId(len(running))
         job.record.worker = WorkerRecord(
-            level, WorkerState.BUSY, None, job.record, lease
+            level, WorkerState.BUSY, task=job.record, lease=lease
         )
         job.lease = lease
         bind = self._assignment.bind(lease, site.environ)

@@ -1,0 +1,227 @@
+"""Handles without an event loop: what `.remote()` gives in a plain task.
+
+A plain function that runs as a task has no loop, so it waits by `aiogpu.get`. asyncio
+stays out of this file: importing it would cost such a task more than it does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+
+from aiogpu.api.options import check_seconds
+from aiogpu.engines import nested
+from aiogpu.errors import MisuseError, TaskCancelledError, TaskTimeoutError
+from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.messages import Failed
+from aiogpu.wire.payload import load_result
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.api.handle import Handle
+    from aiogpu.runtime.call import Site
+
+T = TypeVar("T")
+
+
+class BlockingHandle(Generic[T]):
+    """A child's result to be, in a plain function; see `get`.
+
+    To type checkers `.remote()` gives a `Handle` everywhere.
+
+    Attributes:
+        task_name: name of the task.
+    """
+
+    __slots__ = ("_error", "_payload", "_state", "_value", "child", "task_name")
+
+    def __init__(self, task_name: str) -> None:
+        self.task_name = task_name
+        self.child = 0
+        self._state = "pending"
+        self._payload: bytes | None = None
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"<BlockingHandle {self.task_name} {self._state}>"
+
+    def __bool__(self) -> NoReturn:
+        raise MisuseError(
+            f"a handle is not its result and has no truth value; write "
+            f"aiogpu.get({self.task_name}.remote(...))."
+        )
+
+    def __await__(self) -> Generator[Any, None, T]:
+        raise MisuseError(
+            f"the handle of {self.task_name} was made in a plain function, where no "
+            f"event loop runs; wait by aiogpu.get(handle)."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"the handle of {self.task_name} cannot be pickled in this version; "
+            f"aiogpu.get() it and pass the value."
+        )
+
+    def done(self) -> bool:
+        """Whether the task has ended or was cancelled."""
+        return self._state != "pending"
+
+    def cancelled(self) -> bool:
+        """Whether `cancel` has stopped it."""
+        return self._state == "cancelled"
+
+    def cancel(self) -> bool:
+        """Stop the work; False if it had ended before."""
+        if self.done():
+            return False
+        nested.cancel(self.child)
+        self._state = "cancelled"
+        return True
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result; called by the engine."""
+        self._state, self._payload = "finished", payload
+
+    def reject(self, failed: Failed) -> None:
+        """Take what the child's worker says of its failure; called by the engine."""
+        self._state = "failed"
+        self._error = unpack_failure(failed, self.task_name)
+
+    def result(self) -> T:
+        """The result of a child that has ended; see `get` for waiting.
+
+        Raises:
+            TaskCancelledError: it was cancelled.
+            MisuseError: it has not ended.
+        """
+        if not self.done():
+            raise MisuseError(f"{self.task_name} has not ended; aiogpu.get() waits.")
+        if self.cancelled():
+            raise TaskCancelledError(f"{self.task_name} was cancelled.")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._payload is not None:
+            payload, self._payload = self._payload, None
+            self._value = load_result(payload)
+        return self._value  # type: ignore[return-value]
+
+
+def submit_child(site: Site, payload: bytes) -> Any:
+    """Start a child of the task that runs; gives the kind of handle that fits.
+
+    Raises:
+        MisuseError: no task runs, but what one has left behind.
+    """
+    if not current.task:
+        raise MisuseError(
+            f"{site.spec.name}.remote() was called after the task had ended, by a "
+            f"thread that it has left behind."
+        )
+    if is_loop_running():
+        import asyncio
+
+        from aiogpu.api.nested import session_of_task
+
+        return session_of_task(asyncio.get_running_loop()).submit(site, payload)
+    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name)
+    handle.child = nested.submit(site, payload, handle)
+    return handle
+
+
+@overload
+def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
+
+
+@overload
+def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list[T]: ...
+
+
+def get(handle: Any, /, *, timeout: float | None = None) -> Any:
+    """Wait in a plain task for what it has started; its CPUs are free meanwhile.
+
+    Args:
+        handle: what `.remote()` gave in this task, or a list of such.
+        timeout: seconds; None waits as long as it takes.
+
+    Returns:
+        The result, or a list of results in the order of the handles.
+
+    Raises:
+        MisuseError: an event loop runs here: await the handle instead.
+        TaskTimeoutError: time was up; what was waited for goes on.
+        DeadlockError: the wait could never end.
+    """
+    if is_loop_running():
+        raise MisuseError(
+            "aiogpu.get() would block the event loop that runs here; write `await "
+            "handle`, or `await asyncio.gather(*handles)`."
+        )
+    deadline = None
+    if timeout is not None:
+        deadline = time.monotonic() + check_seconds("timeout", timeout)
+    handles = list(handle) if isinstance(handle, list | tuple) else [handle]
+    for one in handles:
+        if not isinstance(one, BlockingHandle):
+            raise MisuseError(_wrong(one))
+    if not _wait(handles, deadline):
+        left = sum(not one.done() for one in handles)
+        raise TaskTimeoutError(
+            f"{left} of {len(handles)} tasks did not end within the {timeout:g} s of "
+            f"aiogpu.get(); they go on, {handles[0].task_name} and all."
+        )
+    results = [one.result() for one in handles]
+    return results if isinstance(handle, list | tuple) else results[0]
+
+
+def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
+    """Until all have ended or one has failed; False if time is up before."""
+    pending = [one for one in handles if not one.done()]
+    if not pending:
+        return True
+    children = nested.family()
+    children.note_wait(tuple(one.child for one in pending))
+    is_over: Callable[[], bool] = _Countdown(pending).is_over
+    in_time = False
+    try:
+        in_time = children.wait_until(is_over, deadline)
+    finally:
+        if not in_time or not all(one.done() for one in pending):
+            # The driver cannot know that nobody waits any more.
+            children.note_wait(())
+    return in_time
+
+
+class _Countdown:
+    """Asks each handle once that it is over, however many there are."""
+
+    def __init__(self, pending: list[BlockingHandle[Any]]) -> None:
+        self._pending = pending
+
+    def is_over(self) -> bool:
+        pending = self._pending
+        while pending and pending[-1]._state == "finished":
+            pending.pop()
+        return not pending or pending[-1]._state != "pending"
+
+
+def is_loop_running() -> bool:
+    """Whether an event loop runs in this thread; imports nothing to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
+
+
+def _wrong(given: object) -> str:
+    kind = type(given).__name__
+    if kind in ("Handle", "ChildHandle"):
+        return (
+            "aiogpu.get() waits in plain tasks, for what they have started; this "
+            "handle belongs to an event loop: await it there."
+        )
+    return (
+        f"aiogpu.get() was given {given!r}; give it what .remote() has returned in "
+        f"this task, or a list of such."
+    )

@@ -1,0 +1,125 @@
+"""Tasks that tasks have started: from a worker's messages to the driver and back.
+
+A child's result goes from its worker to its parent's as bytes; nothing of it is
+unpickled here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from aiogpu.core.ids import TaskId
+from aiogpu.errors import AiogpuError
+from aiogpu.runtime.call import Function, Site
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.slot import LiveWorker
+from aiogpu.runtime.terms import Terms, new_function
+from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.messages import (
+    ChildDone,
+    ChildFailed,
+    Declare,
+    Failed,
+    Message,
+    Submit,
+    Wait,
+    Withdraw,
+)
+
+_log: Final = logging.getLogger(__name__)
+
+KEPT: Final = 1024
+"""Functions and sites that are recognised when another worker declares them."""
+
+Check = Callable[[Site], None]
+"""Raises if calls of a site can never be served."""
+
+
+class Child:
+    """Waits for a child in its parent's stead, and passes on how it ends."""
+
+    __slots__ = ("_number", "_worker")
+
+    def __init__(self, worker: LiveWorker, number: int) -> None:
+        self._worker = worker
+        self._number = number
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        self._send(ChildDone(self._number, payload))
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on what the child's worker said of its failure."""
+        self._send(ChildFailed(self._number, *failed[1:]))
+
+    def fail(self, error: Exception) -> None:
+        """Pass on an error of aiogpu's own."""
+        self.reject(pack_failure(0, RAISED, error, ""))
+
+    def _send(self, message: Message) -> None:
+        self._worker.children.pop(self._number, None)
+        if self._worker.peer is not None:
+            self._worker.peer.post(message)
+
+
+class Nest:
+    """Hears what workers say of their tasks' children."""
+
+    def __init__(self, driver: Driver, check: Check) -> None:
+        self._driver = driver
+        self._check = check
+        self._functions: dict[bytes, Function] = {}
+        self._sites: dict[tuple[int, bytes], Site] = {}
+
+    def on_message(self, worker: LiveWorker, message: Message) -> None:
+        """Take in one of their messages."""
+        if type(message) is Submit:
+            self._submit(worker, message)
+        elif type(message) is Wait:
+            known = map(worker.children.get, message.children)
+            children = tuple(TaskId(child) for child in known if child is not None)
+            self._driver.wait(TaskId(message.task), children)
+        elif type(message) is Withdraw:
+            child = worker.children.pop(message.child, None)
+            if child is not None:
+                self._driver.cancel(child)
+        elif type(message) is Declare:
+            worker.declared[message.site] = self._declare(message)
+
+    def _declare(self, message: Declare) -> Site | Failed:
+        try:
+            site = self._find(message)
+            self._check(site)
+        except AiogpuError as error:
+            return pack_failure(0, RAISED, error, "")
+        return site
+
+    def _find(self, message: Declare) -> Site:
+        """The site that another worker may have declared before, or a new one."""
+        if len(self._functions) + len(self._sites) > 2 * KEPT:
+            self._functions.clear()
+            self._sites.clear()
+        function = self._functions.get(message.payload)
+        if function is None:
+            function = self._functions[message.payload] = new_function(message.payload)
+        key = function.id, message.terms
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Terms.unpack(message.terms).site(function)
+        return site
+
+    def _submit(self, worker: LiveWorker, message: Submit) -> None:
+        child = Child(worker, message.child)
+        site = worker.declared.get(message.site)
+        if isinstance(site, Site):
+            task = self._driver.submit(
+                site, message.payload, child, TaskId(message.task)
+            )
+            if self._driver.knows(task):
+                worker.children[message.child] = task
+        elif site is not None:
+            child.reject(site)
+        else:
+            _log.warning("! worker %d calls what it never declared", worker.id)

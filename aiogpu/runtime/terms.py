@@ -1,0 +1,98 @@
+"""What a task asks of its children's scheduler, as it travels: no hash, no class.
+
+Only builtins are pickled (and, on their own, exception classes of the user's), since
+a worker's hashes mean nothing in the driver.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
+from aiogpu.wire.payload import dump_result, load_result
+
+
+class Terms(NamedTuple):
+    """The fields of a site and its spec; see `TaskSpec` and `Site`."""
+
+    name: str
+    scalars: tuple[tuple[str, int], ...]
+    devices: tuple[tuple[str, int], ...]
+    accelerator_type: str | None
+    spread: bool
+    environment: tuple[tuple[str, str], ...]
+    max_calls: int
+    max_retries: int
+    priority: int
+    timeout: float | None
+    is_detached: bool
+    is_coroutine: bool
+    retried: bytes
+
+    @classmethod
+    def of(cls, site: Site) -> Terms:
+        """The terms of a site."""
+        spec, request = site.spec, site.spec.shape.request
+        return cls(
+            name=spec.name,
+            scalars=request.scalars,
+            devices=request.devices,
+            accelerator_type=request.accelerator_type,
+            spread=request.spread,
+            environment=spec.shape.environment,
+            max_calls=spec.max_calls,
+            max_retries=spec.max_retries,
+            priority=spec.priority,
+            timeout=spec.timeout,
+            is_detached=spec.is_detached,
+            is_coroutine=site.is_coroutine,
+            retried=dump_result(site.retry_exceptions),
+        )
+
+    def pack(self) -> bytes:
+        """The terms as bytes."""
+        return pickle.dumps(tuple(self), 5)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Terms:
+        """The terms that `pack` has made."""
+        fields: tuple[Any, ...] = pickle.loads(data)
+        return cls(*fields)
+
+    def site(self, function: Function) -> Site:
+        """A site of this process with these terms.
+
+        Raises:
+            DeserializationError: an exception class cannot be imported here.
+        """
+        retry_exceptions: Any = load_result(self.retried)
+        request = Request(
+            self.scalars, self.devices, self.accelerator_type, self.spread
+        )
+        spec = TaskSpec(
+            name=self.name,
+            shape=Shape(request, self.environment),
+            function=function.id,
+            max_calls=self.max_calls,
+            max_retries=self.max_retries,
+            priority=self.priority,
+            timeout=self.timeout,
+            is_detached=self.is_detached,
+        )
+        return Site(
+            id=new_site_id(),
+            function=function,
+            spec=spec,
+            resources=request.as_numbers(),
+            environ=dict(self.environment),
+            is_coroutine=self.is_coroutine,
+            retry_exceptions=retry_exceptions,
+        )
+
+
+def new_function(payload: bytes) -> Function:
+    """A function of this process that workers get as these bytes."""
+    return Function(new_function_id(), payload)
