@@ -70,10 +70,27 @@ class Peer(asyncio.Protocol):
                 self.on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that the peer has gone."""
+        """Hear the peer out, then tell that it has gone.
+
+        A write to one that has just ended makes the transport give up at once, with
+        the peer's last words unread; its descriptor is closed after this.
+        """
+        if exc is not None and self._transport is not None:
+            self._hear_out(self._transport)
         self._connection.close()
         self._transport = None
         self.on_lost()
+
+    def _hear_out(self, transport: asyncio.Transport) -> None:
+        descriptor = transport.get_extra_info("socket").fileno()
+        while descriptor >= 0:
+            try:
+                data = os.read(descriptor, 65536)
+            except OSError:
+                return
+            if not data:
+                return
+            self.data_received(data)
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""
