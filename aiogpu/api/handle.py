@@ -53,7 +53,7 @@ class Handle(asyncio.Future[T]):
         self.task_name = task_name
         self.task_id = 0
         self._cancel_work = cancel_work
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
         self._payload: bytes | None = None
         self._value: T | None = None
@@ -80,7 +80,10 @@ class Handle(asyncio.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             waiter = self.get_loop().create_future()
-            self._waiters.append(waiter)
+            if self._waiters is None:
+                self._waiters = [waiter]
+            else:
+                self._waiters.append(waiter)
             try:
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):
@@ -91,7 +94,7 @@ class Handle(asyncio.Future[T]):
     __iter__ = __await__
 
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
-        if waiter in self._waiters:
+        if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
         if not self._waiters and not self._callbacks_added:
             self.cancel()
@@ -151,10 +154,10 @@ class Handle(asyncio.Future[T]):
             self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiters.clear()
 
     def result(self) -> T:
         """The task's result; raises as `asyncio.Future.result` does.

@@ -59,6 +59,7 @@ class Session:
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
+        self._cancel = engine.cancel
         self._loop = loop
         self._state = SessionState.OPENING
         self._pid = os.getpid()
@@ -90,7 +91,7 @@ class Session:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle: Handle[Any] = Handle(site.spec.name, self._engine.cancel, self._loop)
+        handle: Handle[Any] = Handle(site.spec.name, self._cancel, self._loop)
         if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(site, payload, handle)
         elif self._state is SessionState.OPENING:

@@ -81,7 +81,7 @@ class Supervisor:
         await self._parts.zygote.ready()
         pool = self._parts.pool
         self.driver = Driver(self._loop, scheduler, pool, assignment)
-        pool.on_nested = Nest(self.driver, check).on_message
+        pool.hearing.on_nested = Nest(self.driver, check).on_message
         return self.driver
 
     async def stop(self) -> None:

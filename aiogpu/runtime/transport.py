@@ -22,18 +22,19 @@ from aiogpu.wire.messages import Hello, Message
 _log: Final = logging.getLogger(__name__)
 _CREDENTIALS: Final = struct.Struct("iII")
 
-Handler = Callable[[Message], None]
+Handler = Callable[[list[Message]], None]
 Greeted = Callable[["Peer", Hello], None]
 
 
 class Peer(asyncio.Protocol):
     """One zygote, keeper or worker as the driver sees it.
 
-    Whoever is told of its greeting sets `on_message` and `on_lost`.
+    Whoever is told of its greeting sets `on_messages` and `on_lost`. What has come
+    together is passed on together, in order.
     """
 
     def __init__(self, greeted: Greeted) -> None:
-        self.on_message: Handler = _ignore
+        self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
         self._greeted = greeted
         self._connection = Connection.accepting()
@@ -63,11 +64,11 @@ class Peer(asyncio.Protocol):
             _log.warning("! cut off %r: %s", self, error)
             self.abort()
             return
-        for message in messages:
-            if type(message) is Hello:
-                self._greeted(self, message)
-            else:
-                self.on_message(message)
+        if messages and type(messages[0]) is Hello:
+            # It comes first, and once.
+            self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
+        if messages:
+            self.on_messages(messages)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Hear the peer out, then tell that it has gone.
@@ -127,7 +128,7 @@ class Peer(asyncio.Protocol):
 
     def cut_off(self) -> None:
         """Close, and pass on nothing more, not even the end."""
-        self.on_message = _ignore
+        self.on_messages = _ignore
         self.on_lost = _nothing
         self.abort()
 
@@ -145,7 +146,7 @@ def peer_uid(transport: asyncio.Transport) -> int:
     return uid
 
 
-def _ignore(_message: Message) -> None:
+def _ignore(_messages: list[Message]) -> None:
     """What a peer says before anybody listens has no meaning."""
 
 
