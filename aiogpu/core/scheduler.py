@@ -101,19 +101,18 @@ class Scheduler(Node):
         self.tasks[task] = record
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
-        ready = self.ready
+        effects: list[Effect] = []
+        by_shape = self.ready.by_shape
         # Where others of its shape wait, it must wait as well, whatever is free;
         # where they do not, nobody who waits could use what it takes.
-        if spec.shape in ready.by_shape and self.reservation is None:
-            ready.push(record)
-            return NOTHING
-        lease = None if spec.shape in ready.by_shape else self.take(record)
-        effects: list[Effect] = []
-        if lease is None:
-            ready.push(record)
-            return self._place(now, effects) if self.reservation else effects
-        start(self, record, lease, now, effects)
-        return effects
+        lease = None
+        if not (by_shape and spec.shape in by_shape):
+            lease = self.take(record)
+        if lease is not None:
+            start(self, record, lease, now, effects)
+            return effects
+        self.ready.push(record)
+        return NOTHING if self.reservation is None else self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)

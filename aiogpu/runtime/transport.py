@@ -16,7 +16,7 @@ from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import Connection
-from aiogpu.wire.frames import encode
+from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Peer(asyncio.Protocol):
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""
         if self._transport is not None:
-            self._transport.write(b"".join(map(encode, messages)))
+            self._transport.write(encode_all(messages))
 
     def send_one(self, message: Message) -> None:
         """The same for a single message, the commonest case."""

@@ -6,6 +6,7 @@ accepts any cut of the stream; what is no message is a `ProtocolError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 from typing import Final
 
@@ -49,6 +50,24 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
             f"large data by file or in parts"
         )
     return _pack_length(len(body)) + body
+
+
+def encode_all(messages: Iterable[Message]) -> bytes:
+    """The frames of messages that go out together.
+
+    Raises:
+        SerializationError: one of them would be too long.
+    """
+    pack, pack_length, tags = _pack, _pack_length, TAGS
+    parts: list[bytes] = []
+    for message in messages:
+        if len(getattr(message, "payload", None) or b"") >= LARGE:
+            parts.append(encode(message))
+            continue
+        body = pack((tags[type(message)], *message))
+        parts.append(pack_length(len(body)))
+        parts.append(body)
+    return b"".join(parts)
 
 
 def decode(body: bytes | memoryview) -> Message:

@@ -49,6 +49,7 @@ class Children:
 
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
+        has_any: whether the running task has started any.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -57,8 +58,7 @@ class Children:
         self._receivers: dict[int, Receiver] = {}
         self._declared: set[int] = set()
         self._last = 0
-        self._has_any = False
-        channel.on_child = self._take
+        self.has_any = False
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -75,8 +75,9 @@ class Children:
 
     def submit(self, site: int, payload: bytes, receiver: Receiver) -> int:
         """Start a child of the running task; gives its number."""
-        if not self._has_any:
-            self._has_any = True
+        if not self.has_any:
+            self.has_any = True
+            self._channel.on_child = self._take
             self._channel.admit_guests(True)
         self._last += 1
         child = self._last
@@ -126,10 +127,9 @@ class Children:
 
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""
-        if self._has_any:
-            self._has_any = False
-            self._channel.admit_guests(False)
-            self._receivers.clear()
+        self.has_any = False
+        self._channel.admit_guests(False)
+        self._receivers.clear()
 
     def _take(self, message: Message) -> bool:
         if type(message) is ChildDone:
