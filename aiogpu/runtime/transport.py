@@ -22,6 +22,9 @@ from aiogpu.wire.messages import Hello, Message
 _log: Final = logging.getLogger(__name__)
 _CREDENTIALS: Final = struct.Struct("iII")
 
+AT_ONCE: Final = 256
+"""Messages of one peer that are passed on in one turn of the loop: a few ms."""
+
 Handler = Callable[[list[Message]], None]
 Greeted = Callable[["Peer", Hello], None]
 
@@ -40,6 +43,8 @@ class Peer(asyncio.Protocol):
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
         self._posted: list[bytes] = []
+        self._waiting: list[Message] = []
+        self._is_paused = False
 
     def __repr__(self) -> str:
         return f"<Peer {self._connection!r}>"
@@ -67,8 +72,34 @@ class Peer(asyncio.Protocol):
         if messages and type(messages[0]) is Hello:
             # It comes first, and once.
             self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
-        if messages:
+        if self._waiting or len(messages) > AT_ONCE:
+            self._put_off(messages)
+        elif messages:
             self.on_messages(messages)
+
+    def _put_off(self, messages: list[Message]) -> None:
+        """Pass on a flood in parts, between which the loop does other things."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._work_off)
+        self._waiting.extend(messages)
+        self._set_reading()
+
+    def _work_off(self) -> None:
+        part = self._waiting[:AT_ONCE]
+        del self._waiting[:AT_ONCE]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._work_off)
+        self._set_reading()
+        if part:
+            self.on_messages(part)
+
+    def _set_reading(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._is_paused or self._waiting:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Hear the peer out, then tell that it has gone.
@@ -80,6 +111,8 @@ class Peer(asyncio.Protocol):
             self._hear_out(self._transport)
         self._connection.close()
         self._transport = None
+        while self._waiting:
+            self._work_off()
         self.on_lost()
 
     def _hear_out(self, transport: asyncio.Transport) -> None:
@@ -118,16 +151,17 @@ class Peer(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""
-        if self._transport is not None:
-            self._transport.pause_reading()
+        self._is_paused = True
+        self._set_reading()
 
     def resume(self) -> None:
         """Read again after `pause`."""
-        if self._transport is not None:
-            self._transport.resume_reading()
+        self._is_paused = False
+        self._set_reading()
 
     def cut_off(self) -> None:
         """Close, and pass on nothing more, not even the end."""
+        self._waiting.clear()
         self.on_messages = _ignore
         self.on_lost = _nothing
         self.abort()
