@@ -11,7 +11,7 @@ from aiogpu.core.policy import Patience
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.snapshot import NodeStatus, snapshot
-from aiogpu.engines.admission import LARGEST_PAYLOAD, check_arguments, check_site
+from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError
@@ -19,6 +19,7 @@ from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.supervisor import Supervisor
+from aiogpu.wire.frames import LARGEST_PAYLOAD
 
 WARM: Final = 8
 """Idle workers kept beside one for each CPU."""

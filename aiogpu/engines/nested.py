@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms
+from aiogpu.wire.frames import LARGEST_PAYLOAD
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -31,8 +32,16 @@ def family() -> Children:
 
 
 def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
-    """Start a child of the running task; gives its number."""
+    """Start a child of the running task; gives its number.
+
+    Raises:
+        SerializationError: its arguments are too large to be sent.
+    """
     children = family()
+    if len(payload) > LARGEST_PAYLOAD:
+        from aiogpu.engines.admission import check_arguments
+
+        check_arguments(site, payload)
     if not children.knows(site.id):
         terms = Terms.of(site).pack()
         children.declare(site.id, site.spec.name, terms, site.function.payload)

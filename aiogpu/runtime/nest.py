@@ -16,6 +16,7 @@ from aiogpu.runtime.call import Function, Site
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.terms import Terms, new_function
+from aiogpu.wire.connection import DECLARED
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import (
     ChildDone,
@@ -86,6 +87,8 @@ class Nest:
             if child is not None:
                 self._driver.cancel(child)
         elif type(message) is Declare:
+            if len(worker.declared) >= DECLARED:
+                worker.declared.clear()
             worker.declared[message.site] = self._declare(message)
 
     def _declare(self, message: Declare) -> Site | Failed:

@@ -19,6 +19,9 @@ HEADER: Final = 4
 LIMIT: Final = 1 << 30
 """The longest frame in bytes, without its header."""
 
+LARGEST_PAYLOAD: Final = LIMIT - 4096
+"""Bytes that a call's arguments may have; the rest of a frame is small."""
+
 LARGE: Final = 1 << 20
 """A payload from which on packing takes a buffer of its own."""
 

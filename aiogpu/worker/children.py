@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import NodeClosedError
+from aiogpu.wire.connection import DECLARED
 from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
@@ -70,6 +71,9 @@ class Children:
 
     def declare(self, site: int, name: str, terms: bytes, payload: bytes) -> None:
         """Tell the driver what calls of a site are, once."""
+        if len(self._declared) >= DECLARED:
+            # The driver forgets them at the same one.
+            self._declared.clear()
         self._channel.send(Declare(site, name, terms, payload))
         self._declared.add(site)
 
