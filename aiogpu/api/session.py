@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
+_get_running_loop: Final = asyncio._get_running_loop
+
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 
 
@@ -255,7 +257,7 @@ def start_session(
 
 def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
-    session = _sessions.get(asyncio._get_running_loop())  # type: ignore[arg-type]
+    session = _sessions.get(_get_running_loop())  # type: ignore[arg-type]
     return (session or current_session()).submit(site, payload)
 
 
@@ -265,7 +267,7 @@ def current_session() -> Session:
     Raises:
         NoLoopError: no event loop is running in this thread.
     """
-    loop = asyncio._get_running_loop()
+    loop = _get_running_loop()
     session = _sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session

@@ -163,7 +163,7 @@ class Driver:
 
     def _on_answer(self, worker: int, answer: Done | Failed) -> None:
         task = TaskId(answer.task)
-        call = self._calls.get(task)
+        call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
             return
         call.answer = answer
@@ -246,7 +246,8 @@ class Driver:
         self._pool.kill(effect.worker)
 
     def _settle(self, effect: effects.Settle) -> None:
-        call = self._calls.pop(effect.task)
+        calls, task = self._calls, effect.task
+        call = calls.young.pop(task, None) or calls.pop(task)
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
         if type(answer) is Done:
