@@ -152,9 +152,15 @@ class Driver:
         self.feed(TimePassed())
 
     async def close(self, timeout: float) -> None:
-        """Stop everything; returns when the last worker is gone, or time is up."""
+        """Stop everything; returns when the last worker is gone, or time is up.
+
+        Time is up when nothing more has ended for that long: a million owners are
+        told in a few seconds.
+        """
         self.feed(Closing())
-        await asyncio.wait([self._closed], timeout=timeout)
+        left = None
+        while left != (left := len(self._calls)) and not self._closed.done():
+            await asyncio.wait([self._closed], timeout=timeout)
         if self._timer is not None:
             self._timer.cancel()
 
