@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
+
+if TYPE_CHECKING:
+    from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
 
@@ -142,6 +143,8 @@ class Handle(asyncio.Future[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""
+        from aiogpu.wire.failure import unpack_failure
+
         self.fail(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
