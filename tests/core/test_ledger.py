@@ -169,10 +169,12 @@ def test_who_goes_on_takes_his_cpus_at_once_though_others_have_them():
     assert other is not None
     node.resume(lent)
     assert node.free == {"CPU": -UNIT}
+    assert node.is_overdrawn
     assert node.available()["CPU"] == 0.0
     assert node.take(asking(0.5)) is None
     node.check()
     node.give_back(other)
+    assert not node.is_overdrawn
     node.give_back(lent)
     assert node.free == node.capacity
 
