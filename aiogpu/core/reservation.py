@@ -52,7 +52,8 @@ class Reservation:
         """Whether a task may take what is kept."""
         if record is self.record or precedence(record) < self.turn:
             return True
-        if record.kin is not None and record.kin.parent is not None:
+        kin = record.kin
+        if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
             # Its parent may be one of those that are waited for.
             return True
         timeout = record.spec.timeout

@@ -3,12 +3,23 @@
 import pytest
 
 from aiogpu.core.effects import Abandon, Assign, Forget, Interrupt, Settle, Spawn
-from aiogpu.core.events import TaskFinished, WorkerStarted
+from aiogpu.core.events import (
+    Closing,
+    TaskFinished,
+    TimePassed,
+    WorkerGone,
+    WorkerStarted,
+)
+from aiogpu.core.ids import TaskId
 from aiogpu.core.policy import Patience
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.scheduler import ABANDON_EVERY, ABANDONED
+from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
 PATIENCE = Patience(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
+SPEC = TaskSpec("f", Shape(Request.of({"CPU": UNIT}, {})))
 
 
 def test_a_task_from_its_submission_to_its_answer():
@@ -288,6 +299,52 @@ def test_what_comes_after_closing_is_abandoned():
     w.close()
     w.submit("a")
     assert w.effects == [Abandon(w.tasks["a"].id), Forget(w.tasks["a"].id)]
+    assert w.scheduler.is_closed
+
+
+def test_closing_tells_those_who_wait_in_slices():
+    """The loop has time for other things in between."""
+    w = World(cpus=1, patience=PATIENCE)
+    for number in range(2 * ABANDONED + 10):
+        w.scheduler.submit(TaskId(number), SPEC, w.now)
+    [worker] = w.scheduler.workers
+    slices = [w.scheduler.handle(Closing(), w.now)]
+    assert not w.scheduler.is_closed
+    while (moment := w.scheduler.deadline()) == w.now + ABANDON_EVERY:
+        w.now = moment
+        slices.append(w.scheduler.handle(TimePassed(), moment))
+        w.scheduler.check()
+    told = [
+        [effect.task for effect in effects if isinstance(effect, Abandon)]
+        for effects in slices
+    ]
+    assert [len(tasks) for tasks in told] == [1 + ABANDONED, ABANDONED, 9]
+    assert [task for tasks in told for task in tasks] == list(range(2 * ABANDONED + 10))
+    assert not w.scheduler.tasks
+    w.scheduler.handle(WorkerGone(worker.id), w.now)
+    assert w.scheduler.is_closed
+
+
+def test_what_comes_between_two_slices_is_abandoned_as_well():
+    w = World(cpus=1)
+    for number in range(ABANDONED + 10):
+        w.scheduler.submit(TaskId(number), SPEC, w.now)
+    w.scheduler.handle(Closing(), w.now)
+    late = TaskId(ABANDONED + 10)
+    effects = w.scheduler.submit(late, SPEC, w.now)
+    assert effects == [Abandon(late), Forget(late)]
+
+
+def test_closing_keeps_nothing_for_anybody():
+    w = World(gpus=2, patience=Patience(reserve_after=0.0))
+    w.submit("long", num_gpus=1)
+    w.submit("big", num_gpus=2)
+    w.submit("small", num_gpus=0.5)
+    w.cancel("small")
+    assert w.scheduler.reservation is not None
+    w.close()
+    assert w.scheduler.reservation is None
+    w.run_dry()
     assert w.scheduler.is_closed
 
 
