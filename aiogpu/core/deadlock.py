@@ -7,7 +7,7 @@ for ever. This is the banker's algorithm (Dijkstra, EWD 108) turned round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable
 
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease, Ledger
@@ -26,17 +26,19 @@ def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
     }
     if not any(_keeps_something(record) for record in blocked.values()):
         return []
-    found = []
-    while stuck := _reduce(node.ledger, blocked):
-        # The one that was started last has the least to lose.
-        parent, child = max(stuck, key=lambda pair: pair[1].id)
-        found.append((child, _explain(child, blocked.values())))
-        del blocked[parent.id]
-    return found
+    found: dict[TaskId, tuple[TaskRecord, str]] = {}
+    while stuck := _reduce(node.ledger, blocked, found):
+        # Whose task was started last has the least to lose. It may wait for the
+        # rest all the same: so what else it waits for fails as well if it must.
+        victim, _ = max(stuck, key=lambda pair: pair[1].id)
+        for parent, child in stuck:
+            if parent is victim:
+                found[child.id] = child, _explain(child, blocked.values())
+    return list(found.values())
 
 
 def _reduce(
-    ledger: Ledger, blocked: dict[TaskId, TaskRecord]
+    ledger: Ledger, blocked: dict[TaskId, TaskRecord], failed: Container[TaskId]
 ) -> list[tuple[TaskRecord, TaskRecord]]:
     """Let all end that can; give who still waits, with a task that does not fit."""
     room = _Room(ledger, blocked.values())
@@ -44,20 +46,22 @@ def _reduce(
     while moved and blocked:
         moved = False
         for record in list(blocked.values()):
-            if all(_can_end(child, blocked, room) for child in _awaited(record)):
+            awaited = _awaited(record, failed)
+            if all(_can_end(child, blocked, room) for child in awaited):
                 del blocked[record.id]
                 room.give_back(record)
                 moved = True
     return [
         (record, child)
         for record in blocked.values()
-        for child in _awaited(record)
+        for child in _awaited(record, failed)
         if child.state is TaskState.WAITING and not room.fits(child)
     ]
 
 
-def _awaited(record: TaskRecord) -> Iterator[TaskRecord]:
-    return iter(record.kin.waits_for.values() if record.kin else ())
+def _awaited(record: TaskRecord, failed: Container[TaskId]) -> list[TaskRecord]:
+    assert record.kin is not None, record
+    return [c for c in record.kin.waits_for.values() if c.id not in failed]
 
 
 def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], room: _Room) -> bool:
@@ -127,13 +131,17 @@ class _Room:
         return True
 
 
+def _waiter(record: TaskRecord) -> TaskRecord | None:
+    return record.kin.awaited_by if record.kin else None
+
+
 def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
     """The chain from the first that waits to the one that cannot run."""
     chain: list[TaskRecord] = []
-    record = child.kin.awaited_by if child.kin else None
+    record = _waiter(child)
     while record is not None and record not in chain:
         chain.insert(0, record)
-        record = record.kin.awaited_by if record.kin else None
+        record = _waiter(record)
     told = [
         f"{one.spec.name} holds {_lease(one).request} and waits for {other.spec.name}"
         for one, other in zip(chain, [*chain[1:], child], strict=True)

@@ -126,7 +126,9 @@ def hand_over(
 
 def may_follow(node: Node, bucket: Bucket) -> bool:
     """Whether a lease may go on in this shape without asking whose turn it is."""
-    return node.reservation is None and node.ready.is_first(bucket)
+    if node.reservation is not None or node.ledger.is_overdrawn:
+        return False
+    return node.ready.is_first(bucket)
 
 
 def refill(

@@ -1,8 +1,9 @@
 """One line of waiting tasks: first come, first served, and anybody may leave.
 
-Who leaves is only counted, and skipped when his turn comes; where those who left
-outnumber the rest, each leaving sweeps a few of them out, so that neither memory
-nor any single step grows with the line.
+Who leaves is only counted, and skipped when his turn comes. Each leaving sweeps a
+few out at the front, and where those who left outnumber the rest, further behind:
+so memory does not grow with them, nor is any single step long, unless half of a
+line leaves from the back to the front.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ class WaitingLane:
     def note_left(self) -> None:
         """One that stands here waits no longer."""
         self._left += 1
+        front = self._swept or self._rest
+        for _ in range(SWEPT):
+            # Those who leave in order shall not be skipped all at once.
+            if front and front[0].state is not _WAITING:
+                front.popleft()
+                self._left -= 1
         if self._left > len(self):
             for _ in range(min(SWEPT, len(self._rest))):
                 record = self._rest.popleft()

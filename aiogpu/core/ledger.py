@@ -132,6 +132,11 @@ class Ledger:
             if name == CPU:
                 self.free[name] -= amount
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more CPUs are held than there are, after `resume`."""
+        return self.free.get(CPU, 0) < 0
+
     def why_infeasible(self, request: Request) -> str | None:
         """Say in words what this node lacks even when idle, None if nothing."""
         for name, amount in request.scalars:

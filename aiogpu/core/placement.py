@@ -14,7 +14,7 @@ from aiogpu.core.ledger import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Group, Precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.reservation import Reservation, reserve
+from aiogpu.core.reservation import STANDS, Reservation, reserve
 
 
 def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
@@ -36,7 +36,7 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
         if lease is None:
             heappop(turns)
             if node.reservation is None:
-                node.reservation = _reserve(node, record, before, now)
+                node.reservation = _reserve(node, group, record, before, now)
             continue
         placed.append((record, lease))
         ready.pop(bucket)
@@ -49,12 +49,30 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
 
 
 def _reserve(
-    node: Node, record: TaskRecord, before: Reservation | None, now: float
+    node: Node,
+    group: Group,
+    record: TaskRecord,
+    before: Reservation | None,
+    now: float,
 ) -> Reservation | None:
-    if now - record.since < node.patience.reserve_after:
+    """Keep something for the first of a group, if it has been that for long.
+
+    One that has only stood behind others of its kind is held up by nobody: where a
+    million wait, each is soon on its way once it comes first.
+    """
+    if group.stuck is not record:
+        group.stuck = record
+        group.reserve_at = now + node.patience.reserve_after
+    if now < group.reserve_at:
         return None
-    reservation = reserve(node, record)
-    if reservation and before and before.record is record:
+    if before is not None and before.record is not record:
+        before = None
+    if before is not None and now < before.planned_at + STANDS:
+        return before
+    reservation = reserve(node, record, now)
+    if reservation is None:
+        group.reserve_at = now + STANDS
+    elif before is not None:
         # Whoever was let past must not put off the moment that was promised.
         reservation.until = min(reservation.until, before.until)
     return reservation

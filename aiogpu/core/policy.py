@@ -23,8 +23,8 @@ class Patience:
             has waited longest is retired.
         long: a task that runs longer is not one to queue behind.
         unheard: a worker that has not begun its task by then is given up.
-        reserve_after: a task that has waited longer while others went past it
-            has what it needs kept for it.
+        reserve_after: a task that has been the first of those who ask for the same
+            for longer, and does not fit, has what it needs kept for it.
     """
 
     cancel_grace: float = 2.0

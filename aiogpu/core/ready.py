@@ -121,11 +121,15 @@ class Group:
 
     Attributes:
         size: how many buckets there are.
+        stuck: the first of its tasks, when it last did not fit.
+        reserve_at: when something is to be kept for that one.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.size = 0
+        self.stuck: TaskRecord | None = None
+        self.reserve_at = 0.0
         self._turns: list[tuple[Precedence, Bucket]] = []
 
     def enter(self, bucket: Bucket, turn: Precedence) -> None:

@@ -1,10 +1,11 @@
 """What is kept for a task that others would go past for ever.
 
-The rule: the first of those that have waited `reserve_after` and do not fit has what
-it needs kept for it. Whoever comes after it may take only the rest, or what he gives
-back, by his own `timeout`, before it could begin. There is one reservation at a time,
-so each ends with the tasks that run now. What is held without end is never waited
-for: then nothing is kept. The idea is that of EASY backfilling (Lifka, 1995).
+The rule: the first of those that do not fit, and have been first of their kind for
+`reserve_after`, has what it needs kept for it. Whoever comes after it may take only
+the rest, or what he gives back, by his own `timeout`, before it could begin. There
+is one reservation at a time, so each ends with the tasks that run now. What is held
+without end is never waited for: then nothing is kept. The idea is that of EASY
+backfilling (Lifka, 1995).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Lease
@@ -19,6 +21,9 @@ from aiogpu.core.node import Node
 from aiogpu.core.ready import Precedence, precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import UNIT
+
+STANDS: Final = 0.05
+"""Seconds for which a plan holds, made or given up: it looks at all workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +36,7 @@ class Reservation:
         barred: devices by kind, as bit masks.
         kept: amounts of undivided resources, in parts.
         until: when he can begin at the latest, infinite where nobody knows.
+        planned_at: when this was thought out.
         grace: seconds that a task gets to end after its timeout.
     """
 
@@ -39,13 +45,15 @@ class Reservation:
     barred: Mapping[str, int]
     kept: Mapping[str, int]
     until: float
+    planned_at: float
     grace: float
 
     def lets_pass(self, record: TaskRecord) -> bool:
         """Whether a task may take what is kept."""
         if record is self.record or precedence(record) < self.turn:
             return True
-        if record.kin is not None and record.kin.parent is not None:
+        kin = record.kin
+        if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
             # Its parent may be one of those that are waited for.
             return True
         timeout = record.spec.timeout
@@ -63,7 +71,7 @@ class Hold:
     is_endless: bool
 
 
-def reserve(node: Node, record: TaskRecord) -> Reservation | None:
+def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     """Plan what to keep for a task; None if somebody holds it without end."""
     request = record.spec.shape.request
     holds = list(_holds(node))
@@ -85,7 +93,7 @@ def reserve(node: Node, record: TaskRecord) -> Reservation | None:
     turn = precedence(record)
     kept = dict(request.scalars)
     grace = node.patience.cancel_grace
-    return Reservation(record, turn, barred, kept, until, grace)
+    return Reservation(record, turn, barred, kept, until, now, grace)
 
 
 def _holds(node: Node) -> Iterator[Hold]:

@@ -1,16 +1,21 @@
 """Moments at which the scheduler wants to look again.
 
 An alarm is a plain value; what it means is the scheduler's business. Alarms that
-no longer matter are not removed but recognised when they ring, except that their
-number is kept from growing without bound.
+no longer matter are not removed but recognised when they ring. Where they abound,
+each that is added to them sweeps a few out: there may be a million.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from enum import Enum
-from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+FEW: Final = 64
+"""Needless alarms that are left to ring."""
+SWEPT: Final = 4
+"""Alarms that are looked at for each that has become needless."""
 
 
 class AlarmKind(Enum):
@@ -49,42 +54,53 @@ class Timers:
     def __init__(self) -> None:
         self.earliest: float | None = None
         self._heap: list[Alarm] = []
+        # A heap that is being swept into the other. It loses its last leaf each
+        # time, and so stays a heap.
+        self._unswept: list[Alarm] = []
         self._sequence = 0
         self._stale = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._unswept)
 
     def set(self, when: float, kind: AlarmKind, subject: int) -> None:
         """Ask to be woken at `when`."""
         self._sequence += 1
         heappush(self._heap, Alarm(when, self._sequence, kind, subject))
-        self._note_earliest()
+        if self.earliest is None or when < self.earliest:
+            self.earliest = when
+
+    def _first(self) -> list[Alarm]:
+        """The heap on which the next alarm is."""
+        heap, unswept = self._heap, self._unswept
+        return unswept if unswept and not (heap and heap[0] < unswept[0]) else heap
 
     def _note_earliest(self) -> None:
-        self.earliest = self._heap[0].when if self._heap else None
+        heap = self._first()
+        self.earliest = heap[0].when if heap else None
 
     def due(self, now: float) -> Iterator[Alarm]:
         """Remove and yield all alarms that ring at `now` or before."""
-        while self._heap and self._heap[0].when <= now:
-            alarm = heappop(self._heap)
+        while self.earliest is not None and self.earliest <= now:
+            alarm = heappop(self._first())
             self._note_earliest()
             yield alarm
 
     def note_stale(self, kind: AlarmKind, alive: Container[int]) -> None:
-        """Count an alarm of that kind as needless, and sweep when they abound.
+        """Count an alarm of that kind as needless, and sweep a few when they abound.
 
         Args:
             kind: the kind of alarm whose subject has gone.
             alive: the subjects of that kind for which alarms still matter.
         """
         self._stale += 1
-        if self._stale > 64 and 2 * self._stale > len(self._heap):
+        if not self._unswept:
+            if self._stale <= FEW or 2 * self._stale <= len(self._heap):
+                return
+            self._heap, self._unswept = [], self._heap
             self._stale = 0
-            self._heap = [
-                alarm
-                for alarm in self._heap
-                if alarm.kind is not kind or alarm.subject in alive
-            ]
-            heapify(self._heap)
-            self._note_earliest()
+        for _ in range(min(SWEPT, len(self._unswept))):
+            alarm = self._unswept.pop()
+            if alarm.kind is not kind or alarm.subject in alive:
+                heappush(self._heap, alarm)
+        self._note_earliest()

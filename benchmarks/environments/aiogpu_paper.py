@@ -8,6 +8,7 @@ tasks ahead of need, and runs them in the order in which they came.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from random import Random
 from time import perf_counter_ns
 from typing import Final
@@ -25,6 +26,8 @@ from benchmarks.port import Need
 
 EVENT_TAKES: Final = 10e-6
 """Seconds of paper time from one event to the next."""
+TOOK: Final = 5e-6
+"""Seconds that every task says it took: short enough to be queued behind."""
 
 
 class AiogpuPaper:
@@ -43,7 +46,8 @@ class AiogpuPaper:
         self._now = 0.0
         self._specs: dict[Need, TaskSpec] = {}
         self._needs: dict[TaskId, Need] = {}
-        self._sent: dict[WorkerId, deque[effects.Assign]] = {}
+        self._sent: dict[WorkerId, deque[TaskId]] = {}
+        self._last: set[WorkerId] = set()
         self._busy: list[WorkerId] = []
         self._last_task = 0
         self._chance = Random(0)
@@ -79,10 +83,11 @@ class AiogpuPaper:
         if not sent:
             busy[place] = busy[-1]
             busy.pop()
-        self._feed(events.TaskFinished(ended.task, worker))
-        if ended.is_last:
+        self._feed(events.TaskFinished(ended, worker, took=TOOK))
+        if worker in self._last:
+            self._last.remove(worker)
             self._feed(events.WorkerGone(worker))
-        return self._needs.pop(ended.task)
+        return self._needs.pop(ended)
 
     def _feed(self, event: events.Event) -> None:
         coming, scheduler = self._coming, self._scheduler
@@ -103,11 +108,14 @@ class AiogpuPaper:
         match effect:
             case effects.Settle():
                 pass
-            case effects.Assign(worker=worker):
-                sent = self._sent[worker]
-                if not sent:
-                    self._busy.append(worker)
-                sent.append(effect)
+            case effects.Assign(task, worker, is_last=is_last):
+                self._send(worker, [task])
+                if is_last:
+                    self._last.add(worker)
+            case effects.Ahead(worker, tasks):
+                self._send(worker, tasks)
+            case effects.Revoke(worker, number):
+                self._coming.append(self._revoke(worker, number))
             case effects.Spawn(worker):
                 self._sent[worker] = deque()
                 self._coming.append(events.WorkerStarted(worker))
@@ -116,6 +124,19 @@ class AiogpuPaper:
                 self._coming.append(events.WorkerGone(worker))
             case _:
                 raise NotImplementedError(f"no worker on paper can answer {effect}")
+
+    def _send(self, worker: WorkerId, tasks: Sequence[TaskId]) -> None:
+        """A worker begins a task as soon as it is the first that it has."""
+        sent = self._sent[worker]
+        if not sent:
+            self._busy.append(worker)
+        sent.extend(tasks)
+
+    def _revoke(self, worker: WorkerId, number: int) -> events.Revoked:
+        sent = self._sent[worker]
+        while len(sent) > 1:
+            sent.pop()
+        return events.Revoked(worker, number, sent[0] if sent else None)
 
 
 def request_of(need: Need) -> Request:

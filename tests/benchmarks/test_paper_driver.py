@@ -2,8 +2,9 @@
 
 import pytest
 
-from aiogpu.core.effects import Assign, Kill
-from benchmarks.environments.aiogpu_paper import AiogpuPaper
+from aiogpu.core.effects import Ahead, Kill, Revoke
+from aiogpu.core.events import Revoked, TimePassed
+from benchmarks.environments.aiogpu_paper import TOOK, AiogpuPaper
 from benchmarks.port import Need
 
 QUARTER = Need(num_gpus=0.25)
@@ -53,29 +54,65 @@ def test_isolated_tasks_end_their_workers():
     assert len(paper._scheduler.workers) == 0
 
 
-def test_a_worker_runs_what_it_is_sent_ahead_in_order():
+class Deaf:
+    """Stands for a scheduler; notes what it is told, and wants what it is told to."""
+
+    def __init__(self):
+        self.told = []
+        self.wants = []
+
+    def handle(self, event, _now):
+        self.told.append(event)
+        wants, self.wants = self.wants, []
+        return wants
+
+    def deadline(self):
+        return None
+
+
+def driver_of_three():
+    """One worker that runs task 1 and was sent 2 and 3 ahead, and whom it tells."""
     paper = AiogpuPaper(1, 0)
-    answered = []
-
-    class Ahead:
-        """Sends the one worker all tasks, whatever it is doing."""
-
-        def handle(self, event, _now):
-            answered.append(event.task)
-            return []
-
-        def deadline(self):
-            return None
-
     for _ in range(3):
         paper.submit(Need())
-    (lease,) = (sent[0].lease for sent in paper._sent.values())
-    paper._scheduler = Ahead()
-    for task in (2, 3):
-        paper._apply(Assign(task, 1, lease, is_first=False, is_last=False))
+    paper._scheduler = Deaf()
+    paper._apply(Ahead(1, [2, 3]))
+    return paper, paper._scheduler
+
+
+def test_a_worker_runs_what_it_is_sent_ahead_in_order():
+    paper, scheduler = driver_of_three()
     assert paper.busy == 1
     assert drain(paper) == 3
-    assert answered == [1, 2, 3]
+    assert [event.task for event in scheduler.told] == [1, 2, 3]
+    assert all(event.took == TOOK for event in scheduler.told)
+
+
+def test_a_worker_keeps_what_it_has_begun_and_gives_back_the_rest():
+    paper, scheduler = driver_of_three()
+    scheduler.wants = [Revoke(1, 7)]
+    paper._feed(TimePassed())
+    assert scheduler.told == [TimePassed(), Revoked(1, 7, 1)]
+    assert drain(paper) == 1
+
+
+def test_an_idle_worker_has_begun_nothing():
+    paper, scheduler = driver_of_three()
+    drain(paper)
+    scheduler.wants = [Revoke(1, 8)]
+    paper._feed(TimePassed())
+    assert scheduler.told[-1] == Revoked(1, 8, None)
+
+
+def test_short_tasks_are_sent_ahead_and_all_end():
+    paper = AiogpuPaper(2, 0)
+    for _ in range(400):
+        paper.submit(Need())
+    for _ in range(20):
+        paper.finish()
+    assert max(len(sent) for sent in paper._sent.values()) > 20
+    assert drain(paper) == 380
+    paper._scheduler.check()
 
 
 def test_an_effect_that_paper_cannot_answer_is_named():

@@ -19,33 +19,39 @@ def test_every_class_of_the_file_is_in_the_union():
 
 
 def test_a_short_life_shows_every_effect():
-    w = World(cpus=3, patience=Patience(cancel_grace=1.0))
-    seen: list[effects.Effect] = []
+    w = Diary(cpus=2, gpus=1, patience=Patience(cancel_grace=1.0))
     w.submit("settled")
-    seen += w.effects
     w.finish("settled")
-    seen += w.effects
     w.submit("lost", max_retries=0)
     w.die("lost")
-    seen += w.effects
     w.submit("expired", timeout=1.0)
     w.advance(2.0)
-    seen += w.effects
-    w.submit("done")
-    w.finish("done")
-    w.submit("abandoned")
-    w.submit("beside it")
-    w.finish("beside it")
+    w.submit("parent", num_gpus=1)
+    w.submit("deadlocked", num_gpus=1, parent="parent")
+    w.wait_for("parent", "deadlocked")
+    w.submit("disowned", parent="parent")
+    w.finish("parent")
+    w.finish("disowned")
+    w.took = 1e-5
+    for number in range(8):
+        w.submit(f"abandoned {number}")
+    w.finish("abandoned 0")
+    assert w.queued
     w.close()
-    seen += w.effects
-    w.finish("abandoned")
-    seen += w.effects
-    assert {type(effect) for effect in seen} == set(get_args(effects.Effect))
-    assert w.told == {
-        "settled": "settled",
-        "lost": "lost",
-        "expired": "expired",
-        "done": "settled",
-        "abandoned": "abandoned",
-        "beside it": "settled",
-    }
+    w.run_dry()
+    assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
+    for name in ("settled", "lost", "expired", "deadlocked", "disowned"):
+        assert w.told[name] == name
+    assert [w.told[f"abandoned {n}"] for n in range(1, 8)] == ["abandoned"] * 7
+
+
+class Diary(World):
+    """Notes every effect, whatever led to it."""
+
+    def __init__(self, *arguments, **options):
+        self.seen = []
+        super().__init__(*arguments, **options)
+
+    def _apply(self, effect):
+        self.seen.append(effect)
+        super()._apply(effect)

@@ -32,7 +32,28 @@ def test_events_about_what_is_not_there_change_nothing():
         events.TaskFinished(TaskId(9), WorkerId(9)),
         events.WorkerStarted(WorkerId(9)),
         events.WorkerGone(WorkerId(9)),
+        events.TaskWaits(TaskId(9), ()),
+        events.TaskWaits(TaskId(9), (TaskId(8),)),
+        events.TaskSkipped(TaskId(9), WorkerId(9)),
+        events.Revoked(WorkerId(9), 1, TaskId(9)),
         events.TimePassed(),
     ):
-        assert scheduler.handle(event, 0.0) == []
+        assert not scheduler.handle(event, 0.0)
         scheduler.check()
+
+
+def test_events_about_a_worker_that_has_another_task_change_nothing():
+    w = World()
+    w.submit("a")
+    w.submit("b")
+    a, b = (w.tasks[name].id for name in "ab")
+    worker = w.worker_of("b")
+    for event in (
+        events.TaskFinished(a, worker),
+        events.TaskSkipped(a, worker),
+        events.Revoked(worker, 1, b),
+        events.WorkerStarted(worker),
+    ):
+        assert not w.scheduler.handle(event, 0.0)
+        w.check()
+    assert w.running == {"a", "b"}

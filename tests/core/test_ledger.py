@@ -144,6 +144,51 @@ def test_a_busy_node_is_not_an_infeasible_one():
     assert node.why_infeasible(asking(1)) is None
 
 
+def test_the_cpus_of_one_who_waits_are_lent_and_nothing_else():
+    """[B12]"""
+    node = ledger(cpus=2, gpus=1, license=1)
+    lease = node.take(asking(2, 0.5, license=1))
+    assert lease is not None
+    node.lend(lease)
+    assert lease.is_lent
+    assert node.available() == {"CPU": 2.0, "license": 0.0, "GPU": 0.5}
+    node.check()
+    node.resume(lease)
+    assert not lease.is_lent
+    assert node.available() == {"CPU": 0.0, "license": 0.0, "GPU": 0.5}
+    node.check()
+
+
+def test_who_goes_on_takes_his_cpus_at_once_though_others_have_them():
+    """[B12]"""
+    node = ledger(cpus=2)
+    lent = node.take(asking(2))
+    assert lent is not None
+    node.lend(lent)
+    other = node.take(asking(1))
+    assert other is not None
+    node.resume(lent)
+    assert node.free == {"CPU": -UNIT}
+    assert node.is_overdrawn
+    assert node.available()["CPU"] == 0.0
+    assert node.take(asking(0.5)) is None
+    node.check()
+    node.give_back(other)
+    assert not node.is_overdrawn
+    node.give_back(lent)
+    assert node.free == node.capacity
+
+
+def test_a_lease_that_is_lent_can_be_given_back():
+    node = ledger(cpus=2)
+    lease = node.take(asking(2))
+    assert lease is not None
+    node.lend(lease)
+    node.give_back(lease)
+    assert node.free == node.capacity
+    node.check()
+
+
 def test_a_ledger_shows_what_is_free():
     node = ledger()
     node.take(asking(1, 0.5))

@@ -1,5 +1,6 @@
 """The order of those that wait, and how one leaves before its turn."""
 
+from aiogpu.core.family import adopt
 from aiogpu.core.ids import TaskId
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.ready import ReadyQueue, precedence
@@ -9,6 +10,7 @@ from aiogpu.core.specs import Shape, TaskSpec
 
 ONE = Shape(Request.of({"CPU": UNIT}, {}))
 TWO = Shape(Request.of({"CPU": 2 * UNIT}, {}))
+ENVIRONMENTS = [Shape(ONE.request, (("X", value),)) for value in "12"]
 
 
 def task(number: int, *, shape: Shape = ONE, priority: int = 0) -> TaskRecord:
@@ -33,12 +35,11 @@ def leave(ready: ReadyQueue, record: TaskRecord) -> None:
 
 def drain(ready: ReadyQueue) -> list[int]:
     """Take all tasks of the one shape that waits; their ids in order."""
-    [bucket] = ready.buckets()
+    [bucket] = ready.by_shape.values()
     ids = []
     while (head := bucket.head()) is not None:
         ids.append(head.id)
-        bucket.pop()
-    ready.drop(bucket)
+        ready.pop(bucket)
     return ids
 
 
@@ -46,6 +47,7 @@ def test_first_come_first_served():
     ready = queue(task(1), task(2), task(3))
     assert drain(ready) == [1, 2, 3]
     assert not ready.by_shape
+    assert not ready.by_request
 
 
 def test_higher_priority_goes_first():
@@ -55,10 +57,26 @@ def test_higher_priority_goes_first():
     assert precedence(task(2, priority=5)) < precedence(task(1)) < precedence(task(4))
 
 
-def test_a_task_that_has_waited_before_goes_ahead_of_its_priority():
-    ready = queue(task(1, priority=1), task(2))
-    ready.push_front(task(3))
-    assert drain(ready) == [1, 3, 2]
+def test_a_child_goes_before_what_is_no_child():
+    parent, child, grandchild = task(1), task(8), task(9)
+    adopt(parent, child)
+    adopt(child, grandchild)
+    ready = queue(task(2), task(3, priority=1), child, grandchild)
+    assert drain(ready) == [3, 9, 8, 2]
+
+
+def test_one_that_comes_back_has_its_old_place():
+    ready = queue(task(1, priority=1), task(5), task(6))
+    ready.push_back(task(3))
+    ready.push_back(task(4, priority=1))
+    assert drain(ready) == [1, 4, 3, 5, 6]
+
+
+def test_one_that_comes_back_may_be_the_only_one():
+    ready = queue()
+    ready.push_back(task(3))
+    ready.push_back(task(2, priority=-1))
+    assert drain(ready) == [3, 2]
 
 
 def test_equal_shapes_share_a_bucket():
@@ -79,11 +97,13 @@ def test_one_that_leaves_is_passed_over():
 def test_a_shape_that_nobody_waits_for_is_forgotten():
     one, two = task(1), task(2, shape=TWO)
     ready = queue(one, two)
+    assert ready.some() is one
     leave(ready, two)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
+    assert repr(ready.by_shape[ONE]) == "<Bucket of 1 asking for {CPU: 1}>"
     leave(ready, one)
     assert not ready.by_shape
-    assert ready.buckets() == []
+    assert ready.some() is None
 
 
 def test_many_that_left_do_not_stay_in_memory():
@@ -91,9 +111,88 @@ def test_many_that_left_do_not_stay_in_memory():
     ready = queue(*records, task(999, shape=TWO))
     for record in records[:150]:
         leave(ready, record)
-    bucket = ready.buckets()[0]
-    kept = sum(len(lane) for lane in bucket._lanes.values())
+    bucket = ready.by_shape[ONE]
+    kept = sum(len(x._rest) + len(x._swept) for x in bucket._lanes.values())
     assert kept < 120
     assert len(ready) == 51
     odd, even = range(151, 200, 2), range(150, 200, 2)
     assert [record.id for record in bucket] == [*odd, *even]
+
+
+def test_a_lane_whose_tasks_have_all_left_is_skipped():
+    urgent, other = task(1, priority=1), task(2)
+    ready = queue(urgent, other)
+    leave(ready, urgent)
+    bucket = ready.by_shape[ONE]
+    assert bucket.head() is other
+    assert bucket.position(other) == 0
+
+
+def test_a_place_counts_all_that_go_before():
+    low, high = task(1, priority=-1), task(3, priority=1)
+    ready = queue(low, task(2), high, task(4))
+    bucket = ready.by_shape[ONE]
+    assert [bucket.position(record) for record in (high, low)] == [0, 3]
+    elsewhere = task(9, priority=-7)
+    assert bucket.position(elsewhere) == 4
+
+
+def test_shapes_that_differ_in_their_environment_take_turns():
+    one, two = ENVIRONMENTS
+    ready = queue(task(1, shape=one), task(2, shape=two), task(3, shape=one))
+    [group] = ready.by_request.values()
+    assert group.size == 2
+    order = []
+    while (first := group.first()) is not None:
+        turn, head, bucket = first
+        assert turn == precedence(head)
+        order.append(head.id)
+        ready.pop(bucket)
+    assert order == [1, 2, 3]
+
+
+def test_a_group_knows_of_an_earlier_one_at_once():
+    one, two = ENVIRONMENTS
+    ready = queue(task(5, shape=one), task(6, shape=two))
+    [group] = ready.by_request.values()
+    for record in (task(7, shape=two, priority=1), task(2, shape=one, priority=1)):
+        ready.push_back(record)
+        assert group.first()[1] is record
+    assert not ready.is_first(ready.by_shape[two])
+    assert ready.is_first(ready.by_shape[one])
+
+
+def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
+    one, two = ENVIRONMENTS
+    first = task(1, shape=one)
+    ready = queue(first, task(2, shape=two))
+    leave(ready, first)
+    ready.push(task(3, shape=one))
+    [group] = ready.by_request.values()
+    assert group.first()[1].id == 2
+    assert group.size == 2
+
+
+def test_a_group_of_nobody_has_no_first():
+    only = task(1)
+    ready = queue(only)
+    [group] = ready.by_request.values()
+    leave(ready, only)
+    assert group.first() is None
+    assert not ready.by_request
+
+
+def test_it_is_a_shapes_turn_if_no_other_goes_before():
+    ready = queue(task(1, shape=TWO), task(2), task(3, shape=TWO))
+    assert ready.is_first(ready.by_shape[TWO])
+    assert not ready.is_first(ready.by_shape[ONE])
+    ready.pop(ready.by_shape[TWO])
+    assert ready.is_first(ready.by_shape[ONE])
+    ready.pop(ready.by_shape[ONE])
+    assert ready.is_first(ready.by_shape[TWO])
+
+
+def test_buckets_are_told_apart():
+    ready = queue(task(1), task(2, shape=TWO))
+    one, two = ready.by_shape.values()
+    assert (one < two) != (two < one)

@@ -12,9 +12,11 @@ from aiogpu.core.lifecycle import (
     WorkerState,
 )
 from aiogpu.core.records import (
+    Kin,
     TaskRecord,
     WorkerRecord,
     binding_of,
+    lane_of,
     move_task,
     move_worker,
 )
@@ -31,7 +33,7 @@ def spec_of(request: Request, *environment: tuple[str, str]) -> TaskSpec:
 @pytest.mark.parametrize("before", TaskState)
 @pytest.mark.parametrize("after", TaskState)
 def test_a_task_moves_where_its_table_leads(before, after):
-    record = TaskRecord(TaskId(7), spec_of(Request()), 0, before)
+    record = TaskRecord(TaskId(7), spec_of(Request()), 0, state=before)
     if after in TASK_LEADS_TO[before]:
         move_task(record, after)
         assert record.state is after
@@ -72,3 +74,10 @@ def test_without_devices_the_environment_alone_binds():
     lease = Ledger({"CPU": UNIT}).take(request)
     assert lease is not None
     assert binding_of(spec_of(request), lease) == ((), ())
+
+
+def test_a_task_stands_by_its_priority_until_it_has_kin():
+    record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), priority=2), 0)
+    assert lane_of(record) == (-2, 0)
+    record.kin = Kin((-5, -1))
+    assert lane_of(record) == (-5, -1)

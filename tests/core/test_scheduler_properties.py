@@ -15,7 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
+from aiogpu.core.ready import precedence
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.resources import CPU, UNIT
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -39,6 +44,7 @@ OPTIONS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
         "is_detached": st.booleans(),
+        "is_endless": st.booleans(),
     },
 )
 PATIENCE = st.builds(
@@ -47,7 +53,63 @@ PATIENCE = st.builds(
     interrupt_every=st.sampled_from([0.05, 0.5, 5.0]),
     exit_grace=st.sampled_from([0, 1.0]),
     idle_workers=st.integers(0, 3),
+    reserve_after=st.sampled_from([0, 0.3, 1.0]),
 )
+BEGUN = (TaskState.STARTING, TaskState.RUNNING)
+
+
+class Judge(World):
+    """A world that holds every single event to the rules of precedence."""
+
+    def __init__(self, **options) -> None:
+        self._waited: set[str] = set()
+        self._kept = False
+        super().__init__(**options)
+
+    def check(self) -> None:
+        """Look at what the last event has begun."""
+        super().check()
+        scheduler = self.scheduler
+        is_kept = scheduler.reservation is not None
+        records = list(scheduler.tasks.values())
+        begun = [
+            record
+            for record in records
+            if record.spec.name in self._waited and record.state in BEGUN
+        ]
+        still = [
+            record
+            for record in records
+            if record.spec.name in self._waited and record.state is TaskState.WAITING
+        ]
+        if begun and scheduler.ledger.is_overdrawn:
+            for record in begun:
+                assert CPU not in dict(record.spec.shape.request.scalars), record
+        if not is_kept and not self._kept:
+            for record in begun:
+                self._check_turn(record, still)
+        self._kept = is_kept
+        self._waited = self.waiting
+
+    def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
+        """Nobody who comes first could have had what this one got."""
+        turn = precedence(record)
+        passed = [other for other in still if precedence(other) < turn]
+        if passed:
+            ledger, lease = self.scheduler.ledger, record.worker.lease
+            ledger.give_back(lease)
+            for other in passed:
+                assert ledger.take(other.spec.shape.request) is None, (record, other)
+            take_again(ledger, lease)
+
+
+def take_again(ledger: Ledger, lease: Lease) -> None:
+    """Undo `give_back`."""
+    ledger.leases[lease.id] = lease
+    for name, amount in lease.request.scalars:
+        ledger.free[name] -= amount
+    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        ledger.device_sets[kind].take(shares)
 
 
 class NodeMachine(RuleBasedStateMachine):
@@ -62,7 +124,7 @@ class NodeMachine(RuleBasedStateMachine):
     def begin(
         self, starts: bool, exits: bool, revokes: bool, patience: Patience
     ) -> None:
-        self.w = World(
+        self.w = Judge(
             cpus=4,
             gpu_types=TYPES,
             resources={"license": 1},
@@ -176,10 +238,27 @@ class NodeMachine(RuleBasedStateMachine):
             assert lease is None, record
 
     @invariant()
-    def nothing_is_kept_for_nobody(self):
-        reservation = self.w.scheduler.reservation
-        if reservation is not None:
-            assert reservation.record.spec.name in self.w.waiting
+    def what_is_kept_is_kept_for_one_who_needs_it(self):
+        scheduler = self.w.scheduler
+        reservation = scheduler.reservation
+        if reservation is None:
+            return
+        record, request = reservation.record, reservation.record.spec.shape.request
+        assert not scheduler.is_closing
+        assert record.state is TaskState.WAITING
+        assert self.w.now - record.since >= scheduler.patience.reserve_after
+        assert reservation.kept == dict(request.scalars)
+        for kind, amount in request.devices:
+            wanted = max(1, amount // UNIT)
+            assert reservation.barred[kind].bit_count() == wanted
+
+    @invariant()
+    def every_owner_is_told_once_and_then_never_again(self):
+        """`World` refuses a second word; this sees to the first."""
+        for name, task in self.w.tasks.items():
+            is_over = task.id not in self.w.scheduler.tasks
+            assert not is_over or task.news or task.is_cancelled, name
+            assert not (task.news and task.is_cancelled), name
 
     @invariant()
     def nothing_that_has_run_to_its_end_runs_again(self):
@@ -240,7 +319,7 @@ TestNode.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

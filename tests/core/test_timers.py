@@ -1,6 +1,6 @@
 """Alarms ring in order, and those that nobody needs do not pile up."""
 
-from aiogpu.core.timers import AlarmKind, Timers
+from aiogpu.core.timers import SWEPT, AlarmKind, Timers
 
 
 def subjects(timers: Timers, now: float) -> list[int]:
@@ -38,8 +38,11 @@ def test_alarms_of_subjects_that_have_gone_are_swept():
     for subject in range(98):
         alive.remove(subject)
         timers.note_stale(AlarmKind.EXPIRE, alive)
-    assert len(timers) < 50
-    assert subjects(timers, 60.0)[-3:] == [98, 99, 5]
+    assert len(timers) < 60
+    rung = subjects(timers, 60.0)
+    assert set(rung) >= {98, 99, 5}
+    assert rung == [*sorted(rung[:-1]), 5]
+    assert timers.earliest is None
 
 
 def test_a_few_needless_alarms_are_left_to_ring():
@@ -48,3 +51,50 @@ def test_a_few_needless_alarms_are_left_to_ring():
         timers.set(60.0, AlarmKind.EXPIRE, subject)
         timers.note_stale(AlarmKind.EXPIRE, ())
     assert len(timers) == 40
+
+
+def test_of_very_many_needless_alarms_each_step_sweeps_a_few():
+    timers, alive = Timers(), CountedSet(range(10_000))
+    for subject in alive:
+        timers.set(60.0 + subject % 7, AlarmKind.EXPIRE, subject)
+    most = 0
+    for subject in range(9_900):
+        alive.discard(subject)
+        before, alive.looked_at = len(timers), 0
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+        most = max(most, alive.looked_at)
+        assert before - len(timers) <= SWEPT
+    assert most == SWEPT
+    assert len(timers) < 1_000
+
+
+def test_alarms_ring_in_order_while_they_are_being_swept():
+    timers, alive = Timers(), set(range(400))
+    for subject in range(400):
+        timers.set(float(subject), AlarmKind.EXPIRE, subject)
+    for subject in range(1, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    for subject in range(2, 400, 3):
+        alive.remove(subject)
+        timers.note_stale(AlarmKind.EXPIRE, alive)
+    assert 140 < len(timers) < 400
+    timers.set(9.5, AlarmKind.STOP, 1)
+    early = subjects(timers, 10.0)
+    assert [subject for subject in early if subject in alive] == [0, 3, 6, 9]
+    assert early[early.index(9) + 1] == 1
+    assert timers.earliest is not None
+    assert timers.earliest > 10
+    late = subjects(timers, 400.0)
+    assert late == sorted(late)
+    assert set(late) >= {subject for subject in alive if subject > 10}
+
+
+class CountedSet(set):
+    """Counts how often somebody asks who is in it."""
+
+    looked_at = 0
+
+    def __contains__(self, subject):
+        self.looked_at += 1
+        return super().__contains__(subject)

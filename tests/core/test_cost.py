@@ -1,0 +1,157 @@
+"""What a task costs does not grow with those that wait: calls are counted, not time."""
+
+import sys
+from collections import deque
+from functools import partial
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.effects import Ahead, Assign, Spawn
+from aiogpu.core.events import Cancelled, TaskFinished, TimePassed, WorkerStarted
+from aiogpu.core.ids import TaskId
+from aiogpu.core.lane import SWEPT
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
+
+FEW, MANY = 100, 10_000
+ROUNDS = 60
+CPU = Request.of({"CPU": UNIT}, {})
+QUARTER = Request.of({"CPU": UNIT}, {"GPU": UNIT // 4})
+HALF = Request.of({"CPU": UNIT}, {"GPU": UNIT // 2})
+
+
+class Node:
+    """A scheduler of four CPUs and one GPU, with workers that do as they are told."""
+
+    def __init__(self, *specs: TaskSpec, took: float = 0.0) -> None:
+        gpus = DeviceSet("GPU", [Device(0)])
+        self.scheduler = Scheduler(Ledger({"CPU": 4 * UNIT}, [gpus]))
+        self.now = 0.0
+        self.sent: dict[int, deque[int]] = {}
+        self._specs = specs
+        self._took = took
+        self._count = 0
+
+    def submit(self) -> None:
+        """Submit a task; its spec is the next in turn."""
+        spec = self._specs[self._count % len(self._specs)]
+        self._count += 1
+        self._apply(self.scheduler.submit(TaskId(self._count), spec, self.now))
+
+    def finish(self) -> None:
+        """End the task that was begun first."""
+        worker = min(self.sent, key=lambda w: self.sent[w][0] if self.sent[w] else 1e9)
+        task = self.sent[worker].popleft()
+        self.handle(TaskFinished(task, worker, took=self._took))
+
+    def cancel(self, task: TaskId) -> None:
+        """Nobody wants it any more."""
+        self.handle(Cancelled(task))
+
+    def handle(self, event) -> None:
+        """Tell the scheduler, and do what it says."""
+        self._apply(self.scheduler.handle(event, self.now))
+
+    def _apply(self, effects) -> None:
+        for effect in effects:
+            match effect:
+                case Spawn(worker):
+                    self.sent[worker] = deque()
+                    self.handle(WorkerStarted(worker))
+                case Assign(task, worker):
+                    self.sent[worker].append(task)
+                case Ahead(worker, tasks):
+                    self.sent[worker].extend(tasks)
+
+
+def calls_of(work) -> int:
+    """How many functions, of Python and of C, this calls."""
+    count = 0
+
+    def note(_frame, what, _argument):
+        nonlocal count
+        count += what in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def calls_a_round(waiting: int, *specs: TaskSpec, took: float = 0.0, age=0.0) -> float:
+    """Calls for a task's whole life while so many wait, who have waited so long."""
+    node = Node(*specs, took=took)
+    for _ in range(waiting):
+        node.submit()
+    node.now += age
+    node.handle(TimePassed())
+
+    def rounds() -> None:
+        for _ in range(ROUNDS):
+            node.submit()
+            node.finish()
+
+    rounds()
+    count = calls_of(rounds)
+    node.scheduler.check()
+    assert len(node.scheduler.tasks) == waiting
+    return count / ROUNDS
+
+
+def spec(request: Request = CPU, environment=(), **options) -> TaskSpec:
+    """A function that asks for this."""
+    return TaskSpec("f", Shape(request, environment), **options)
+
+
+@pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [spec()],
+        [spec(QUARTER)],
+        [spec(priority=priority) for priority in (0, 0, 0, 1)],
+        [spec(QUARTER), spec(HALF)],
+        [spec(QUARTER), spec(HALF), spec()],
+        [spec(CPU, (("X", text),)) for text in "abc"],
+    ],
+    ids=["CPU", "GPU", "priorities", "two requests", "three", "environments"],
+)
+def test_a_task_costs_the_same_however_many_wait(specs, age):
+    few = calls_a_round(FEW, *specs, age=age)
+    assert calls_a_round(MANY, *specs, age=age) == pytest.approx(few, abs=2)
+    assert few < 300
+
+
+@pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
+def test_a_short_task_costs_the_same_and_less(age):
+    few, many = (calls_a_round(n, spec(), took=1e-6, age=age) for n in (1_000, MANY))
+    assert many <= few + 1
+    assert many < calls_a_round(MANY, spec(), age=age)
+
+
+def test_a_task_with_a_timeout_costs_the_same():
+    """But for what its alarm costs, which `heapq` does in one call."""
+    few, many = (calls_a_round(n, spec(timeout=1e6)) for n in (FEW, MANY))
+    assert many == pytest.approx(few, abs=8 + 4 * SWEPT)
+
+
+@pytest.mark.parametrize("is_last_first", [False, True])
+def test_one_that_leaves_costs_the_same(is_last_first):
+    """Which of them is not even looked for."""
+    most = []
+    for waiting in (FEW, MANY):
+        node = Node(spec())
+        for _ in range(4 + waiting):
+            node.submit()
+        order = [TaskId(number) for number in range(5, 5 + waiting)]
+        if is_last_first:
+            order.reverse()
+        most.append(max(calls_of(partial(node.cancel, task)) for task in order))
+        node.scheduler.check()
+    assert most[0] == pytest.approx(most[1], abs=4)

@@ -1,0 +1,63 @@
+"""A mapping by task id that grows a shard at a time."""
+
+import pytest
+
+from aiogpu.core.ids import TaskId
+from aiogpu.core.table import BITS, Table
+
+
+def table(*numbers: int) -> Table[str]:
+    """Each id with its number as text."""
+    made: Table[str] = Table()
+    for number in numbers:
+        made[TaskId(number)] = str(number)
+    return made
+
+
+def test_what_is_put_in_is_found():
+    made = table(1, 2, 1 << BITS)
+    assert made[TaskId(1)] == "1"
+    assert made.get(TaskId(1 << BITS)) == "4096"
+    assert made.get(TaskId(3)) is None
+    assert made.get(TaskId(9 << BITS)) is None
+    assert len(made) == 3
+    assert list(made) == [1, 2, 1 << BITS]
+    assert list(made.values()) == ["1", "2", "4096"]
+    assert made
+
+
+def test_one_asks_who_is_in_it_by_number():
+    made = table(5)
+    assert 5 in made
+    assert 6 not in made
+    assert "5" not in made
+
+
+def test_what_is_taken_out_is_gone():
+    made = table(1, 2)
+    assert made.pop(TaskId(1)) == "1"
+    del made[TaskId(2)]
+    assert not made
+    assert len(made) == 0
+
+
+def test_what_is_not_there_cannot_be_taken_out():
+    made = table(1)
+    for absent in (2, 1 << BITS):
+        with pytest.raises(KeyError):
+            made.pop(TaskId(absent))
+        with pytest.raises(KeyError):
+            made[TaskId(absent)]
+
+
+def test_no_shard_grows_beyond_its_part_and_an_empty_one_goes():
+    made = table(*range(3 << BITS))
+    assert [len(shard) for shard in made._shards.values()] == [1 << BITS] * 3
+    for number in range(1 << BITS):
+        made.pop(TaskId(number))
+    assert len(made._shards) == 2
+
+
+def test_an_id_below_zero_is_an_id():
+    made = table(-1)
+    assert made.pop(TaskId(-1)) == "-1"
