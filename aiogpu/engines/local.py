@@ -7,10 +7,12 @@ import os
 from typing import Final
 
 from aiogpu.accelerators.registry import INSTALLED
+from aiogpu.core.ids import TaskId
 from aiogpu.core.policy import Patience
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.snapshot import NodeStatus, snapshot
+from aiogpu.core.why import Why, why
 from aiogpu.engines.admission import LARGEST_PAYLOAD, check_arguments, check_site
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.inventory import take_inventory
@@ -89,7 +91,16 @@ class LocalEngine:
 
     def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        return snapshot(self._open_driver.scheduler, self._supervisor.pids)
+        now = self._loop.time()
+        return snapshot(self._open_driver.scheduler, self._supervisor.pids, now)
+
+    def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        scheduler = self._open_driver.scheduler
+        record = scheduler.tasks.get(TaskId(task))
+        if record is None:
+            return None
+        return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
