@@ -36,7 +36,7 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
         if lease is None:
             heappop(turns)
             if node.reservation is None:
-                node.reservation = _reserve(node, record, before, now)
+                node.reservation = _reserve(node, record, placed, before, now)
             continue
         placed.append((record, lease))
         ready.pop(bucket)
@@ -49,11 +49,15 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
 
 
 def _reserve(
-    node: Node, record: TaskRecord, before: Reservation | None, now: float
+    node: Node,
+    record: TaskRecord,
+    placed: list[tuple[TaskRecord, Lease]],
+    before: Reservation | None,
+    now: float,
 ) -> Reservation | None:
     if now - record.since < node.patience.reserve_after:
         return None
-    reservation = reserve(node, record)
+    reservation = reserve(node, record, placed)
     if reservation and before and before.record is record:
         # Whoever was let past must not put off the moment that was promised.
         reservation.until = min(reservation.until, before.until)
