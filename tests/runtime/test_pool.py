@@ -12,8 +12,8 @@ import pytest
 
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import SLOTS
-from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.death import Death
+from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import SITES_KEPT
 from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
