@@ -20,7 +20,8 @@ from aiogpu.core.reservation import Reservation, reserve
 def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
     """Take tasks from the queue, each with its lease, until nothing more fits."""
     before, node.reservation = node.reservation, None
-    ready, placed = node.ready, []
+    ready = node.ready
+    placed: list[tuple[TaskRecord, Lease]] = []
     turns: list[tuple[Precedence, int, Group]] = []
     for number, group in enumerate(ready.by_request.values()):
         first = group.first()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.wording import SHOWN, span, terms
 
 if TYPE_CHECKING:
     from aiogpu.core.holding import DeviceStatus, Holder
     from aiogpu.core.snapshot import NodeStatus
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20))
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
+_STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiting")
 
 
 def summary(status: NodeStatus) -> str:
@@ -28,12 +28,8 @@ def summary(status: NodeStatus) -> str:
 def _counts(status: NodeStatus) -> str:
     """How many tasks there are in each state."""
     counts = Counter(task.state for task in status.tasks)
-    counts[TaskState.WAITING.value] = status.waiting_count
-    told = [
-        f"{counts[state.value]} {state.value}"
-        for state in reversed(TaskState)
-        if counts[state.value]
-    ]
+    counts["waiting"] = status.waiting_count
+    told = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
     return ", ".join(told) or "no tasks"
 
 
@@ -83,9 +79,13 @@ def _holder(holder: Holder) -> Sequence[str]:
     return (
         f"{holder.share:g}",
         holder.task or "(ending)",
-        f"pid {holder.pid}" if holder.pid else "(starting)",
+        _pid(holder.pid),
         "without end" if holder.is_endless else _for(holder.seconds),
     )
+
+
+def _pid(pid: int) -> str:
+    return f"pid {pid}" if pid else "(starting)"
 
 
 def _for(seconds: float | None) -> str:
@@ -100,7 +100,7 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
     rows = [
         (
             *(str(task.id), task.name, task.state),
-            f"pid {pids.get(task.worker or 0, 0)}",
+            _pid(pids.get(task.worker or 0, 0)),
             terms(task.request.items()),
             task.reason or "",
         )
