@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from aiogpu.core.wording import SHOWN, listing, span, terms
@@ -73,7 +73,9 @@ def _waiting(why: Why) -> Iterator[str]:
         yield f"{begin} for {request}"
     for shortage in why.reasons:
         yield f"  {_shortage(shortage)}"
-        holders = sorted(shortage.holders, key=_longest_first)
+        holders: Sequence[Holder] = shortage.holders
+        if not shortage.devices:
+            holders = sorted(holders, key=_longest_first)
         for holder in holders[:SHOWN]:
             yield f"    {_holder(holder, shortage)}"
         if len(holders) > SHOWN:
