@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
+from aiogpu.engines.base import error_inside_task
 from aiogpu.errors import MisuseError, TaskCancelledError, TaskTimeoutError
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
@@ -81,6 +82,14 @@ class BlockingHandle(Generic[T]):
         nested.cancel(self.child)
         self._state = "cancelled"
         return True
+
+    def why(self) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {self.task_name}")
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""

@@ -26,7 +26,7 @@ class ChildHandle(Handle[T]):
     def __init__(
         self, task_name: str, link: LoopLink, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(task_name, link.cancel, loop)
+        super().__init__(task_name, link, loop)
         self._link = link
 
     def __await__(self) -> Generator[Any, None, T]:

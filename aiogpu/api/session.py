@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.handle import Handle
+from aiogpu.core.why import Why
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
@@ -61,7 +62,6 @@ class Session:
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
-        self._cancel = engine.cancel
         self._loop = loop
         self._state = SessionState.OPENING
         self._pid = os.getpid()
@@ -93,7 +93,7 @@ class Session:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle: Handle[Any] = Handle(site.spec.name, self._cancel, self._loop)
+        handle: Handle[Any] = Handle(site.spec.name, self, self._loop)
         if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(site, payload, handle)
         elif self._state is SessionState.OPENING:
@@ -101,6 +101,16 @@ class Session:
         else:
             raise self.unusable()
         return handle
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; its handle says so."""
+        self._engine.cancel(task)
+
+    def why(self, name: str, task: int) -> Why:
+        """Why a task waits; see `Handle.why`."""
+        if self._state is SessionState.OPENING:
+            return Why(name, task, "opening")
+        return self._ask().why(task) or Why(name, task, "ended")
 
     @property
     def is_closing(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.ids import TaskId
 from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
@@ -15,6 +16,7 @@ from aiogpu.wire.frames import LARGEST_PAYLOAD
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
@@ -86,7 +88,18 @@ class LocalEngine:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
 
-        return snapshot(self._open_driver.scheduler, self._supervisor.pids)
+        now = self._loop.time()
+        return snapshot(self._open_driver.scheduler, self._supervisor.pids, now)
+
+    def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        from aiogpu.core.why import why
+
+        scheduler = self._open_driver.scheduler
+        record = scheduler.tasks.get(TaskId(task))
+        if record is None:
+            return None
+        return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

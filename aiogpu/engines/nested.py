@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiogpu.engines.base import error_inside_task
 from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.frames import LARGEST_PAYLOAD
@@ -16,6 +17,7 @@ from aiogpu.worker.context import current
 if TYPE_CHECKING:
     import asyncio
 
+    from aiogpu.core.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.worker.children import Children, Receiver
 
@@ -82,6 +84,14 @@ class LoopLink:
     def cancel(self, child: int) -> None:
         """Stop a child."""
         cancel(child)
+
+    def why(self, name: str, child: int) -> Why:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
 
     def begin_wait(self, child: int) -> None:
         """Some code waits for a child now."""

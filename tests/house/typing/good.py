@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session
+from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session, Why
 
 
 @aiogpu.remote
@@ -145,6 +145,7 @@ async def a_node_opens_in_two_ways() -> None:
 
 async def a_node_tells_what_it_has() -> None:
     assert_type(await aiogpu.status(), NodeStatus)
+    assert_type(await embed.remote(1).why(), Why)
     assert_type(await aiogpu.cluster_resources(), dict[str, float])
     assert_type(await aiogpu.available_resources(), dict[str, float])
 
