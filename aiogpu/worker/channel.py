@@ -130,10 +130,12 @@ class Channel:
 
     def take(self, kind: type[Message]) -> list[Message]:
         """Remove the messages of one kind that were read but not taken yet."""
-        found = [message for message in self._received if type(message) is kind]
-        if found:
-            rest = [message for message in self._received if type(message) is not kind]
-            self._received = deque(rest)
+        with self._reading:
+            received = self._received
+            found = [message for message in received if type(message) is kind]
+            if found:
+                rest = [message for message in received if type(message) is not kind]
+                self._received = deque(rest)
         return found
 
     def send(self, message: Message) -> None:

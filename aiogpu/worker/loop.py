@@ -33,6 +33,7 @@ class Worker:
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
+        current.children = None
         self._channel.close()
         self._stdio.leave()
 
@@ -76,7 +77,6 @@ class Worker:
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         self._children.end_task()
-        current.task = 0
         restore()
         self._stdio.restore()
 
