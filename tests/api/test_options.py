@@ -159,7 +159,7 @@ BAD = [
         for value in ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
     ),
     *(
-        ("lifetime", value, "must be None, .* or 'detached'")
+        ("lifetime", value, "must be None, a task ends with")
         for value in ("", "Detached", True, 0, ["detached"], np.zeros(2))
     ),
     *(("max_calls", value, "0 for no limit") for value in (-1, 1.0, True, "1")),

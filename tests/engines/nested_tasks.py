@@ -70,6 +70,11 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 @aiogpu.remote
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+@aiogpu.remote
 def leave_child(path: str, name: str, child: str) -> None:
     """Start a child, wait until it runs, and end without it."""
     tasks.gated.remote(path, child)
