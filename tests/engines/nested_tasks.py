@@ -49,6 +49,18 @@ def raise_below(levels: int) -> None:
 
 
 @aiogpu.remote
+def fail_until(path: str, times: int) -> int:
+    """Fail with this module's own error, counting in a file."""
+    with open(path, "a+") as file:
+        file.write("x")
+        file.seek(0)
+        count = len(file.read())
+    if count <= times:
+        raise LostError(count)
+    return count
+
+
+@aiogpu.remote
 def run_here(function: Callable[[], Any]) -> Any:
     """Run what the test has written next to its assertions."""
     return function()
@@ -82,6 +94,13 @@ def leave_child(path: str, name: str, child: str) -> None:
 
 
 @aiogpu.remote
+def leave_many(path: str, count: int) -> None:
+    """Start children that cannot begin, and end without them."""
+    for number in range(count):
+        tasks.gated.remote(path, f"child{number}")
+
+
+@aiogpu.remote
 async def leave_child_softly(path: str, name: str, child: str) -> None:
     tasks.gated.remote(path, child)
     await asyncio.to_thread(pass_gate, path, name)
@@ -99,9 +118,9 @@ def tree(path: str, name: str, levels: int) -> str:
 @aiogpu.remote
 def try_gpu_child(needs: float, path: str | None = None) -> tuple[str, int]:
     """Wait for a child that needs what this task may hold; then go on."""
-    if path is not None:
-        pass_gate(path, aiogpu.get_runtime_context().task_name or "")
     child = tasks.add.options(num_gpus=needs, name="child").remote(1)
+    if path is not None:
+        pass_gate(path, f"tree-{os.environ['CUDA_VISIBLE_DEVICES']}")
     told = refusal(lambda: aiogpu.get(child))
     return told, aiogpu.get(tasks.add.remote(40))
 
