@@ -281,7 +281,7 @@ def current_session() -> Session:
     session = _sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
-    refuse_in_worker(".remote()")
+    refuse_in_worker("the node")
     if loop is None:
         for inherited in _sessions.values():
             if inherited.is_forked:
@@ -302,8 +302,8 @@ def refuse_in_worker(what: str) -> None:
     """Raise `NodeError` where this process is a worker."""
     if current.worker:
         raise NodeError(
-            f"{what} was called inside a task; in this version tasks start no tasks. "
-            f"Return to the program what is to be run next."
+            f"{what} cannot be reached inside a task or what it has forked; it is the "
+            f"program's. An `async def` task starts others by .remote() alone."
         )
 
 

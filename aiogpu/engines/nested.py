@@ -6,16 +6,20 @@ its program's business. asyncio stays out, since plain functions need none.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiogpu.engines.base import error_inside_task
-from aiogpu.errors import NodeError
+from aiogpu.errors import MisuseError, NodeClosedError, NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.frames import LARGEST_PAYLOAD
+from aiogpu.wire.messages import Declare
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Site
@@ -37,17 +41,26 @@ def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
     """Start a child of the running task; gives its number.
 
     Raises:
-        SerializationError: its arguments are too large to be sent.
+        MisuseError: no task runs any more.
+        SerializationError: the arguments are too large to be sent.
     """
-    children = family()
     if len(payload) > LARGEST_PAYLOAD:
+        # Only now: what it needs is not otherwise imported in a worker.
         from aiogpu.engines.admission import check_arguments
 
         check_arguments(site, payload)
-    if not children.knows(site.id):
-        terms = Terms.of(site).pack()
-        children.declare(site.id, site.spec.name, terms, site.function.payload)
-    return children.submit(site.id, payload, receiver)
+    child = family().submit(site.id, payload, receiver, partial(_describe, site))
+    if not child:
+        raise MisuseError(
+            f"{site.spec.name}.remote() was called after the task had ended, by a "
+            f"thread that it has left behind."
+        )
+    return child
+
+
+def _describe(site: Site) -> Declare:
+    terms = Terms.of(site).pack()
+    return Declare(site.id, site.spec.name, terms, site.function.payload)
 
 
 def cancel(child: int) -> None:
@@ -70,12 +83,25 @@ class LoopLink:
         self._children = family()
         if self._children.loop is not loop:
             # A loop of the user's own, in a plain function or a thread.
-            loop.add_reader(self._children.fileno(), self._children.read)
+            loop.add_reader(self._children.fileno(), self._read)
 
     @property
     def is_current(self) -> bool:
         """Whether the task that it was made for still runs."""
-        return self._task == current.task
+        return self._task == current.task != 0
+
+    def _read(self) -> None:
+        if self.is_current:
+            with suppress(NodeClosedError):
+                self._children.read()
+                return
+        # It would be called again and again, for what is not this loop's to read.
+        self._loop.remove_reader(self._children.fileno())
+
+    def hand_over(self, tell: Callable[..., object], *told: object) -> None:
+        """Call something on the loop's own thread, unless it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell, *told)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a child; gives its number."""
@@ -119,4 +145,4 @@ class LoopLink:
     def _tell(self) -> None:
         self._is_told = True
         if self.is_current:
-            self._children.note_wait(tuple(self._waits))
+            self._children.note_wait(self, tuple(self._waits))

@@ -50,9 +50,6 @@ WORKER: Final = "worker"
 GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not said who it is."""
 
-DECLARED: Final = 1024
-"""What a worker has declared is forgotten by both ends when there is one more."""
-
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost}),
     KEEPER: frozenset({Forked, Ended}),

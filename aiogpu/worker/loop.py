@@ -34,6 +34,7 @@ class Worker:
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
+        current.children = None
         self._channel.close()
         self._stdio.leave()
 
@@ -75,9 +76,7 @@ class Worker:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
-        if self._children.has_any:
-            self._children.end_task()
-        current.task = 0
+        self._children.end_task()
         restore()
         self._stdio.restore()
         return True

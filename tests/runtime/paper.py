@@ -68,6 +68,9 @@ class PaperPeer:
     def send_one(self, message: Message) -> None:
         self.sent.append(message)
 
+    def post(self, message: Message) -> None:
+        self.sent.append(message)
+
     def taken(self) -> list[Message]:
         """What was sent since the last look."""
         taken, self.sent = self.sent, []
@@ -123,12 +126,20 @@ class PaperPage:
     def __init__(self) -> None:
         self.asked: dict[int, int] = {}
         self.heard_of: dict[int, int] = {}
+        self.begun_of: dict[int, int] = {}
+        self.revoked: dict[int, int] = {}
 
     def ask(self, slot: int, task: int) -> None:
         self.asked[slot] = task
 
     def heard(self, slot: int) -> int:
         return self.heard_of.get(slot, 0)
+
+    def begun(self, slot: int) -> int:
+        return self.begun_of.get(slot, 0)
+
+    def revoke(self, slot: int, below: int) -> None:
+        self.revoked[slot] = below
 
 
 class PaperZygote:

@@ -57,6 +57,9 @@ class House:
         self.told: list[tuple[object, ...]] = []
         self.pool.on_started = lambda worker: self.told.append(("started", worker))
         self.pool.on_answer = lambda worker, answer: self.told.append((worker, answer))
+        self.pool.on_skipped = lambda worker, skip: self.told.append((worker, skip))
+        self.pool.on_nested = lambda worker, said: self.told.append((worker.id, said))
+        self.pool.name_of = lambda task: f"train-{task}"
         self.pool.on_gone = self.note_gone
 
     def note_gone(self, worker: int, death: Death) -> None:
@@ -184,7 +187,7 @@ async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
     worker.on_lost()
     assert house.told == []
     assert house.console.lines == [
-        (1, "(train pid=1001) printed"),
+        (1, "(train-7 pid=1001) printed"),
         (2, "(worker-1 pid=1001) outside"),
     ]
     house.console.show_all()
