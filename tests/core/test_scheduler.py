@@ -335,19 +335,6 @@ def test_what_comes_between_two_slices_is_abandoned_as_well():
     assert effects == [Abandon(late), Forget(late)]
 
 
-def test_closing_keeps_nothing_for_anybody():
-    w = World(gpus=2, patience=Patience(reserve_after=0.0))
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2)
-    w.submit("small", num_gpus=0.5)
-    w.cancel("small")
-    assert w.scheduler.reservation is not None
-    w.close()
-    assert w.scheduler.reservation is None
-    w.run_dry()
-    assert w.scheduler.is_closed
-
-
 def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
     w = World(cpus=1)
     w.submit("a")
