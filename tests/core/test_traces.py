@@ -129,11 +129,11 @@ def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_sinc
 def test_a_backlog_goes_at_full_speed_however_old_it_is():
     """After a second something was kept for each of it, and nothing sent ahead."""
     w = World(cpus=1, took=SHORT, patience=Patience(reserve_after=0.1))
-    for number in range(200):
+    for number in range(400):
         w.submit(f"t{number}")
-    for number in range(60):
+    for number in range(200):
         w.finish(f"t{number}")
-        w.advance(0.009)
+        w.advance(0.001)
         assert w.scheduler.reservation is None
     assert len(w.queued) > 30
 
