@@ -2,7 +2,15 @@
 
 import pytest
 
-from aiogpu.core.effects import Abandon, Assign, Forget, Interrupt, Settle, Spawn
+from aiogpu.core.effects import (
+    Abandon,
+    Assign,
+    Expire,
+    Forget,
+    Interrupt,
+    Settle,
+    Spawn,
+)
 from aiogpu.core.events import (
     Closing,
     TaskFinished,
@@ -15,6 +23,7 @@ from aiogpu.core.policy import Patience
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.scheduler import ABANDON_EVERY, ABANDONED
 from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.timers import AT_ONCE
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -238,6 +247,19 @@ def test_timeouts_of_tasks_that_ended_do_not_pile_up():
         w.finish(f"t{number}")
         most = max(most, len(w.scheduler.timers))
     assert most < 100
+
+
+def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_between():
+    w = World(cpus=1)
+    spec = TaskSpec("f", SPEC.shape, timeout=1.0)
+    for number in range(AT_ONCE + 10):
+        w.scheduler.submit(TaskId(number), spec, w.now)
+    first = w.scheduler.handle(TimePassed(), 1.0)
+    assert len([effect for effect in first if isinstance(effect, Expire)]) == AT_ONCE
+    assert w.scheduler.deadline() == 1.0
+    rest = w.scheduler.handle(TimePassed(), 1.0)
+    assert len([effect for effect in rest if isinstance(effect, Expire)]) == 10
+    assert not w.scheduler.tasks
 
 
 def test_closing_in_every_state():
