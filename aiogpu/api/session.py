@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.handle import Handle
-from aiogpu.core.why import Why
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
@@ -29,6 +28,7 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
     from aiogpu.runtime.call import Site
 
 _GIVEN_UP: Final = "this node was given up before it was open."
@@ -108,6 +108,9 @@ class Session:
 
     def why(self, name: str, task: int) -> Why:
         """Why a task waits; see `Handle.why`."""
+        # Late, so that the zygote's start need not wait for it.
+        from aiogpu.core.why import Why
+
         if self._state is SessionState.OPENING:
             return Why(name, task, "opening")
         return self._ask().why(task) or Why(name, task, "ended")

@@ -22,7 +22,7 @@ from aiogpu.core.wording import in_words, listing
 
 @dataclass(frozen=True, slots=True)
 class ReservationStatus:
-    """What is kept for a task that has waited long while others went past it.
+    """What is kept for a task that has long been the first of its line.
 
     Attributes:
         task: the task's number.

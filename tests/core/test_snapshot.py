@@ -302,14 +302,20 @@ def test_shapes_that_have_left_are_not_told():
     assert look_at(w).waiting_count == look_at(w).shape_count == len(expected)
 
 
+def go_past(w: World, name: str) -> None:
+    """Let a task come and go, so that all who wait are looked at."""
+    w.submit(name, num_cpus=0)
+    w.finish(name)
+
+
 def reserved() -> World:
     """A world in which something is kept for `big`."""
     w = World(cpus=4, gpus=2)
     w.submit("long", num_gpus=0.5)
     w.submit("big", num_gpus=2)
+    go_past(w, "before")
     w.advance(1)
-    w.submit("other", num_cpus=0, resources={})
-    w.finish("other")
+    go_past(w, "after")
     w.submit("small", num_gpus=0.25)
     return w
 
@@ -325,8 +331,9 @@ def test_how_long_something_is_kept_at_most_is_told_where_it_is_known():
     w = World(cpus=4, gpus=1, patience=Patience(cancel_grace=2))
     w.submit("long", num_gpus=1, timeout=10)
     w.submit("big", num_gpus=1)
+    go_past(w, "before")
     w.advance(1)
-    w.submit("tick", num_cpus=4)
+    go_past(w, "after")
     assert look_at(w).reservation.seconds == 11
     w.advance(4)
     assert look_at(w).reservation.seconds == 7

@@ -173,12 +173,20 @@ def test_devices_are_listed_in_part():
     assert f"  GPU 1: 0 of 12 free ({shares}, and 4 more)" in str(ask(w, "b"))
 
 
+def go_past(w: World, name: str) -> None:
+    """Let a task come and go, so that all who wait are looked at."""
+    w.submit(name, num_cpus=0)
+    w.finish(name)
+
+
 def reserved(**options: object) -> World:
     """A world in which something is kept for `big`."""
     w = zeroth(World(cpus=4, gpus=2))
     w.submit("long", num_gpus=0.5, **options)
     w.submit("big", num_gpus=2)
+    go_past(w, "before")
     w.advance(1)
+    go_past(w, "after")
     w.submit("tick")
     w.submit("small", num_gpus=0.25)
     return w
@@ -238,10 +246,10 @@ def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
     w.submit("holds", num_cpus=0, resources={"license": 1})
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=1)
-    w.advance(1)
     w.submit("licensed", num_cpus=0, resources={"license": 1})
-    w.submit("tick")
-    w.finish("tick")
+    go_past(w, "before")
+    w.advance(1)
+    go_past(w, "after")
     assert ask(w, "big").reservation is not None
     assert ask(w, "licensed").reservation is None
 

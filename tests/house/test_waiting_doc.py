@@ -51,7 +51,7 @@ def test_it_names_every_state():
 @pytest.mark.parametrize(
     "words",
     [
-        f"has waited {Patience().reserve_after:g} s while others went past it",
+        f"first of its line for {Patience().reserve_after:g} s and still does not fit",
         f"as take about {HORIZON * 1e3:g} ms together, at most {DEEPEST}",
         f"is not done after {Patience().long * 1e3:g} ms",
         f"of those that wait the first {LISTED};",
