@@ -28,7 +28,7 @@ from aiogpu.core.effects import (
     Settle,
 )
 from aiogpu.core.events import Event
-from aiogpu.core.family import adopt, on_waits, part, stop
+from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -208,6 +208,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         on_revoked(self, worker, event, now, effects)
+        end_deadlocks(self, now, effects)
         record = worker.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.

@@ -107,6 +107,24 @@ def test_several_messages_are_one_write() -> None:
     assert transport.written == [encode(fork) + encode(run), encode(run)]
 
 
+async def test_posted_messages_of_one_turn_are_one_write() -> None:
+    peer, transport = Hall().connect()
+    run, fork = Run(1, 1, b"", False), Fork(2)
+    peer.post(run)
+    peer.post(fork)
+    assert transport.written == []
+    await asyncio.sleep(0)
+    assert transport.written == [encode(run) + encode(fork)]
+    peer.post(run)
+    await asyncio.sleep(0)
+    assert transport.written[1:] == [encode(run)]
+    peer.post(run)
+    peer.connection_lost(None)
+    peer.post(run)
+    await asyncio.sleep(0)
+    assert len(transport.written) == 2
+
+
 def test_after_the_loss_all_is_silent() -> None:
     hall = Hall()
     peer, transport = hall.connect()
