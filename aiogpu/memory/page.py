@@ -84,3 +84,7 @@ class ControlPage:
     def revoke(self, slot: int, below: int) -> None:
         """Driver: whatever has a lower number and is not begun shall not begin."""
         self._words[slot * _WORDS + 3] = below
+
+    def revoked(self, slot: int) -> int:
+        """The number from which on the worker may begin."""
+        return self._words[slot * _WORDS + 3]
