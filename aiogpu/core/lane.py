@@ -97,7 +97,7 @@ class WaitingLane:
         place = bisect_left(self._swept, record.id, key=_id_of)
         if place == len(self._swept):
             place += bisect_left(self._rest, record.id, key=_id_of)
-        return max(before, place - self._left)
+        return max(before, min(place, len(self) - 1))
 
     def near(self) -> Iterator[TaskRecord]:
         """Those that wait near the front; of the first some thousands, not of all."""

@@ -88,6 +88,20 @@ def test_not_all_of_those_who_left_are_looked_at():
     assert len(line.ready) == 2 * SEARCHED + 2
 
 
+def test_the_place_of_one_that_was_swept_to_the_front_is_found():
+    line = Line()
+    for _ in range(30_000):
+        line.move("push", 0, 0, 0)
+    records = list(line.ready)
+    for record in records[13_000:]:
+        move_task(record, TaskState.ENDED)
+        line.ready.discard(record)
+    (bucket,) = line.ready.by_shape.values()
+    assert bucket.size == 13_000
+    for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
+        assert bucket.position(records[place]) == place
+
+
 @given(MOVES)
 def test_looking_changes_nothing(moves):
     """Two lines with the same story, one of them looked at, go on alike."""
