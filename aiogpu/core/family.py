@@ -50,8 +50,7 @@ def disown_children(
 ) -> None:
     """End what a task has started, with all that that has started."""
     kin = record.kin
-    if kin is None:
-        return
+    assert kin is not None, record
     children, kin.children = kin.children, {}
     for child in children.values():
         assert child.kin is not None, child
@@ -79,11 +78,21 @@ def on_waits(
     now: float,
     effects: list[Effect],
 ) -> None:
-    """A task's code waits for others, or for none any more."""
+    """A task's code waits for others, or for none any more.
+
+    One that has started nobody keeps its CPUs, and so does one that waits for what
+    another waits for: who waits shall be known for each.
+    """
+    if record.kin is None:
+        return
     if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
         return
     found = [node.tasks.get(child) for child in children]
-    awaited = {child.id: child for child in found if child and child.kin}
+    awaited = {
+        child.id: child
+        for child in found
+        if child and child.kin and child.kin.awaited_by in (None, record)
+    }
     _wait_for(record, awaited)
     if not awaited:
         _go_on(node, record)
@@ -96,6 +105,11 @@ def on_waits(
         node.ledger.lend(worker.lease)
         if worker.queue:
             revoke(worker, effects)
+    end_deadlocks(node, now, effects)
+
+
+def end_deadlocks(node: Node, now: float, effects: list[Effect]) -> None:
+    """Fail the tasks for which others would wait for ever."""
     for child, reason in find_deadlocks(node):
         effects.append(Deadlock(child.id, reason))
         node.end(child)
@@ -104,15 +118,14 @@ def on_waits(
 
 
 def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:
-    if record.kin is None:
-        return
+    assert record.kin is not None, record
     for child in record.kin.waits_for.values():
-        if child.kin is not None:
-            child.kin.awaited_by = None
+        assert child.kin is not None, child
+        child.kin.awaited_by = None
     record.kin.waits_for = awaited
     for child in awaited.values():
-        if child.kin is not None:
-            child.kin.awaited_by = record
+        assert child.kin is not None, child
+        child.kin.awaited_by = record
 
 
 def _go_on(node: Node, record: TaskRecord) -> None:

@@ -1,6 +1,6 @@
 """What the scheduler knows of its node, and the few moves that all its parts make.
 
-State without decisions: those are made in `dispatch`, `ahead`, `stopping`,
+State without decisions: those are made in `dispatch`, `watch`, `stopping`,
 `family`, `placement` and `reservation`, which all work on this.
 """
 

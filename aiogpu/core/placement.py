@@ -49,6 +49,16 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
     return placed
 
 
+def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
+    """A task does not fit: if it is the first of its group, count from now on."""
+    group = node.ready.by_request[record.spec.shape.request]
+    if group.stuck is not record:
+        first = group.first()
+        if first is not None and first[1] is record:
+            group.stuck = record
+            group.reserve_at = now + node.patience.reserve_after
+
+
 def _reserve(
     node: Node,
     group: Group,
@@ -64,9 +74,7 @@ def _reserve(
     first = group.first()
     assert first is not None, group
     record = first[1]
-    if group.stuck is not record:
-        group.stuck = record
-        group.reserve_at = now + node.patience.reserve_after
+    note_stuck(node, record, now)
     if now < group.reserve_at:
         return None
     if before is not None and before.record is not record:

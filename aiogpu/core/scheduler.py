@@ -28,12 +28,12 @@ from aiogpu.core.effects import (
     Settle,
 )
 from aiogpu.core.events import Event
-from aiogpu.core.family import adopt, on_waits, part, stop
+from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
-from aiogpu.core.placement import place
+from aiogpu.core.placement import note_stuck, place
 from aiogpu.core.policy import STARTS_ALLOWED, Patience, may_retry
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.specs import TaskSpec
@@ -105,13 +105,14 @@ class Scheduler(Node):
         by_shape = self.ready.by_shape
         # Where others of its shape wait, it must wait as well, whatever is free;
         # where they do not, nobody who waits could use what it takes.
-        lease = None
-        if not (by_shape and spec.shape in by_shape):
-            lease = self.take(record)
-        if lease is not None:
+        if by_shape and spec.shape in by_shape:
+            self.ready.push(record)
+        elif lease := self.take(record):
             start(self, record, lease, now, effects)
             return effects
-        self.ready.push(record)
+        else:
+            self.ready.push(record)
+            note_stuck(self, record, now)
         return NOTHING if self.reservation is None else self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
@@ -207,6 +208,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         on_revoked(self, worker, event, now, effects)
+        end_deadlocks(self, now, effects)
         record = worker.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.

@@ -70,9 +70,8 @@ def go_on_stopping(
     node: Node, record: TaskRecord, now: float, effects: list[Effect]
 ) -> None:
     """A task that was asked to stop has not answered yet."""
-    if record.stop is None:
-        return
     worker = record.worker
+    assert record.stop is not None, record
     assert worker is not None, record
     if now < record.stop.kill_at:
         interrupt(node, record, now, effects)

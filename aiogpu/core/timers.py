@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 FEW: Final = 64
 """Needless alarms that are left to ring."""
+AT_ONCE: Final = 500
+"""Alarms that ring in one go, so that the loop may do other things in between."""
 SWEPT: Final = 4
 """Alarms that are looked at for each that has become needless."""
 
@@ -80,8 +82,13 @@ class Timers:
         self.earliest = heap[0].when if heap else None
 
     def due(self, now: float) -> Iterator[Alarm]:
-        """Remove and yield all alarms that ring at `now` or before."""
-        while self.earliest is not None and self.earliest <= now:
+        """Remove and yield the alarms that ring at `now` or before, in order.
+
+        Of very many the rest is left; `earliest` says that they are overdue.
+        """
+        for _ in range(AT_ONCE):
+            if self.earliest is None or self.earliest > now:
+                return
             alarm = heappop(self._first())
             self._note_earliest()
             yield alarm

@@ -55,8 +55,7 @@ def on_revoked(
     if not worker.is_revoking or worker.revocations != event.number:
         return  # it has ended all that was meant
     worker.is_revoking = False
-    if worker.task is None or worker.state is not WorkerState.BUSY:
-        return
+    assert worker.task is not None, worker
     inflight = [worker.task, *worker.queue]
     begun = count_begun(inflight, event.began)
     for record in reversed(inflight[max(begun, 1) :]):

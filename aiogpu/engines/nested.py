@@ -79,6 +79,7 @@ class LoopLink:
         self._loop = loop
         self._waits: dict[int, int] = {}
         self._is_told = True
+        self._has_told = False
         self._task = current.task
         self._children = family()
         if self._children.loop is not loop:
@@ -144,5 +145,7 @@ class LoopLink:
 
     def _tell(self) -> None:
         self._is_told = True
-        if self.is_current:
+        # What has ended within the turn was not waited for, as the driver sees it.
+        if self.is_current and (self._waits or self._has_told):
             self._children.note_wait(self, tuple(self._waits))
+            self._has_told = bool(self._waits)

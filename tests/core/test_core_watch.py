@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke
-from aiogpu.core.events import Revoked, WorkerGone
+from aiogpu.core.events import Revoked, TaskSkipped, WorkerGone
 from aiogpu.core.policy import Patience
 from aiogpu.core.watch import count_begun
 from aiogpu.testing import World
@@ -245,6 +245,28 @@ def test_a_worker_that_has_skipped_all_has_time_for_others():
     assert w.worker_of("next") == 1
 
 
+def test_the_next_in_line_may_be_cancelled_as_well():
+    w = queue_behind(revokes=False)
+    w.cancel("t2")
+    w.cancel("t3")
+    w.skip("t1")
+    assert w.forgotten == {"t2"}
+    w.revoked(1)
+    assert w.forgotten == {"t2", "t3"}
+    assert w.running == {"t4"}
+    w.run_dry()
+    assert w.tasks["t3"].runs == 0
+
+
+def test_a_skipped_task_is_known_wherever_it_stands():
+    w = queue_behind()
+    t3 = w.tasks["t3"].id
+    w.scheduler.handle(TaskSkipped(t3, w.worker_of("t1")), w.now)
+    w.scheduler.check()
+    assert "t3" in w.waiting
+    assert "t2" in w.queued
+
+
 def test_an_answer_to_an_earlier_revocation_changes_nothing():
     w = queue_behind(revokes=False)
     w.cancel("t2")
@@ -325,19 +347,6 @@ def test_an_answer_that_comes_when_all_is_over_is_not_taken_for_the_next():
     assert w.queued == before
     w.run_dry()
     assert [w.tasks[f"t{number}"].runs for number in range(4, 14)] == [1] * 10
-
-
-def test_an_answer_that_comes_when_all_is_over_does_not_cost_the_next_its_worker():
-    w = queue_behind(4, revokes=False)
-    w.cancel("t3")
-    w.cancel("t2")
-    w.skip("t1")
-    w.stop(1)
-    w.submit("sent since")
-    w.revoked(1)
-    assert w.effects == []
-    w.run_dry()
-    assert w.tasks["sent since"].runs == 1
 
 
 def test_what_a_worker_has_begun_is_counted_up_to_the_last():

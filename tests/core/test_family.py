@@ -119,6 +119,21 @@ def test_a_task_that_has_started_nobody_does_not_wait():
     assert w.blocked == set()
 
 
+def test_for_each_task_there_is_one_who_waits():
+    """Who waits for another's child keeps his CPUs, and the other has his wait."""
+    w = World(cpus=4)
+    w.submit("a")
+    w.submit("b")
+    w.submit("a's", parent="a")
+    w.submit("b's", parent="b")
+    w.wait_for("a", "a's")
+    w.wait_for("b", "a's")
+    assert w.blocked == {"a"}
+    w.finish("a's")
+    assert w.blocked == set()
+    w.finish("a")
+
+
 def test_who_is_being_stopped_does_not_begin_to_wait():
     w = World(patience=PATIENCE)
     w.submit("parent")

@@ -8,7 +8,14 @@ from math import inf
 
 import pytest
 
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ids import TaskId
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.policy import Patience
+from aiogpu.core.reservation import reserve
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.testing import World
 
 AFTER = 1.0
@@ -348,6 +355,18 @@ def test_only_devices_of_the_type_are_kept():
     assert w.gpus_of("on T4") == [0]
 
 
+def test_each_kind_of_device_is_kept_by_itself():
+    kinds = [DeviceSet(kind, [Device(0), Device(1)]) for kind in ("GPU", "NPU")]
+    scheduler = Scheduler(Ledger({}, kinds))
+    for number, (gpus, npus) in enumerate([(5_000, UNIT), (UNIT, 0), (0, 2 * UNIT)]):
+        request = Request.of({}, {"GPU": gpus, "NPU": npus})
+        spec = TaskSpec(f"t{number}", Shape(request), timeout=10.0 * number)
+        scheduler.submit(TaskId(number), spec, 0.0)
+    reservation = reserve(scheduler, scheduler.tasks[TaskId(2)], 0.0)
+    assert reservation is not None
+    assert (reservation.barred, reservation.until) == ({"NPU": 0b11}, 2.0)
+
+
 def test_higher_priority_takes_what_is_kept():
     w = ready_for_two()
     pass_over(w)
@@ -363,20 +382,6 @@ def test_the_children_of_those_that_run_take_what_is_kept():
     pass_over(w)
     w.submit("child", num_gpus=0.5, priority=-7, parent="long")
     assert w.running == {"long", "child"}
-
-
-def test_a_detached_child_takes_what_is_kept_if_somebody_waits_for_it():
-    """Else its parent, it, and the one for whom it is kept would wait in a circle."""
-    w = World(gpus=2, patience=PATIENCE)
-    w.submit("parent", num_gpus=1)
-    w.submit("big", num_gpus=2, priority=1)
-    pass_over(w)
-    w.advance(AFTER)
-    pass_over(w)
-    w.submit("child", num_gpus=1, parent="parent", is_detached=True)
-    assert w.waiting == {"big", "child"}
-    w.wait_for("parent", "child")
-    assert w.running == {"parent", "child"}
 
 
 def test_a_new_task_takes_nothing_of_what_is_kept():

@@ -2,7 +2,15 @@
 
 import pytest
 
-from aiogpu.core.effects import Abandon, Assign, Forget, Interrupt, Settle, Spawn
+from aiogpu.core.effects import (
+    Abandon,
+    Assign,
+    Expire,
+    Forget,
+    Interrupt,
+    Settle,
+    Spawn,
+)
 from aiogpu.core.events import (
     Closing,
     TaskFinished,
@@ -15,6 +23,7 @@ from aiogpu.core.policy import Patience
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.scheduler import ABANDON_EVERY, ABANDONED
 from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.timers import AT_ONCE
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -240,6 +249,19 @@ def test_timeouts_of_tasks_that_ended_do_not_pile_up():
     assert most < 100
 
 
+def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_between():
+    w = World(cpus=1)
+    spec = TaskSpec("f", SPEC.shape, timeout=1.0)
+    for number in range(AT_ONCE + 10):
+        w.scheduler.submit(TaskId(number), spec, w.now)
+    first = w.scheduler.handle(TimePassed(), 1.0)
+    assert len([effect for effect in first if isinstance(effect, Expire)]) == AT_ONCE
+    assert w.scheduler.deadline() == 1.0
+    rest = w.scheduler.handle(TimePassed(), 1.0)
+    assert len([effect for effect in rest if isinstance(effect, Expire)]) == 10
+    assert not w.scheduler.tasks
+
+
 def test_closing_in_every_state():
     w = World(cpus=3, starts=False, exits=False, patience=PATIENCE)
     for name in ("answered", "running", "stopping"):
@@ -333,19 +355,6 @@ def test_what_comes_between_two_slices_is_abandoned_as_well():
     late = TaskId(ABANDONED + 10)
     effects = w.scheduler.submit(late, SPEC, w.now)
     assert effects == [Abandon(late), Forget(late)]
-
-
-def test_closing_keeps_nothing_for_anybody():
-    w = World(gpus=2, patience=Patience(reserve_after=0.0))
-    w.submit("long", num_gpus=1)
-    w.submit("big", num_gpus=2)
-    w.submit("small", num_gpus=0.5)
-    w.cancel("small")
-    assert w.scheduler.reservation is not None
-    w.close()
-    assert w.scheduler.reservation is None
-    w.run_dry()
-    assert w.scheduler.is_closed
 
 
 def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():

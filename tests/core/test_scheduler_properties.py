@@ -5,6 +5,7 @@ the rules only choose what happens. At the end all that runs is let end, and the
 nothing may be left: no lease, no record, no alarm.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -314,8 +315,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert not w.workers
 
 
-TestNode = NodeMachine.TestCase
-TestNode.settings = settings(
+SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
@@ -323,3 +323,16 @@ TestNode.settings = settings(
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class TestNode(NodeMachine.TestCase):
+    """The same stories each time, in some seconds."""
+
+    settings = SETTINGS
+
+
+@pytest.mark.slow
+class TestNodeAtLength(NodeMachine.TestCase):
+    """Other stories each time. Write what it finds into `test_traces`."""
+
+    settings = settings(SETTINGS, derandomize=False, max_examples=2_500)

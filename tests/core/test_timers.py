@@ -1,6 +1,6 @@
 """Alarms ring in order, and those that nobody needs do not pile up."""
 
-from aiogpu.core.timers import SWEPT, AlarmKind, Timers
+from aiogpu.core.timers import AT_ONCE, SWEPT, AlarmKind, Timers
 
 
 def subjects(timers: Timers, now: float) -> list[int]:
@@ -18,6 +18,16 @@ def test_alarms_ring_in_order_of_time_and_of_setting():
     assert subjects(timers, 1.0) == [2]
     assert timers.earliest == 2.0
     assert subjects(timers, 9.0) == [1, 3]
+    assert timers.earliest is None
+
+
+def test_of_very_many_alarms_some_ring_in_the_next_go():
+    timers = Timers()
+    for subject in range(AT_ONCE + 2):
+        timers.set(1.0, AlarmKind.EXPIRE, subject)
+    assert subjects(timers, 5.0) == list(range(AT_ONCE))
+    assert timers.earliest == 1.0
+    assert subjects(timers, 5.0) == [AT_ONCE, AT_ONCE + 1]
     assert timers.earliest is None
 
 
@@ -86,6 +96,7 @@ def test_alarms_ring_in_order_while_they_are_being_swept():
     assert timers.earliest is not None
     assert timers.earliest > 10
     late = subjects(timers, 400.0)
+    assert timers.earliest is None
     assert late == sorted(late)
     assert set(late) >= {subject for subject in alive if subject > 10}
 

@@ -15,6 +15,9 @@ from aiogpu.wire.messages import Hello, Message
 class PaperSocket:
     """A socket's credentials."""
 
+    def fileno(self) -> int:
+        return -1
+
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
@@ -43,8 +46,11 @@ class PaperTransport(asyncio.Transport):
 
     def cut_off(self) -> None:
         self.calls.append("cut off")
-        self.on_message = lambda _message: None
+        self.on_messages = lambda _messages: None
         self.on_lost = lambda: None
+
+    def is_closing(self) -> bool:
+        return "abort" in self.calls
 
     def pause_reading(self) -> None:
         self.calls.append("pause")
@@ -59,7 +65,7 @@ class PaperPeer:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.calls: list[str] = []
-        self.on_message: Callable[[Message], None]
+        self.on_messages: Callable[[list[Message]], None]
         self.on_lost: Callable[[], None]
 
     def send(self, *messages: Message) -> None:
@@ -81,7 +87,7 @@ class PaperPeer:
 
     def cut_off(self) -> None:
         self.calls.append("cut off")
-        self.on_message = lambda _message: None
+        self.on_messages = lambda _messages: None
         self.on_lost = lambda: None
 
     def pause(self) -> None:

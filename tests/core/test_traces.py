@@ -1,0 +1,179 @@
+"""Bugs that were found, each as the shortest story that showed it.
+
+Most were found by the machine of `test_scheduler_properties`. Write another here
+when it finds one: calls in a straight line, no helpers, and what went wrong.
+"""
+
+from aiogpu.core.effects import Interrupt, Revoke
+from aiogpu.core.policy import Patience
+from aiogpu.testing import World
+
+SHORT = 1e-5
+
+
+def test_a_lane_that_all_have_left_takes_back_one_that_is_tried_again():
+    """An empty lane was taken for none: its tasks got two lanes, and one was lost."""
+    w = World(cpus=1)
+    w.submit("again", priority=1)
+    w.submit("leaves", priority=1)
+    w.submit("later")
+    w.cancel("leaves")
+    w.die("again")
+    assert w.running == {"again"}
+    w.submit("urgent", priority=1)
+    w.finish("again", retry=True)
+    assert w.running == {"again"}
+    w.finish("again")
+    assert w.running == {"urgent"}
+    w.finish("urgent")
+    w.finish("later")
+    assert not w.scheduler.ready.by_shape
+
+
+def test_a_retry_takes_what_is_free_though_its_worker_goes_on_with_its_queue():
+    """It waited until somebody else did something."""
+    w = World(cpus=2, took=SHORT)
+    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
+        w.submit(name)
+    w.finish("t0")
+    w.finish("t1")
+    w.finish("t4")
+    w.finish("t5")
+    assert w.running == {"t2"}
+    assert w.queued == {"t3"}
+    w.finish("t2", retry=True)
+    assert w.running == {"t2", "t3"}
+
+
+def test_what_a_parents_end_frees_is_taken_though_its_worker_has_its_next_task():
+    """Only the parent's own lease was thought of."""
+    w = World(cpus=2, gpus=1, starts=False)
+    w.submit("parent")
+    w.start("parent")
+    w.submit("child", num_gpus=1, parent="parent")
+    w.submit("next")
+    w.submit("other", num_gpus=1)
+    assert w.starting == {"child"}
+    w.finish("parent")
+    assert w.running == {"next"}
+    assert w.starting == {"other"}
+
+
+def test_an_earlier_revocation_is_not_taken_for_a_later_one():
+    """A worker that had ended all it had was still being taken back."""
+    w = World(cpus=1, took=SHORT, revokes=False)
+    w.submit("long")
+    w.advance(2.0)
+    assert w.workers[1].revoking
+    w.finish("long")
+    for name in ("t0", "t1", "t2", "t3", "t4", "t5", "t6"):
+        w.submit(name)
+    w.finish("t0")
+    assert w.queued == {"t2", "t3"}
+    w.cancel("t2")
+    assert [type(effect) for effect in w.effects] == [Revoke]
+    w.revoked(1)
+    assert w.effects == []
+    assert w.queued == {"t3"}
+    w.revoked(1)
+    assert w.forgotten == {"t2"}
+    assert w.queued == set()
+
+
+def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
+    """The interrupt hit a worker that ran nothing, or the next task."""
+    w = World(cpus=1, took=SHORT, revokes=False)
+    for name in ("t0", "t1", "t2", "t3", "t4", "t5", "t6"):
+        w.submit(name)
+    w.finish("t0")
+    w.cancel("t2")
+    w.finish("t1")
+    assert Interrupt not in [type(effect) for effect in w.effects]
+    w.revoked(1)
+    assert w.forgotten == {"t2"}
+    assert w.tasks["t2"].interrupts == 0
+    assert w.running == {"t3"}
+
+
+def test_closing_keeps_nothing_for_anybody():
+    """What was kept was kept for one that had been abandoned."""
+    w = World(gpus=2, patience=Patience(reserve_after=0.0))
+    w.submit("long", num_gpus=1)
+    w.submit("big", num_gpus=2)
+    w.submit("small", num_cpus=0)
+    w.finish("small")
+    assert w.scheduler.reservation is not None
+    w.close()
+    assert w.scheduler.reservation is None
+    w.run_dry()
+    assert w.scheduler.is_closed
+
+
+def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_since():
+    """It took back a task that was sent after it; sent again, that ran twice."""
+    w = World(cpus=1, took=SHORT, revokes=False)
+    for name in ("t0", "t1", "t2", "t3"):
+        w.submit(name)
+    w.finish("t0")
+    w.cancel("t3")
+    w.cancel("t2")
+    w.skip("t1")
+    w.stop(1)
+    w.submit("since")
+    w.revoked(1)
+    assert w.effects == []
+    w.run_dry()
+    assert w.tasks["since"].runs == 1
+
+
+def test_a_backlog_goes_at_full_speed_however_old_it_is():
+    """After a second something was kept for each of it, and nothing sent ahead."""
+    w = World(cpus=1, took=SHORT, patience=Patience(reserve_after=0.1))
+    for number in range(400):
+        w.submit(f"t{number}")
+    for number in range(200):
+        w.finish(f"t{number}")
+        w.advance(0.001)
+        assert w.scheduler.reservation is None
+    assert len(w.queued) > 30
+
+
+def test_a_task_that_goes_on_leaves_no_cpu_to_be_handed_over():
+    """Each that had waited once added one to those that ran, for a whole backlog."""
+    w = World(cpus=1)
+    w.submit("parent")
+    w.submit("child", parent="parent")
+    w.submit("t0")
+    w.submit("t1")
+    w.wait_for("parent", "child")
+    w.finish("child")
+    assert w.running == {"parent"}
+    w.finish("parent")
+    assert w.running == {"t0"}
+
+
+def test_of_several_that_can_never_run_all_are_told():
+    """One failed, and whoever gathers failures too waited for the other for ever."""
+    w = World(gpus=1)
+    w.submit("parent", num_gpus=1)
+    w.submit("x", num_gpus=1, parent="parent")
+    w.submit("y", num_gpus=0.5, parent="parent")
+    w.wait_for("parent", "x", "y")
+    assert w.told == {"x": "deadlocked", "y": "deadlocked"}
+    assert w.blocked == set()
+
+
+def test_a_detached_child_takes_what_is_kept_if_somebody_waits_for_it():
+    """Else its parent, it, and the one for whom it is kept waited in a circle."""
+    w = World(gpus=2)
+    w.submit("parent", num_gpus=1)
+    w.submit("big", num_gpus=2, priority=1)
+    w.submit("a", num_cpus=0)
+    w.finish("a")
+    w.advance(1.0)
+    w.submit("b", num_cpus=0)
+    w.finish("b")
+    w.submit("child", num_gpus=1, parent="parent", is_detached=True)
+    assert w.waiting == {"big", "child"}
+    w.wait_for("parent", "child")
+    assert w.running == {"parent", "child"}
