@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 from aiogpu.core.ids import TaskId
@@ -21,7 +21,7 @@ from aiogpu.core.records import TaskRecord
 SWEPT: Final = 4
 """Tasks that one leaving looks at."""
 SEARCHED: Final = 4096
-"""Tasks that are looked at one by one for a position."""
+"""Tasks that are looked at one by one, for a position or for those near the front."""
 
 _WAITING: Final = TaskState.WAITING
 
@@ -97,7 +97,13 @@ class WaitingLane:
         place = bisect_left(self._swept, record.id, key=_id_of)
         if place == len(self._swept):
             place += bisect_left(self._rest, record.id, key=_id_of)
-        return max(before, place - self._left)
+        return max(before, min(place, len(self) - 1))
+
+    def near(self) -> Iterator[TaskRecord]:
+        """Those that wait near the front; of the first some thousands, not of all."""
+        for record in islice(chain(self._swept, self._rest), SEARCHED):
+            if record.state is _WAITING:
+                yield record
 
     def __iter__(self) -> Iterator[TaskRecord]:
         for part in (self._swept, self._rest):

@@ -109,6 +109,11 @@ class Bucket:
             before += len(self._lanes[key])
         return before
 
+    def near(self) -> Iterator[TaskRecord]:
+        """Those whose turn comes first; some thousands of each lane at most."""
+        for key in self._order:
+            yield from self._lanes[key].near()
+
     def oldest(self) -> float:
         """When the one that has waited longest was submitted. Costs O(lanes)."""
         heads = (lane.head() for lane in self._lanes.values())
@@ -263,13 +268,17 @@ class ReadyQueue:
             yield head, bucket
 
     def in_turn(self) -> Iterator[TaskRecord]:
-        """All tasks in the order of their turn; the first few cost little."""
+        """Tasks in the order of their turn; the first few cost little.
+
+        They are all of them, but for those far behind in a long line: so it costs
+        little too where hundreds of thousands have left the midst of it.
+        """
         heads = self.heads_in_turn()
         coming = next(heads, None)
         line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
         while coming or line:
             if coming and (not line or precedence(coming[0]) < line[0][0]):
-                rest = iter(coming[1])
+                rest = coming[1].near()
                 coming = next(heads, None)
                 record = next(rest, None)
             else:

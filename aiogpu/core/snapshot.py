@@ -98,7 +98,8 @@ class NodeStatus:
         devices: the devices, and who holds them.
         workers: the worker processes.
         tasks: all that have a worker, by number; then the first 100 of those that
-            wait, in the order of their turn.
+            wait, in the order of their turn; fewer, where thousands between them
+            were cancelled.
         waiting_count: how many wait, listed or not.
         shapes: what they ask for, in the order of the first one's turn; at most 100.
         shape_count: how many shapes there are, listed or not.

@@ -39,7 +39,8 @@ class Why:
         seconds: since it was submitted; None where the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among those that wait for the same, 1 for the first;
-            exact up to some thousands. None unless it waits.
+            beyond some thousands, those that left before it may still count. None
+            unless it waits.
         of: how many wait for the same.
         reasons: for a waiting task, one for each resource that is short.
         reservation: what is kept for it, since it has waited long; or for another,

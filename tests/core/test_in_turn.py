@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiogpu.core.ids import TaskId
+from aiogpu.core.lane import SEARCHED
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.ready import ReadyQueue, precedence
 from aiogpu.core.records import TaskRecord, move_task
@@ -74,6 +75,31 @@ def test_all_are_seen_in_the_order_of_their_turn(moves):
             bucket = line.ready.by_shape[shape]
             assert [bucket.position(r) for r in records] == list(range(len(records)))
             assert bucket.oldest() == min(record.since for record in records)
+
+
+def test_not_all_of_those_who_left_are_looked_at():
+    line = Line()
+    for _ in range(3 * SEARCHED):
+        line.move("push", 0, 0, 0)
+    for record in list(line.ready)[1 : SEARCHED - 1]:
+        move_task(record, TaskState.ENDED)
+        line.ready.discard(record)
+    assert [record.id for record in line.ready.in_turn()] == [1, SEARCHED]
+    assert len(line.ready) == 2 * SEARCHED + 2
+
+
+def test_the_place_of_one_that_was_swept_to_the_front_is_found():
+    line = Line()
+    for _ in range(30_000):
+        line.move("push", 0, 0, 0)
+    records = list(line.ready)
+    for record in records[13_000:]:
+        move_task(record, TaskState.ENDED)
+        line.ready.discard(record)
+    (bucket,) = line.ready.by_shape.values()
+    assert bucket.size == 13_000
+    for place in (SEARCHED - 1, SEARCHED + 1, 6_000, 12_999):
+        assert bucket.position(records[place]) == place
 
 
 @given(MOVES)
