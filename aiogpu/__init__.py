@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from aiogpu.api.task import RemoteFunction as RemoteFunction
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
+    from aiogpu.core.why import Why as Why
     from aiogpu.errors import AiogpuError as AiogpuError
     from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
@@ -62,6 +63,7 @@ _ROOMS = {
     "api.session": ("Session",),
     "api.task": ("RemoteFunction", "remote"),
     "core.snapshot": ("NodeStatus",),
+    "core.why": ("Why",),
     "errors": (
         "AiogpuError",
         "DeadlockError",

@@ -78,6 +78,11 @@ class Gate:
         """Who has come and was not let pass."""
         return {name for name, w in self._visitors.items() if not w.is_closing()}
 
+    def forget(self, *names: str) -> None:
+        """Take no notice that these have come and gone; they may come again."""
+        for name in names:
+            del self._visitors[name]
+
     def release(self, *names: str) -> None:
         """Let these pass."""
         for name in names:

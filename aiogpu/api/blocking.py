@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from _thread import get_ident
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
-from aiogpu.errors import MisuseError, TaskCancelledError, TaskTimeoutError
+from aiogpu.engines.base import error_inside_task
+from aiogpu.errors import (
+    DeserializationError,
+    MisuseError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
-from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.runtime.call import Site
+    from aiogpu.worker.children import Children
 
 T = TypeVar("T")
 
@@ -82,6 +89,14 @@ class BlockingHandle(Generic[T]):
         self._state = "cancelled"
         return True
 
+    def why(self) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {self.task_name}")
+
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
         self._state, self._payload = "finished", payload
@@ -91,12 +106,22 @@ class BlockingHandle(Generic[T]):
         self._state = "failed"
         self._error = unpack_failure(failed, self.task_name)
 
+    def abandon(self) -> None:
+        """Learn that the task has ended first; called by the engine."""
+        self._state, self._error = "failed", abandoned(self.task_name)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there will be no result."""
+        return self._state in ("failed", "cancelled")
+
     def result(self) -> T:
         """The result of a child that has ended; see `get` for waiting.
 
         Raises:
             TaskCancelledError: it was cancelled.
             MisuseError: it has not ended.
+            DeserializationError: its result cannot be unpickled in this process.
         """
         if not self.done():
             raise MisuseError(f"{self.task_name} has not ended; aiogpu.get() waits.")
@@ -106,8 +131,19 @@ class BlockingHandle(Generic[T]):
             raise self._error.with_traceback(None)
         if self._payload is not None:
             payload, self._payload = self._payload, None
-            self._value = load_result(payload)
+            try:
+                self._value = load_result(payload)
+            except DeserializationError as error:
+                self._state, self._error = "failed", error
+                raise
         return self._value  # type: ignore[return-value]
+
+
+def abandoned(task_name: str) -> TaskCancelledError:
+    """The error of a child that ends with the task that has started it."""
+    return TaskCancelledError(
+        f"{task_name} was stopped, since the task that had started it has ended."
+    )
 
 
 def submit_child(site: Site, payload: bytes) -> Any:
@@ -116,11 +152,6 @@ def submit_child(site: Site, payload: bytes) -> Any:
     Raises:
         MisuseError: no task runs, but what one has left behind.
     """
-    if not current.task:
-        raise MisuseError(
-            f"{site.spec.name}.remote() was called after the task had ended, by a "
-            f"thread that it has left behind."
-        )
     if is_loop_running():
         import asyncio
 
@@ -152,6 +183,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 
     Raises:
         MisuseError: an event loop runs here: await the handle instead.
+        Exception: what one of them has raised, as soon as it has; the others go on.
         TaskTimeoutError: time was up; what was waited for goes on.
         DeadlockError: the wait could never end.
     """
@@ -167,11 +199,15 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
     for one in handles:
         if not isinstance(one, BlockingHandle):
             raise MisuseError(_wrong(one))
-    if not _wait(handles, deadline):
-        left = sum(not one.done() for one in handles)
+    in_time = _wait(handles, deadline)
+    for one in handles:
+        if one.has_failed:
+            one.result()
+    if not in_time:
+        late = [one.task_name for one in handles if not one.done()]
         raise TaskTimeoutError(
-            f"{left} of {len(handles)} tasks did not end within the {timeout:g} s of "
-            f"aiogpu.get(); they go on, {handles[0].task_name} and all."
+            f"{len(late)} of {len(handles)} tasks did not end within the "
+            f"{timeout:g} s of aiogpu.get(), {late[0]} for one; they go on."
         )
     results = [one.result() for one in handles]
     return results if isinstance(handle, list | tuple) else results[0]
@@ -180,32 +216,36 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
     """Until all have ended or one has failed; False if time is up before."""
     pending = [one for one in handles if not one.done()]
-    if not pending:
+    if not pending or any(one.has_failed for one in handles):
         return True
-    children = nested.family()
-    children.note_wait(tuple(one.child for one in pending))
-    is_over: Callable[[], bool] = _Countdown(pending).is_over
-    in_time = False
+    children, waiter = nested.family(), get_ident()
+    children.note_wait(waiter, tuple(one.child for one in pending))
     try:
-        in_time = children.wait_until(is_over, deadline)
+        return children.wait_until(_Countdown(children, pending).is_over, deadline)
     finally:
-        if not in_time or not all(one.done() for one in pending):
+        if all(one.done() for one in handles):
+            children.end_wait(waiter)
+        else:
             # The driver cannot know that nobody waits any more.
-            children.note_wait(())
-    return in_time
+            children.note_wait(waiter, ())
 
 
 class _Countdown:
-    """Asks each handle once that it is over, however many there are."""
+    """Whether a wait is over, at no more than one look at each handle."""
 
-    def __init__(self, pending: list[BlockingHandle[Any]]) -> None:
-        self._pending = pending
+    def __init__(self, children: Children, pending: list[BlockingHandle[Any]]) -> None:
+        self._children = children
+        self._pending = list(pending)
+        self._upsets = -1
 
     def is_over(self) -> bool:
-        pending = self._pending
+        pending, upsets = self._pending, self._children.upsets
         while pending and pending[-1]._state == "finished":
             pending.pop()
-        return not pending or pending[-1]._state != "pending"
+        if upsets != self._upsets:
+            self._upsets = upsets
+            return not pending or any(one.has_failed for one in pending)
+        return not pending
 
 
 def is_loop_running() -> bool:

@@ -11,18 +11,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
+
+if TYPE_CHECKING:
+    from aiogpu.core.why import Why
+    from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
 
 # Looked up once; `super()` costs more than the methods themselves.
 _set_result: Final[Callable[[Any, object], None]] = asyncio.Future.set_result
 _result: Final[Callable[[Any], object]] = asyncio.Future.result
+
+
+class Owner(Protocol):
+    """Who has started the task and can be asked about it: a session."""
+
+    def cancel(self, task: int) -> None:
+        """Stop the task."""
+        ...
+
+    def why(self, name: str, task: int) -> Why:
+        """Say why it waits, or what it does."""
+        ...
 
 
 class Handle(asyncio.Future[T]):
@@ -34,8 +48,8 @@ class Handle(asyncio.Future[T]):
 
     __slots__ = (
         "_callbacks_added",
-        "_cancel_work",
         "_error",
+        "_owner",
         "_payload",
         "_value",
         "_waiters",
@@ -44,16 +58,13 @@ class Handle(asyncio.Future[T]):
     )
 
     def __init__(
-        self,
-        task_name: str,
-        cancel_work: Callable[[int], None],
-        loop: asyncio.AbstractEventLoop,
+        self, task_name: str, owner: Owner, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(loop=loop)
         self.task_name = task_name
         self.task_id = 0
-        self._cancel_work = cancel_work
-        self._waiters: list[asyncio.Future[None]] = []
+        self._owner = owner
+        self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
         self._payload: bytes | None = None
         self._value: T | None = None
@@ -80,7 +91,10 @@ class Handle(asyncio.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             waiter = self.get_loop().create_future()
-            self._waiters.append(waiter)
+            if self._waiters is None:
+                self._waiters = [waiter]
+            else:
+                self._waiters.append(waiter)
             try:
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):
@@ -91,7 +105,7 @@ class Handle(asyncio.Future[T]):
     __iter__ = __await__
 
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
-        if waiter in self._waiters:
+        if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
         if not self._waiters and not self._callbacks_added:
             self.cancel()
@@ -125,9 +139,39 @@ class Handle(asyncio.Future[T]):
         """
         if not super().cancel(msg):
             return False
-        self._cancel_work(self.task_id)
+        self._owner.cancel(self.task_id)
         self._wake()
         return True
+
+    async def why(self) -> Why:
+        """Say why the task waits, or what it does instead.
+
+        The answer is a `Why`; printed, it tells the whole story. Asking changes
+        nothing and costs little, however many tasks wait.
+
+        Raises:
+            MisuseError: this is another event loop than the handle's.
+            NodeError: it was asked inside a task, or in a fork of the program.
+        """
+        if self.done():
+            return self._why_ended()
+        if self.get_loop() is not asyncio.get_running_loop():
+            raise MisuseError(
+                f"the handle of {self.task_name} belongs to another event loop; ask "
+                f"it for why() on the loop where .remote() was called."
+            )
+        return self._owner.why(self.task_name, self.task_id)
+
+    def _why_ended(self) -> Why:
+        from aiogpu.core.why import Why
+
+        if self.cancelled():
+            outcome = "it was cancelled"
+        elif self._payload is None and (error := self.exception()):
+            outcome = f"it failed with {type(error).__name__}"
+        else:
+            outcome = "it gave its result"
+        return Why(self.task_name, self.task_id, "ended", outcome=outcome)
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
@@ -139,6 +183,8 @@ class Handle(asyncio.Future[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""
+        from aiogpu.wire.failure import unpack_failure
+
         self.fail(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
@@ -151,10 +197,10 @@ class Handle(asyncio.Future[T]):
             self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiters.clear()
 
     def result(self) -> T:
         """The task's result; raises as `asyncio.Future.result` does.

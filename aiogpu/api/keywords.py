@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from aiogpu.api.options import Strategy
+from aiogpu.api.options import Lifetime, Strategy
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
         priority: higher goes first; 0 unless given.
         timeout: seconds from `.remote()` after which it is stopped.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
+        lifetime: "detached" lets a task outlive the task that has started it; else
+            the two end together. Either way it ends with the node.
     """
 
     num_cpus: float | None
@@ -50,3 +52,4 @@ class Options(TypedDict, total=False):
     priority: int | None
     timeout: float | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
+    lifetime: Lifetime

@@ -7,8 +7,10 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from aiogpu.api.blocking import abandoned
 from aiogpu.api.handle import Handle
 from aiogpu.engines.nested import LoopLink
+from aiogpu.errors import TaskCancelledError
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
@@ -26,7 +28,7 @@ class ChildHandle(Handle[T]):
     def __init__(
         self, task_name: str, link: LoopLink, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(task_name, link.cancel, loop)
+        super().__init__(task_name, link, loop)
         self._link = link
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -57,13 +59,30 @@ class ChildHandle(Handle[T]):
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
+        if self._is_elsewhere():
+            self._link.hand_over(self.receive, payload)
+            return
         self._link.settle(self.task_id)
         super().receive(payload)
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
+        if self._is_elsewhere():
+            self._link.hand_over(self.fail, error)
+            return
         self._link.settle(self.task_id)
         super().fail(error)
+        if isinstance(error, TaskCancelledError):
+            # Whoever did not wait for it does not ask; asyncio need not warn of it.
+            super().exception()
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first; called by the engine."""
+        self._link.hand_over(self.fail, abandoned(self.task_name))
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another thread than its loop's has read what it is to be told."""
+        return asyncio._get_running_loop() is not self.get_loop()
 
 
 class TaskSession:
@@ -89,6 +108,7 @@ def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
     """The session of the task that runs on a loop; made when it is first asked for."""
     session = _sessions.get(loop)
     if session is None or not session.is_current:
-        _sessions.clear()
+        for other in [one for one, its in _sessions.items() if not its.is_current]:
+            del _sessions[other]
         session = _sessions[loop] = TaskSession(loop)
     return session

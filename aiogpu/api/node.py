@@ -18,8 +18,9 @@ from aiogpu.api.session import (
     session_of,
     start_session,
 )
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.errors import NodeRunningError
+from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
@@ -141,21 +142,39 @@ async def shutdown() -> None:
 
 
 async def cluster_resources() -> dict[str, float]:
-    """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
-    session = current_session()
-    await session.opened()
-    return session.cluster_resources()
+    """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`.
+
+    Raises:
+        NodeError: it was asked inside a task.
+    """
+    return (await _asked("aiogpu.cluster_resources()")).cluster_resources()
 
 
 async def available_resources() -> dict[str, float]:
-    """What is free of each resource; 0.0 where nothing is."""
-    session = current_session()
-    await session.opened()
-    return session.available_resources()
+    """What is free of each resource; 0.0 where nothing is.
+
+    Raises:
+        NodeError: it was asked inside a task.
+    """
+    return (await _asked("aiogpu.available_resources()")).available_resources()
 
 
 async def status() -> NodeStatus:
-    """Who holds what share of which device, what waits and why."""
+    """Who holds what share of which device, what waits and why; `print` shows it.
+
+    Tasks that have a worker are listed one by one, of those that wait the first 100;
+    `waiting_count` and `shapes` tell of all of them.
+
+    Raises:
+        NodeError: it was asked inside a task.
+    """
+    return (await _asked("aiogpu.status()")).status()
+
+
+async def _asked(what: str) -> Session:
+    """The open session of this loop, for a program's question."""
+    if current.worker and session_of(asyncio.get_running_loop()) is None:
+        raise error_inside_task(what)
     session = current_session()
     await session.opened()
-    return session.status()
+    return session

@@ -31,6 +31,7 @@ _ON: Final = ("1", "true", "yes", "on")
 
 Retried = bool | tuple[type[BaseException], ...]
 Strategy = Literal["pack", "spread"]
+Lifetime = Literal["detached"] | None
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""
@@ -55,6 +56,7 @@ class TaskOptions(NamedTuple):
     priority: int = 0
     timeout: float | None = None
     runtime_env: Mapping[str, str] = NO_ENTRIES
+    lifetime: Lifetime = None
 
     def request(self) -> Request:
         """What the task asks for."""
@@ -85,6 +87,7 @@ class TaskOptions(NamedTuple):
             max_retries=self.max_retries,
             priority=self.priority,
             timeout=self.timeout,
+            is_detached=self.lifetime is not None,
         )
 
 
@@ -204,6 +207,17 @@ def _check_strategy(option: str, value: object) -> Strategy:
     )
 
 
+def _check_lifetime(option: str, value: object) -> Lifetime:
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "detached":
+        return "detached"
+    raise OptionError(
+        f"{option}={value!r} must be None, a task ends with the one that has started "
+        f"it, or 'detached', it goes on without it, until the node ends."
+    )
+
+
 def _check_num_returns(option: str, value: object) -> int:
     if value in (None, 1) and not isinstance(value, bool):
         return 1
@@ -261,5 +275,6 @@ _CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "priority": _whole(None, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),
     "runtime_env": _optional(_check_runtime_env, {}),
+    "lifetime": _check_lifetime,
 }
 """Each option with its check, which gives the value as `TaskOptions` holds it."""

@@ -28,9 +28,12 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
     from aiogpu.runtime.call import Site
 
 _GIVEN_UP: Final = "this node was given up before it was open."
+
+_get_running_loop: Final = asyncio._get_running_loop
 
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 
@@ -90,7 +93,7 @@ class Session:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle: Handle[Any] = Handle(site.spec.name, self._engine.cancel, self._loop)
+        handle: Handle[Any] = Handle(site.spec.name, self, self._loop)
         if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(site, payload, handle)
         elif self._state is SessionState.OPENING:
@@ -98,6 +101,19 @@ class Session:
         else:
             raise self.unusable()
         return handle
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; its handle says so."""
+        self._engine.cancel(task)
+
+    def why(self, name: str, task: int) -> Why:
+        """Why a task waits; see `Handle.why`."""
+        # Late, so that the zygote's start need not wait for it.
+        from aiogpu.core.why import Why
+
+        if self._state is SessionState.OPENING:
+            return Why(name, task, "opening")
+        return self._ask().why(task) or Why(name, task, "ended")
 
     @property
     def is_closing(self) -> bool:
@@ -254,7 +270,7 @@ def start_session(
 
 def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
-    session = _sessions.get(asyncio._get_running_loop())  # type: ignore[arg-type]
+    session = _sessions.get(_get_running_loop())  # type: ignore[arg-type]
     return (session or current_session()).submit(site, payload)
 
 
@@ -264,11 +280,11 @@ def current_session() -> Session:
     Raises:
         NoLoopError: no event loop is running in this thread.
     """
-    loop = asyncio._get_running_loop()
+    loop = _get_running_loop()
     session = _sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
-    refuse_in_worker(".remote()")
+    refuse_in_worker("the node")
     if loop is None:
         for inherited in _sessions.values():
             if inherited.is_forked:
@@ -289,8 +305,8 @@ def refuse_in_worker(what: str) -> None:
     """Raise `NodeError` where this process is a worker."""
     if current.worker:
         raise NodeError(
-            f"{what} was called inside a task; in this version tasks start no tasks. "
-            f"Return to the program what is to be run next."
+            f"{what} cannot be reached inside a task or what it has forked; it is the "
+            f"program's. An `async def` task starts others by .remote() alone."
         )
 
 

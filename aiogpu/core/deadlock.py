@@ -7,7 +7,7 @@ for ever. This is the banker's algorithm (Dijkstra, EWD 108) turned round.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease, Ledger
@@ -28,40 +28,39 @@ def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
         return []
     found: dict[TaskId, tuple[TaskRecord, str]] = {}
     while stuck := _reduce(node.ledger, blocked, found):
-        # Whose task was started last has the least to lose. It may wait for the
-        # rest all the same: so what else it waits for fails as well if it must.
-        victim, _ = max(stuck, key=lambda pair: pair[1].id)
-        for parent, child in stuck:
-            if parent is victim:
-                found[child.id] = child, _explain(child, blocked.values())
+        # The one that was started last has the least to lose. Who waits for it may
+        # wait for others as well.
+        child = max(stuck, key=lambda record: record.id)
+        found[child.id] = child, _explain(child, blocked.values())
     return list(found.values())
 
 
 def _reduce(
-    ledger: Ledger, blocked: dict[TaskId, TaskRecord], failed: Container[TaskId]
-) -> list[tuple[TaskRecord, TaskRecord]]:
-    """Let all end that can; give who still waits, with a task that does not fit."""
+    ledger: Ledger,
+    blocked: dict[TaskId, TaskRecord],
+    failed: Container[TaskId],
+) -> list[TaskRecord]:
+    """Let all end that can; give the tasks that are waited for and do not fit."""
+
+    def awaited(record: TaskRecord) -> Iterator[TaskRecord]:
+        children = record.kin.waits_for.values() if record.kin else ()
+        return (child for child in children if child.id not in failed)
+
     room = _Room(ledger, blocked.values())
     moved = True
     while moved and blocked:
         moved = False
         for record in list(blocked.values()):
-            awaited = _awaited(record, failed)
-            if all(_can_end(child, blocked, room) for child in awaited):
+            if all(_can_end(child, blocked, room) for child in awaited(record)):
                 del blocked[record.id]
                 room.give_back(record)
                 moved = True
     return [
-        (record, child)
+        child
         for record in blocked.values()
-        for child in _awaited(record, failed)
+        for child in awaited(record)
         if child.state is TaskState.WAITING and not room.fits(child)
     ]
-
-
-def _awaited(record: TaskRecord, failed: Container[TaskId]) -> list[TaskRecord]:
-    assert record.kin is not None, record
-    return [c for c in record.kin.waits_for.values() if c.id not in failed]
 
 
 def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], room: _Room) -> bool:

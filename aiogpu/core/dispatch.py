@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.effects import Ahead, Assign, Effect, Spawn
+from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -93,7 +94,10 @@ def take_turn(
     if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
         bucket = node.ready.by_shape.get(record.spec.shape)
         if bucket is not None and may_follow(node, bucket):
-            refill(node, worker, bucket, now, effects)
+            ahead: list[TaskId] = []
+            refill(node, worker, bucket, now, ahead)
+            if ahead:
+                effects.append(Ahead(worker.id, ahead))
 
 
 def hand_over(
@@ -111,10 +115,10 @@ def hand_over(
     node.ready.pop(bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
-    assert worker.lease is not None, worker
-    effects.append(Assign(record.id, worker.id, worker.lease, False, False))
+    ahead = [record.id]
+    effects.append(Ahead(worker.id, ahead))
     if bucket.size:
-        refill(node, worker, bucket, now, effects)
+        refill(node, worker, bucket, now, ahead)
     if worker.look_at is None:
         watch(node, worker, node.patience.unheard, now)
     return True
@@ -132,12 +136,11 @@ def refill(
     worker: WorkerRecord,
     bucket: Bucket,
     now: float,
-    effects: list[Effect],
+    ahead: list[TaskId],
 ) -> None:
-    """Send the worker tasks ahead, if they are short; each its fair part of them."""
+    """Add tasks to be sent ahead, if they are short; each worker gets a fair part."""
     queue = worker.queue
     fair = bucket.size // max(len(node.ledger.leases), 2)
-    ahead = []
     while True:
         record = bucket.head()
         if record is None or record.spec.max_calls:
@@ -150,8 +153,7 @@ def refill(
         queue.append(record)
         ahead.append(record.id)
     worker.refill_at = len(queue) // 2
-    if ahead:
-        effects.append(Ahead(worker.id, ahead))
+    if queue:
         soon = now + node.patience.long
         if worker.look_at is None or worker.look_at > soon:
             watch(node, worker, node.patience.long, now)

@@ -34,9 +34,9 @@ class Assign:
 
 @dataclass(slots=True)
 class Ahead:
-    """Send these tasks to a worker that runs another, to be run after it in order.
+    """Send these tasks to a worker, to be run in order, after what it has.
 
-    They are of its task's shape and take over its lease.
+    They are of its last task's shape and take over its lease.
     """
 
     worker: WorkerId

@@ -93,6 +93,11 @@ def on_waits(
         node.ledger.lend(worker.lease)
         if worker.queue:
             revoke(worker, effects)
+    end_deadlocks(node, now, effects)
+
+
+def end_deadlocks(node: Node, now: float, effects: list[Effect]) -> None:
+    """Fail the tasks for which others would wait for ever."""
     for child, reason in find_deadlocks(node):
         effects.append(Deadlock(child.id, reason))
         node.end(child)

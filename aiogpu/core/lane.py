@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from aiogpu.core.ids import TaskId
@@ -20,7 +21,7 @@ from aiogpu.core.records import TaskRecord
 SWEPT: Final = 4
 """Tasks that one leaving looks at."""
 SEARCHED: Final = 4096
-"""Tasks that are counted one by one for a position."""
+"""Tasks that are looked at one by one for a position."""
 
 _WAITING: Final = TaskState.WAITING
 
@@ -87,14 +88,16 @@ class WaitingLane:
     def position(self, record: TaskRecord) -> int:
         """How many go before a task; those that left may count, far behind."""
         before = 0
-        for other in self:
+        for looked, other in enumerate(chain(self._swept, self._rest)):
             if other is record:
                 return before
-            before += 1
-            if before == SEARCHED:
+            if looked == SEARCHED:
                 break
-        behind = bisect_left(self._rest, record.id, key=_id_of)
-        return max(before, len(self._swept) + behind - self._left)
+            before += other.state is _WAITING
+        place = bisect_left(self._swept, record.id, key=_id_of)
+        if place == len(self._swept):
+            place += bisect_left(self._rest, record.id, key=_id_of)
+        return max(before, place - self._left)
 
     def __iter__(self) -> Iterator[TaskRecord]:
         for part in (self._swept, self._rest):

@@ -53,7 +53,8 @@ class Node:
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""
         move_task(record, _ENDED)
-        self.tasks.pop(record.id)
+        if self.tasks.young.pop(record.id, None) is None:
+            self.tasks.pop(record.id)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
         if record.kin is not None:

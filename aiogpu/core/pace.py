@@ -12,8 +12,13 @@ HORIZON: Final = 2e-3
 """Seconds of work that may be queued behind a task."""
 DEEPEST: Final = 64
 """Tasks that may be queued behind one, however short they are."""
-WEIGHT: Final = 0.25
-"""What the latest duration counts in the mean."""
+UP: Final = 0.25
+DOWN: Final = 0.5
+"""What the latest duration counts in the mean, where it is longer, or shorter."""
+OUTLIER: Final = 4
+"""How many times the mean a duration counts at most: a worker may be put aside."""
+LEAST: Final = 1e-4
+"""Seconds that count in any case."""
 
 
 class Pace:
@@ -33,7 +38,13 @@ class Pace:
     def note(self, took: float) -> None:
         """Take in one task's duration in seconds."""
         mean = self.mean
-        mean = self.mean = took if mean < 0 else mean + (took - mean) * WEIGHT
+        if mean < 0:
+            mean = took
+        elif took < mean:
+            mean += (took - mean) * DOWN
+        else:
+            mean += (min(took, mean * OUTLIER + LEAST) - mean) * UP
+        self.mean = mean
         self.depth = DEEPEST if mean * DEEPEST < HORIZON else int(HORIZON / mean)
 
     def note_long(self) -> None:

@@ -20,7 +20,8 @@ from aiogpu.core.reservation import STANDS, Reservation, reserve
 def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
     """Take tasks from the queue, each with its lease, until nothing more fits."""
     before, node.reservation = node.reservation, None
-    ready, placed = node.ready, []
+    ready = node.ready
+    placed: list[tuple[TaskRecord, Lease]] = []
     turns: list[tuple[Precedence, int, Group]] = []
     for number, group in enumerate(ready.by_request.values()):
         first = group.first()
@@ -36,7 +37,7 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
         if lease is None:
             heappop(turns)
             if node.reservation is None:
-                node.reservation = _reserve(node, group, record, before, now)
+                node.reservation = _reserve(node, group, placed, before, now)
             continue
         placed.append((record, lease))
         ready.pop(bucket)
@@ -48,10 +49,20 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
     return placed
 
 
+def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
+    """A task does not fit: if it is the first of its group, count from now on."""
+    group = node.ready.by_request[record.spec.shape.request]
+    if group.stuck is not record:
+        first = group.first()
+        if first is not None and first[1] is record:
+            group.stuck = record
+            group.reserve_at = now + node.patience.reserve_after
+
+
 def _reserve(
     node: Node,
     group: Group,
-    record: TaskRecord,
+    placed: list[tuple[TaskRecord, Lease]],
     before: Reservation | None,
     now: float,
 ) -> Reservation | None:
@@ -60,16 +71,17 @@ def _reserve(
     One that has only stood behind others of its kind is held up by nobody: where a
     million wait, each is soon on its way once it comes first.
     """
-    if group.stuck is not record:
-        group.stuck = record
-        group.reserve_at = now + node.patience.reserve_after
+    first = group.first()
+    assert first is not None, group
+    record = first[1]
+    note_stuck(node, record, now)
     if now < group.reserve_at:
         return None
     if before is not None and before.record is not record:
         before = None
     if before is not None and now < before.planned_at + STANDS:
         return before
-    reservation = reserve(node, record, now)
+    reservation = reserve(node, record, now, placed)
     if reservation is None:
         group.reserve_at = now + STANDS
     elif before is not None:

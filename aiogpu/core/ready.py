@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace, merge
+from operator import itemgetter
 
 from aiogpu.core.lane import WaitingLane
 from aiogpu.core.records import TaskRecord, lane_of
@@ -108,6 +109,11 @@ class Bucket:
             before += len(self._lanes[key])
         return before
 
+    def oldest(self) -> float:
+        """When the one that has waited longest was submitted. Costs O(lanes)."""
+        heads = (lane.head() for lane in self._lanes.values())
+        return min(head.since for head in heads if head is not None)
+
     def __iter__(self) -> Iterator[TaskRecord]:
         for key in self._order:
             yield from self._lanes[key]
@@ -151,6 +157,35 @@ class Group:
             bucket.turn = precedence(head)
             heapreplace(turns, (bucket.turn, bucket))
         return None
+
+    def in_turn(self) -> Iterator[tuple[Precedence, TaskRecord, Bucket]]:
+        """The heads of all buckets, in order; changes nothing but what `head` does.
+
+        The heap is walked by another one, of the places where the next may stand, so
+        the first few cost little however many there are.
+        """
+        turns = self._turns
+        line: list[tuple[Precedence, int, Bucket]] = []
+        following: tuple[int, ...] = (0,)
+        while True:
+            for place in following:
+                if place < len(turns):
+                    turn, bucket = turns[place]
+                    heappush(line, (turn, place, bucket))
+            if not line:
+                return
+            turn, place, bucket = heappop(line)
+            head: TaskRecord | None = None
+            if place < 0:
+                following, head = (), bucket.head()
+            else:
+                following = (2 * place + 1, 2 * place + 2)
+                if bucket.turn is turn:
+                    head = bucket.head()
+            if head is not None and head.id == turn[1]:
+                yield turn, head, bucket
+            elif head is not None:
+                heappush(line, (precedence(head), -1, bucket))
 
 
 class ReadyQueue:
@@ -220,6 +255,29 @@ class ReadyQueue:
             if mine is None or (first is not None and first[0] < mine):
                 return False
         return True
+
+    def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
+        """Each shape with its first task, in the order of those."""
+        groups = [group.in_turn() for group in self.by_request.values()]
+        for _, head, bucket in merge(*groups, key=itemgetter(0)):
+            yield head, bucket
+
+    def in_turn(self) -> Iterator[TaskRecord]:
+        """All tasks in the order of their turn; the first few cost little."""
+        heads = self.heads_in_turn()
+        coming = next(heads, None)
+        line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
+        while coming or line:
+            if coming and (not line or precedence(coming[0]) < line[0][0]):
+                rest = iter(coming[1])
+                coming = next(heads, None)
+                record = next(rest, None)
+            else:
+                _, first, rest = heappop(line)
+                yield first
+                record = next(rest, None)
+            if record is not None:
+                heappush(line, (precedence(record), record, rest))
 
     def some(self) -> TaskRecord | None:
         """Any task that waits, the first of its shape; None without one."""

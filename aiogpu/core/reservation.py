@@ -10,7 +10,7 @@ backfilling (Lifka, 1995).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -71,10 +71,18 @@ class Hold:
     is_endless: bool
 
 
-def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
-    """Plan what to keep for a task; None if somebody holds it without end."""
+def reserve(
+    node: Node,
+    record: TaskRecord,
+    now: float,
+    placed: Sequence[tuple[TaskRecord, Lease]] = (),
+) -> Reservation | None:
+    """Plan what to keep for a task; None if somebody holds it without end.
+
+    `placed` are tasks that have a lease and no worker yet.
+    """
     request = record.spec.shape.request
-    holds = list(_holds(node))
+    holds = [*_holds(node), *(_hold(node, holder, lease) for holder, lease in placed)]
     until = 0.0
     for name, amount in request.scalars:
         moment = _when_enough(node.ledger.free[name], amount, _of(holds, name))
@@ -97,17 +105,18 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
 
 
 def _holds(node: Node) -> Iterator[Hold]:
-    grace = node.patience.cancel_grace
     for worker in node.workers:
-        if worker.lease is None:
-            continue
-        record, ends = worker.task, inf
-        if record is None:
-            ends = 0.0  # its process is ending
-        elif record.spec.timeout is not None:
-            ends = record.since + record.spec.timeout + grace
-        is_endless = record is not None and record.spec.is_endless
-        yield Hold(worker.lease, ends, is_endless)
+        if worker.lease is not None:
+            yield _hold(node, worker.task, worker.lease)
+
+
+def _hold(node: Node, record: TaskRecord | None, lease: Lease) -> Hold:
+    if record is None:
+        return Hold(lease, 0.0, is_endless=False)  # its process is ending
+    ends = inf
+    if record.spec.timeout is not None:
+        ends = record.since + record.spec.timeout + node.patience.cancel_grace
+    return Hold(lease, ends, record.spec.is_endless)
 
 
 def _of(holds: list[Hold], name: str) -> list[tuple[float, int, bool]]:

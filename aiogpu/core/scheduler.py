@@ -28,12 +28,12 @@ from aiogpu.core.effects import (
     Settle,
 )
 from aiogpu.core.events import Event
-from aiogpu.core.family import adopt, on_waits, part, stop
+from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
-from aiogpu.core.placement import place
+from aiogpu.core.placement import note_stuck, place
 from aiogpu.core.policy import STARTS_ALLOWED, Patience, may_retry
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.specs import TaskSpec
@@ -101,19 +101,19 @@ class Scheduler(Node):
         self.tasks[task] = record
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
-        ready = self.ready
+        effects: list[Effect] = []
+        by_shape = self.ready.by_shape
         # Where others of its shape wait, it must wait as well, whatever is free;
         # where they do not, nobody who waits could use what it takes.
-        if spec.shape in ready.by_shape and self.reservation is None:
-            ready.push(record)
-            return NOTHING
-        lease = None if spec.shape in ready.by_shape else self.take(record)
-        effects: list[Effect] = []
-        if lease is None:
-            ready.push(record)
-            return self._place(now, effects) if self.reservation else effects
-        start(self, record, lease, now, effects)
-        return effects
+        if by_shape and spec.shape in by_shape:
+            self.ready.push(record)
+        elif lease := self.take(record):
+            start(self, record, lease, now, effects)
+            return effects
+        else:
+            self.ready.push(record)
+            note_stuck(self, record, now)
+        return NOTHING if self.reservation is None else self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -208,6 +208,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         on_revoked(self, worker, event, now, effects)
+        end_deadlocks(self, now, effects)
         record = worker.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.

@@ -1,48 +1,29 @@
-"""A typed picture of the node at one moment: who holds what, what waits and why."""
+"""A typed picture of the node at one moment: who holds what, what waits and why.
+
+It costs as much as there are workers and devices. Of those that wait, of whom there
+may be a million, only the first are looked at, and each shape once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import Final
 
-from aiogpu.core.devices import DeviceSet
+from aiogpu.core.holding import DeviceStatus, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.ready import precedence
+from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources import UNIT, number
+from aiogpu.core.report import report, summary
+from aiogpu.core.reservation import Reservation
+from aiogpu.core.resources import Request
+from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
+from aiogpu.core.wording import listing
 
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One worker's share of a device.
-
-    Attributes:
-        share: fraction of the device, 0.25.
-        worker: the worker's id.
-        pid: its process id, 0 while it starts.
-        task: name of the task that it runs, None while it ends after one.
-    """
-
-    share: float
-    worker: int
-    pid: int
-    task: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStatus:
-    """One device: its identity, the free share, who holds the rest."""
-
-    kind: str
-    id: int | str
-    type: str | None
-    uuid: str | None
-    name: str | None
-    memory: int
-    free: float
-    holders: tuple[Holder, ...]
+LISTED: Final = 100
+"""Waiting tasks, and shapes, that a picture shows one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +33,11 @@ class TaskStatus:
     Attributes:
         id: the task's number.
         name: its name.
-        state: "waiting", "starting", "running" or "stopping".
+        state: "waiting", "starting", "queued", "running", "blocked" or "stopping";
+            `aiogpu.core.lifecycle.TaskState` says what each means.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
-        reason: why it waits, None unless it does.
+        reason: why its code does not run, None where it may.
     """
 
     id: int
@@ -67,8 +49,38 @@ class TaskStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeStatus:
+    """The waiting tasks that ask for the same.
+
+    Attributes:
+        request: what each of them asks for, `{"CPU": 1.0, "GPU": 0.25}`.
+        strategy: "pack" or "spread".
+        variables: names of the variables of their `runtime_env`.
+        count: how many they are.
+        first: name of the one whose turn it is.
+        seconds: for how long the oldest of them has waited.
+        reason: why the first one waits.
+    """
+
+    request: Mapping[str, float]
+    strategy: str
+    variables: tuple[str, ...]
+    count: int
+    first: str
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker process."""
+    """One worker process.
+
+    Attributes:
+        id: the worker's number.
+        pid: its process id, 0 while it starts.
+        state: "starting", "idle", "busy" or "ending".
+        task: name of the task that it runs.
+    """
 
     id: int
     pid: int
@@ -76,11 +88,21 @@ class WorkerStatus:
     task: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class NodeStatus:
-    """The node: totals, what is free, devices, workers and tasks.
+    """The node at one moment. `print` shows it as a table.
 
-    Tasks that run come first, then those that wait, in the order of their turn.
+    Attributes:
+        total: all resources by name, `{"CPU": 4.0, "GPU": 1.0}`.
+        available: what is free of each.
+        devices: the devices, and who holds them.
+        workers: the worker processes.
+        tasks: all that have a worker, by number; then the first 100 of those that
+            wait, in the order of their turn.
+        waiting_count: how many wait, listed or not.
+        shapes: what they ask for, in the order of the first one's turn; at most 100.
+        shape_count: how many shapes there are, listed or not.
+        reservation: what is kept for a task that has waited long, None if nothing.
     """
 
     total: Mapping[str, float]
@@ -88,124 +110,167 @@ class NodeStatus:
     devices: tuple[DeviceStatus, ...]
     workers: tuple[WorkerStatus, ...]
     tasks: tuple[TaskStatus, ...]
+    waiting_count: int
+    shapes: tuple[ShapeStatus, ...]
+    shape_count: int
+    reservation: ReservationStatus | None
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
-        """The tasks that hold nothing yet."""
+        """The tasks that hold nothing yet; the first 100 of them."""
         return tuple(t for t in self.tasks if t.state == TaskState.WAITING.value)
 
+    def __repr__(self) -> str:
+        return f"<NodeStatus {summary(self)}>"
 
-class Records(Protocol):
-    """The tasks that have not ended."""
-
-    def values(self) -> Iterable[TaskRecord]:
-        """All of them."""
-        ...
+    def __str__(self) -> str:
+        return report(self)
 
 
-class Sitter(Protocol):
-    """What a picture is taken of: a scheduler, or what stands for one."""
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits at one moment, as far as it is shown.
 
-    @property
-    def ledger(self) -> Ledger:
-        """What there is and who holds it."""
-        ...
+    Attributes:
+        count: how many wait.
+        first: those whose turn comes first, each with why it waits.
+        shapes: the shapes whose turn comes first.
+        shape_count: how many shapes there are.
+        reservation: what is kept for one of them.
+    """
 
-    @property
-    def tasks(self) -> Records:
-        """All tasks that have not ended."""
-        ...
-
-    @property
-    def workers(self) -> Iterable[WorkerRecord]:
-        """All workers that are not gone."""
-        ...
+    count: int
+    first: Iterable[tuple[TaskRecord, str]]
+    shapes: Iterable[ShapeStatus]
+    shape_count: int
+    reservation: ReservationStatus | None = None
 
 
-def snapshot(scheduler: Sitter, pids: Mapping[int, int]) -> NodeStatus:
-    """Picture the node; `pids` gives the process id of each live worker."""
-    ledger = scheduler.ledger
-    turn = sorted(
-        scheduler.tasks.values(),
-        key=lambda record: (record.state is TaskState.WAITING, precedence(record)),
-    )
+def snapshot(node: Node, pids: Mapping[int, int], now: float) -> NodeStatus:
+    """Picture a node; `pids` gives the process id of each live worker."""
+    return picture(node.ledger, node.workers, _queue_of(node, now), pids, now)
+
+
+def picture(
+    ledger: Ledger,
+    workers: Iterable[WorkerRecord],
+    queue: Queue,
+    pids: Mapping[int, int],
+    now: float,
+) -> NodeStatus:
+    """Picture what has a ledger, workers and a queue."""
+    workers = list(workers)
+    numbers = _Numbers()
+    held = [(record, worker) for worker in workers for record in _tasks_of(worker)]
+    held.sort(key=lambda pair: pair[0].id)
+    tasks = [
+        _task(record, numbers, _why_not_running(record, worker, pids))
+        for record, worker in held
+    ]
+    tasks += [_task(record, numbers, reason) for record, reason in queue.first]
+    holdings = Holdings(workers, pids, now)
     return NodeStatus(
         total=ledger.totals(),
         available=ledger.available(),
         devices=tuple(
             status
             for devices in ledger.device_sets.values()
-            for status in _devices(devices, list(scheduler.workers), pids)
+            for status in holdings.of_devices(devices, devices.mask_of_type(None))
         ),
-        workers=tuple(_worker(record, pids) for record in scheduler.workers),
-        tasks=tuple(_task(record, scheduler) for record in turn),
+        workers=tuple(_worker(record, pids) for record in workers),
+        tasks=tuple(tasks),
+        waiting_count=queue.count,
+        shapes=tuple(queue.shapes),
+        shape_count=queue.shape_count,
+        reservation=queue.reservation,
     )
 
 
-def _devices(
-    devices: DeviceSet, workers: list[WorkerRecord], pids: Mapping[int, int]
-) -> list[DeviceStatus]:
-    holders: list[list[Holder]] = [[] for _ in devices.devices]
-    for worker in workers:
-        lease = worker.lease
-        if lease is None:
-            continue
-        task = worker.task.spec.name if worker.task else None
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            if kind == devices.kind:
-                for index, part in shares:
-                    holder = Holder(
-                        number(part), worker.id, pids.get(worker.id, 0), task
-                    )
-                    holders[index].append(holder)
-    return [
-        DeviceStatus(
-            devices.kind,
-            device.id,
-            device.type,
-            device.uuid,
-            device.name,
-            device.memory,
-            number(devices.free[index]),
-            tuple(holders[index]),
-        )
-        for index, device in enumerate(devices.devices)
-    ]
+def _queue_of(node: Node, now: float) -> Queue:
+    ready, reasons = node.ready, _Reasons(node)
+    held = sum(len(_tasks_of(worker)) for worker in node.workers)
+    return Queue(
+        count=len(node.tasks) - held,
+        first=[
+            (record, reasons.of(record)) for record in islice(ready.in_turn(), LISTED)
+        ],
+        shapes=[
+            shape_status(head, bucket.size, now - bucket.oldest(), reasons.of(head))
+            for head, bucket in islice(ready.heads_in_turn(), LISTED)
+        ],
+        shape_count=len(ready.by_shape),
+        reservation=describe(node, node.reservation, now),
+    )
+
+
+class _Reasons:
+    """Why tasks wait; said once for all that ask for the same."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._known: dict[tuple[Request, Reservation | None], str] = {}
+
+    def of(self, record: TaskRecord) -> str:
+        request = record.spec.shape.request
+        key = request, rival_of(self._node, record)
+        reason = self._known.get(key)
+        if reason is None:
+            reason = self._known[key] = why_waiting(self._node, record)
+        return reason
+
+
+class _Numbers(dict[Request, Mapping[str, float]]):
+    """Requests in the user's terms, each written once."""
+
+    def __missing__(self, request: Request) -> Mapping[str, float]:
+        numbers = self[request] = request.as_numbers()
+        return numbers
+
+
+def shape_status(
+    first: TaskRecord, count: int, seconds: float, reason: str
+) -> ShapeStatus:
+    """Describe the waiting tasks of one shape, of which one is the first."""
+    shape = first.spec.shape
+    return ShapeStatus(
+        request=shape.request.as_numbers(),
+        strategy="spread" if shape.request.spread else "pack",
+        variables=tuple(name for name, _ in shape.environment),
+        count=count,
+        first=first.spec.name,
+        seconds=seconds,
+        reason=reason,
+    )
+
+
+def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
+    return [worker.task, *worker.queue] if worker.task is not None else []
+
+
+def _task(record: TaskRecord, numbers: _Numbers, reason: str | None) -> TaskStatus:
+    return TaskStatus(
+        *(record.id, record.spec.name, record.state.value),
+        numbers[record.spec.shape.request],
+        record.worker.id if record.worker else None,
+        reason,
+    )
+
+
+def _why_not_running(
+    record: TaskRecord, worker: WorkerRecord, pids: Mapping[int, int]
+) -> str | None:
+    if record.state is TaskState.STARTING:
+        return "a worker is being forked for it"
+    if record.state is TaskState.QUEUED:
+        before = worker.task.spec.name if worker.task else ""
+        return f"sent ahead to pid {pids.get(worker.id, 0)}, behind {before}"
+    if record.state is TaskState.BLOCKED and record.kin is not None:
+        children = record.kin.waits_for.values()
+        names = (child.spec.name for child in children)
+        return f"waits for its children: {listing(names, len(children))}"
+    return None
 
 
 def _worker(record: WorkerRecord, pids: Mapping[int, int]) -> WorkerStatus:
     task = record.task.spec.name if record.task else None
     return WorkerStatus(record.id, pids.get(record.id, 0), record.state.value, task)
-
-
-def _task(record: TaskRecord, scheduler: Sitter) -> TaskStatus:
-    request = record.spec.shape.request
-    waits = record.state is TaskState.WAITING
-    return TaskStatus(
-        id=record.id,
-        name=record.spec.name,
-        state=record.state.value,
-        request=request.as_numbers(),
-        worker=record.worker.id if record.worker else None,
-        reason=_why_waiting(record, scheduler) if waits else None,
-    )
-
-
-def _why_waiting(record: TaskRecord, scheduler: Sitter) -> str:
-    """Name what is short. A share may wait although the sum of shares suffices."""
-    request = record.spec.shape.request
-    free = scheduler.ledger.free
-    short = [
-        f"{name} {number(amount):g} (free: {number(free.get(name, 0)):g})"
-        for name, amount in request.scalars
-        if free.get(name, 0) < amount
-    ]
-    for kind, amount in request.devices:
-        devices = scheduler.ledger.device_sets[kind]
-        if devices.choose(amount, request.accelerator_type) is None:
-            shares = ", ".join(
-                f"{device.id}: {part / UNIT:g}"
-                for device, part in zip(devices.devices, devices.free, strict=True)
-            )
-            short.append(f"{kind} {number(amount):g} (free by device: {shares})")
-    return "waits for " + (" and ".join(short) or "its turn")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from aiogpu.core.effects import Effect, Forget, Interrupt, Kill, Retire
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -14,6 +16,9 @@ from aiogpu.core.records import (
 )
 from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import revoke
+
+MOMENT: Final = 1e-3
+"""Seconds that pass between two interrupts at least."""
 
 
 def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> None:
@@ -57,7 +62,7 @@ def interrupt(
     stop = record.stop
     effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1
-    again = min(now + node.patience.interrupt_every, stop.kill_at)
+    again = min(now + max(node.patience.interrupt_every, MOMENT), stop.kill_at)
     node.timers.set(again, AlarmKind.STOP, record.id)
 
 

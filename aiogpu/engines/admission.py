@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from aiogpu.core.ledger import Ledger
 from aiogpu.errors import InfeasibleError, SerializationError
 from aiogpu.runtime.call import Site
-from aiogpu.wire.frames import LIMIT
-
-LARGEST_PAYLOAD: Final = LIMIT - 4096
-"""Bytes that a call's arguments may have; the rest of a frame is small."""
+from aiogpu.wire.frames import LARGEST_PAYLOAD
 
 
 def check_site(site: Site, ledger: Ledger) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from aiogpu.errors import NodeError
+
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
 
 
@@ -69,6 +72,10 @@ class Engine(Protocol):
         """Who holds what, what waits and why."""
         ...
 
+    def why(self, task: int) -> Why | None:
+        """Why a task waits, or what it does; None if it is not known any more."""
+        ...
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind. May be called twice."""
         ...
@@ -76,3 +83,11 @@ class Engine(Protocol):
     def abandon(self) -> None:
         """The same in haste, where no loop runs any more."""
         ...
+
+
+def error_inside_task(what: str) -> NodeError:
+    """The error for what only a program may ask of its node."""
+    return NodeError(
+        f"{what} was called inside a task; only the program that has opened the node "
+        f"can ask it. Inside a task, aiogpu.get_runtime_context() tells what it holds."
+    )

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.accelerators.registry import INSTALLED
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import CPU, UNIT
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import NodeStatus, snapshot
-from aiogpu.engines.admission import LARGEST_PAYLOAD, check_arguments, check_site
+from aiogpu.core.ids import TaskId
+from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError
-from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.call import Receiver, Site
-from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.supervisor import Supervisor
+from aiogpu.wire.frames import LARGEST_PAYLOAD
+
+if TYPE_CHECKING:
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
+    from aiogpu.runtime.assignment import Assignment
+    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.driver import Driver
 
 WARM: Final = 8
 """Idle workers kept beside one for each CPU."""
@@ -43,15 +44,11 @@ class LocalEngine:
         options = self._options
         try:
             await self._supervisor.start_zygote(options.preload, options.log_to_driver)
-            ledger = await take_inventory(options)
-            patience = Patience(
-                cancel_grace=options.cancel_grace,
-                idle_workers=WARM + ledger.capacity[CPU] // UNIT,
-            )
+            scheduler, assignment = await build_node(options)
             self._driver = await self._supervisor.start_driver(
-                Scheduler(ledger, patience),
-                Assignment(INSTALLED, ledger, os.environ),
-                lambda site: check_site(site, ledger),
+                scheduler,
+                assignment,
+                lambda site: check_site(site, scheduler.ledger),
             )
         except BaseException:
             await self._supervisor.stop()
@@ -89,7 +86,20 @@ class LocalEngine:
 
     def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        return snapshot(self._open_driver.scheduler, self._supervisor.pids)
+        from aiogpu.core.snapshot import snapshot
+
+        now = self._loop.time()
+        return snapshot(self._open_driver.scheduler, self._supervisor.pids, now)
+
+    def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        from aiogpu.core.why import why
+
+        scheduler = self._open_driver.scheduler
+        record = scheduler.tasks.get(TaskId(task))
+        if record is None:
+            return None
+        return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
@@ -98,3 +108,23 @@ class LocalEngine:
     def abandon(self) -> None:
         """The same in haste."""
         self._supervisor.abandon()
+
+
+async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
+    """What decides, and what tells workers their devices.
+
+    Imported here, since the zygote starts meanwhile on another core.
+    """
+    from aiogpu.accelerators.registry import INSTALLED
+    from aiogpu.core.policy import Patience
+    from aiogpu.core.resources import CPU, UNIT
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.engines.inventory import take_inventory
+    from aiogpu.runtime.assignment import Assignment
+
+    ledger = await take_inventory(options)
+    patience = Patience(
+        cancel_grace=options.cancel_grace,
+        idle_workers=WARM + ledger.capacity[CPU] // UNIT,
+    )
+    return Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)

@@ -6,15 +6,22 @@ its program's business. asyncio stays out, since plain functions need none.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from aiogpu.errors import NodeError
+from aiogpu.engines.base import error_inside_task
+from aiogpu.errors import MisuseError, NodeClosedError, NodeError
 from aiogpu.runtime.terms import Terms
+from aiogpu.wire.frames import LARGEST_PAYLOAD
+from aiogpu.wire.messages import Declare
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
+    from aiogpu.core.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.worker.children import Children, Receiver
 
@@ -31,12 +38,29 @@ def family() -> Children:
 
 
 def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
-    """Start a child of the running task; gives its number."""
-    children = family()
-    if not children.knows(site.id):
-        terms = Terms.of(site).pack()
-        children.declare(site.id, site.spec.name, terms, site.function.payload)
-    return children.submit(site.id, payload, receiver)
+    """Start a child of the running task; gives its number.
+
+    Raises:
+        MisuseError: no task runs any more.
+        SerializationError: the arguments are too large to be sent.
+    """
+    if len(payload) > LARGEST_PAYLOAD:
+        # Only now: what it needs is not otherwise imported in a worker.
+        from aiogpu.engines.admission import check_arguments
+
+        check_arguments(site, payload)
+    child = family().submit(site.id, payload, receiver, partial(_describe, site))
+    if not child:
+        raise MisuseError(
+            f"{site.spec.name}.remote() was called after the task had ended, by a "
+            f"thread that it has left behind."
+        )
+    return child
+
+
+def _describe(site: Site) -> Declare:
+    terms = Terms.of(site).pack()
+    return Declare(site.id, site.spec.name, terms, site.function.payload)
 
 
 def cancel(child: int) -> None:
@@ -55,16 +79,30 @@ class LoopLink:
         self._loop = loop
         self._waits: dict[int, int] = {}
         self._is_told = True
+        self._has_told = False
         self._task = current.task
         self._children = family()
         if self._children.loop is not loop:
             # A loop of the user's own, in a plain function or a thread.
-            loop.add_reader(self._children.fileno(), self._children.read)
+            loop.add_reader(self._children.fileno(), self._read)
 
     @property
     def is_current(self) -> bool:
         """Whether the task that it was made for still runs."""
-        return self._task == current.task
+        return self._task == current.task != 0
+
+    def _read(self) -> None:
+        if self.is_current:
+            with suppress(NodeClosedError):
+                self._children.read()
+                return
+        # It would be called again and again, for what is not this loop's to read.
+        self._loop.remove_reader(self._children.fileno())
+
+    def hand_over(self, tell: Callable[..., object], *told: object) -> None:
+        """Call something on the loop's own thread, unless it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell, *told)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a child; gives its number."""
@@ -73,6 +111,14 @@ class LoopLink:
     def cancel(self, child: int) -> None:
         """Stop a child."""
         cancel(child)
+
+    def why(self, name: str, child: int) -> Why:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
 
     def begin_wait(self, child: int) -> None:
         """Some code waits for a child now."""
@@ -99,5 +145,7 @@ class LoopLink:
 
     def _tell(self) -> None:
         self._is_told = True
-        if self.is_current:
-            self._children.note_wait(tuple(self._waits))
+        # What has ended within the turn was not waited for, as the driver sees it.
+        if self.is_current and (self._waits or self._has_told):
+            self._children.note_wait(self, tuple(self._waits))
+            self._has_told = bool(self._waits)

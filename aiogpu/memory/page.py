@@ -13,6 +13,9 @@ from typing import Final
 SLOTS: Final = 4096
 """Workers that one node can have at a time."""
 _WORDS: Final = 4
+BEGUN: Final = "begun"
+VOID: Final = "void"
+TOO_LATE: Final = "too late"
 PAGE_SIZE: Final = SLOTS * _WORDS * 8
 
 
@@ -60,9 +63,19 @@ class ControlPage:
         """Driver: the task that was told last."""
         return self._words[slot * _WORDS + 1]
 
-    def begin(self, slot: int, number: int) -> None:
-        """Worker: it is about to run what was sent under that number."""
-        self._words[slot * _WORDS + 2] = number
+    def begin(self, slot: int, number: int) -> str:
+        """Worker: say that it is about to run what was sent under that number.
+
+        Returns:
+            `BEGUN`; `VOID` if it was revoked before; or `TOO_LATE` if both sides
+            came in the same moment: then it shall not run, and the driver, who may
+            have read that it was begun, waits to hear so.
+        """
+        words, place = self._words, slot * _WORDS
+        if words[place + 3] > number:
+            return VOID
+        words[place + 2] = number
+        return TOO_LATE if words[place + 3] > number else BEGUN
 
     def begun(self, slot: int) -> int:
         """Driver: the number that was begun last."""
@@ -71,7 +84,3 @@ class ControlPage:
     def revoke(self, slot: int, below: int) -> None:
         """Driver: whatever has a lower number and is not begun shall not begin."""
         self._words[slot * _WORDS + 3] = below
-
-    def revoked(self, slot: int) -> int:
-        """Worker: the number from which on it may begin."""
-        return self._words[slot * _WORDS + 3]

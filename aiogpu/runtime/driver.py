@@ -55,6 +55,7 @@ class Driver:
         self.scheduler = scheduler
         self._loop = loop
         self._pool = pool
+        self._orders = pool.orders
         self._assignment = assignment
         self._calls: Table[Call] = Table()
         self._deaths: dict[WorkerId, Death] = {}
@@ -66,10 +67,10 @@ class Driver:
         self._timer_at: float | None = None
         self._closed = loop.create_future()
         pool.on_started = self._on_started
-        pool.on_answer = self._on_answer
         pool.on_gone = self._on_gone
-        pool.on_skipped = self._on_skipped
-        pool.name_of = self._name_of
+        pool.hearing.on_answer = self._on_answer
+        pool.hearing.on_skipped = self._on_skipped
+        pool.hearing.name_of = self._name_of
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Spawn: self._spawn,
             effects.Assign: self._assign,
@@ -151,9 +152,15 @@ class Driver:
         self.feed(TimePassed())
 
     async def close(self, timeout: float) -> None:
-        """Stop everything; returns when the last worker is gone, or time is up."""
+        """Stop everything; returns when the last worker is gone, or time is up.
+
+        Time is up when nothing more has ended for that long: a million owners are
+        told in a few seconds.
+        """
         self.feed(Closing())
-        await asyncio.wait([self._closed], timeout=timeout)
+        left = None
+        while left != (left := len(self._calls)) and not self._closed.done():
+            await asyncio.wait([self._closed], timeout=timeout)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -162,7 +169,7 @@ class Driver:
 
     def _on_answer(self, worker: int, answer: Done | Failed) -> None:
         task = TaskId(answer.task)
-        call = self._calls.get(task)
+        call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
             return
         call.answer = answer
@@ -203,7 +210,7 @@ class Driver:
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
-        self._pool.assign(effect.worker, effect.task, call, bind, effect.is_last)
+        self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
         worker, sent = effect.worker, []
@@ -212,16 +219,16 @@ class Driver:
             self._last_number += 1
             call.send_to(worker, self._last_number)
             sent.append((task, call))
-        self._pool.send_ahead(worker, sent)
+        self._orders.send_ahead(worker, sent)
 
     def _revoke(self, effect: effects.Revoke) -> None:
-        self._pool.revoke(effect.worker, self._last_number + 1)
+        self._orders.revoke(effect.worker, self._last_number + 1)
         self._loop.call_later(
             SETTLES, partial(self._tell_revoked, effect.worker, effect.number)
         )
 
     def _tell_revoked(self, worker: WorkerId, number: int) -> None:
-        began = self._sent_as(worker, self._pool.begun(worker))
+        began = self._sent_as(worker, self._orders.begun(worker))
         self.feed(Revoked(worker, number, began))
 
     def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
@@ -236,7 +243,7 @@ class Driver:
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
         is_coroutine = self._calls[effect.task].site.is_coroutine
-        self._pool.interrupt(effect.worker, effect.task, effect.attempt, is_coroutine)
+        self._orders.interrupt(effect.worker, effect.task, effect.attempt, is_coroutine)
 
     def _retire(self, effect: effects.Retire) -> None:
         self._pool.retire(effect.worker)
@@ -245,7 +252,8 @@ class Driver:
         self._pool.kill(effect.worker)
 
     def _settle(self, effect: effects.Settle) -> None:
-        call = self._calls.pop(effect.task)
+        calls, task = self._calls, effect.task
+        call = calls.young.pop(task, None) or calls.pop(task)
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
         if type(answer) is Done:

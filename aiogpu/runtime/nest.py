@@ -6,12 +6,11 @@ unpickled here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final
 
 from aiogpu.core.ids import TaskId
-from aiogpu.errors import AiogpuError
+from aiogpu.errors import AiogpuError, InternalError
 from aiogpu.runtime.call import Function, Site
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.slot import LiveWorker
@@ -27,8 +26,6 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-
-_log: Final = logging.getLogger(__name__)
 
 KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
@@ -71,7 +68,7 @@ class Nest:
         self._driver = driver
         self._check = check
         self._functions: dict[bytes, Function] = {}
-        self._sites: dict[tuple[int, bytes], Site] = {}
+        self._sites: dict[tuple[int, Terms], Site] = {}
 
     def on_message(self, worker: LiveWorker, message: Message) -> None:
         """Take in one of their messages."""
@@ -86,7 +83,12 @@ class Nest:
             if child is not None:
                 self._driver.cancel(child)
         elif type(message) is Declare:
-            worker.declared[message.site] = self._declare(message)
+            declared = worker.declared
+            declared.pop(message.site, None)
+            declared[message.site] = self._declare(message)
+            if len(declared) > KEPT:
+                # The oldest; by now the worker would declare it anew.
+                del declared[next(iter(declared))]
 
     def _declare(self, message: Declare) -> Site | Failed:
         try:
@@ -104,10 +106,11 @@ class Nest:
         function = self._functions.get(message.payload)
         if function is None:
             function = self._functions[message.payload] = new_function(message.payload)
-        key = function.id, message.terms
+        terms = Terms.unpack(message.terms)
+        key = function.id, terms
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Terms.unpack(message.terms).site(function)
+            site = self._sites[key] = terms.site(function)
         return site
 
     def _submit(self, worker: LiveWorker, message: Submit) -> None:
@@ -122,4 +125,4 @@ class Nest:
         elif site is not None:
             child.reject(site)
         else:
-            _log.warning("! worker %d calls what it never declared", worker.id)
+            child.fail(InternalError(f"worker {worker.id} never declared this task"))

@@ -15,32 +15,24 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from aiogpu.core.ids import TaskId
-from aiogpu.runtime.call import Call
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death
+from aiogpu.runtime.hearing import Hearing
+from aiogpu.runtime.orders import Orders
 from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.connection import KEEPER, ZYGOTE
 from aiogpu.wire.messages import (
-    Bind,
-    Cancel,
     Close,
-    Done,
     End,
     Ended,
     Exit,
-    Failed,
     Fork,
     Forked,
     Hello,
-    Log,
     Message,
-    Run,
-    Signal,
-    Skipped,
 )
 
 START_LIMIT: Final = 60.0
@@ -54,10 +46,9 @@ class Pool:
 
     Attributes:
         workers: live workers by id.
-        on_started, on_answer, on_gone, on_skipped: told of what happens, set by the
-            driver.
-        on_nested: told what a worker's task says of its children, set by `Nest`.
-        name_of: gives the name of a task, set by the driver.
+        on_started, on_gone: told of what happens, set by the driver.
+        hearing: takes what workers say.
+        orders: tells workers what to do.
     """
 
     def __init__(
@@ -70,11 +61,9 @@ class Pool:
     ) -> None:
         self.workers: dict[int, LiveWorker] = {}
         self.on_started: Callable[[int], None]
-        self.on_answer: Callable[[int, Done | Failed], None]
         self.on_gone: Callable[[int, Death], None]
-        self.on_skipped: Callable[[int, Skipped], None]
-        self.on_nested: Callable[[LiveWorker, Message], None]
-        self.name_of: Callable[[int], str]
+        self.hearing = Hearing(console)
+        self.orders = Orders(self.workers, zygote.page)
         self._loop = loop
         self._zygote = zygote
         self._console = console
@@ -98,7 +87,7 @@ class Pool:
         if hello.role == ZYGOTE:
             self._zygote.greeted(peer, hello)
         elif hello.role == KEEPER:
-            self._on_keeper(peer, hello)
+            self._on_new_keeper(peer, hello)
         else:
             self._on_worker(peer, hello)
 
@@ -130,62 +119,6 @@ class Pool:
         else:
             self._check_gone(worker, is_certain=True)
 
-    def assign(
-        self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
-    ) -> None:
-        """Send a task; `bind` comes first where the worker is fresh."""
-        worker = self.workers[worker_id]
-        site, peer = call.site, worker.peer
-        if peer is None:
-            return
-        run = Run(task, site.id, call.payload, is_last, call.number)
-        if bind is None and site.id in worker.sites:
-            peer.send_one(run)
-            return
-        messages: list[Message] = [] if bind is None else [bind]
-        peer.send(*messages, *worker.introduce(site), run)
-
-    def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
-        """Send tasks to a worker that runs another, in one write."""
-        worker = self.workers[worker_id]
-        if worker.peer is None:
-            return
-        messages: list[Message] = []
-        for task, call in calls:
-            site = call.site
-            if site.id not in worker.sites:
-                messages += worker.introduce(site)
-            messages.append(Run(task, site.id, call.payload, False, call.number))
-        worker.peer.send(*messages)
-
-    def revoke(self, worker_id: int, below: int) -> None:
-        """See to it that a worker begins nothing that it was sent before."""
-        worker = self.workers.get(worker_id)
-        if worker is not None:
-            self._zygote.page.revoke(worker.slot.index, below)
-
-    def begun(self, worker_id: int) -> int:
-        """The number of what a worker has begun last, 0 for nothing."""
-        worker = self.workers.get(worker_id)
-        return 0 if worker is None else self._zygote.page.begun(worker.slot.index)
-
-    def interrupt(
-        self, worker_id: int, task: int, attempt: int, is_coroutine: bool
-    ) -> None:
-        """Ask a worker to stop a task: a coroutine by message first, then by signal."""
-        worker = self.workers[worker_id]
-        slot = worker.slot
-        if worker.status is not None:
-            return
-        self._zygote.page.ask(slot.index, task)
-        if self._zygote.page.heard(slot.index) == task:
-            return
-        if is_coroutine and attempt == 0:
-            if worker.peer is not None:
-                worker.peer.send(Cancel(task))
-        elif slot.keeper is not None:
-            slot.keeper.send(Signal(worker_id))
-
     def retire(self, worker_id: int) -> None:
         """Tell a worker to end in an orderly way."""
         worker = self.workers[worker_id]
@@ -198,32 +131,33 @@ class Pool:
         if worker.slot.keeper is not None and worker.status is None:
             worker.slot.keeper.send(End(worker_id))
 
-    def _on_keeper(self, peer: Peer, hello: Hello) -> None:
+    def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
         slot = self._slots.get(hello.id)
         if slot is None or slot.keeper is not None or self._is_closing:
             peer.abort()
             return
         slot.keeper, slot.keeper_pid = peer, hello.pid
         slot.output.unlink()
-        peer.on_message = partial(self._on_keeper_message, slot)
+        peer.on_messages = partial(self._on_keeper, slot)
         peer.on_lost = partial(self._on_keeper_lost, slot)
         if slot.worker is not None:
             peer.send(Fork(slot.worker.id))
         else:
             self._slots.put_back(slot)
 
-    def _on_keeper_message(self, slot: Slot, message: Message) -> None:
-        worker = slot.worker
-        match message:
-            case Forked(worker_id, pid) if worker and worker.id == worker_id:
-                worker.pid = pid
-                slot.output.label = f"worker-{worker_id} pid={pid}"
-            case Ended(worker_id, status) if worker and worker.id == worker_id:
-                worker.status = status
-                if worker.peer is not None:
-                    # A paused connection would not show its end.
-                    worker.peer.resume()
-                self._check_gone(worker)
+    def _on_keeper(self, slot: Slot, messages: list[Message]) -> None:
+        for message in messages:
+            worker = slot.worker
+            match message:
+                case Forked(worker_id, pid) if worker and worker.id == worker_id:
+                    worker.pid = pid
+                    slot.output.label = f"worker-{worker_id} pid={pid}"
+                case Ended(worker_id, status) if worker and worker.id == worker_id:
+                    worker.status = status
+                    if worker.peer is not None:
+                        # A paused connection would not show its end.
+                        worker.peer.resume()
+                    self._check_gone(worker)
 
     def _on_keeper_lost(self, slot: Slot) -> None:
         slot.keeper = None
@@ -284,30 +218,9 @@ class Pool:
         worker.start_timer.cancel()
         worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
         worker.slot.output.listen_to(peer)
-        peer.on_message = partial(self._on_worker_message, worker)
+        peer.on_messages = partial(self.hearing.hear, worker)
         peer.on_lost = partial(self._on_worker_lost, worker)
         self.on_started(worker.id)
-
-    def _on_worker_message(self, worker: LiveWorker, message: Message) -> None:
-        output = worker.slot.output
-        if type(message) is Log:
-            named = f"{self.name_of(message.task)} pid={worker.pid}"
-            label = named if message.task else output.label
-            output.show(message.stream, label, message.line)
-            return
-        tell: Callable[[], None]
-        if type(message) is Done or type(message) is Failed:
-            output.catch_up()
-            if output.number <= self._console.written:
-                self.on_answer(worker.id, message)
-                return
-            tell = partial(self.on_answer, worker.id, message)
-        elif type(message) is Skipped:
-            tell = partial(self.on_skipped, worker.id, message)
-        else:
-            tell = partial(self.on_nested, worker, message)
-        # After what was printed before it, and so after the answers before it.
-        self._console.after(output.number, tell)
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None

@@ -10,18 +10,20 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.console import Console
-from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.nest import Check, Nest
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.setup import socket_path
+
+if TYPE_CHECKING:
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.runtime.assignment import Assignment
+    from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.nest import Check
 
 SLACK: Final = 5.0
 """Seconds that a stop may take beyond the grace that the core gives."""
@@ -78,10 +80,14 @@ class Supervisor:
             NodeStartError: the zygote ended before it was ready.
         """
         assert self._parts is not None
+        # Imported while the zygote starts, not before.
+        from aiogpu.runtime.driver import Driver
+        from aiogpu.runtime.nest import Nest
+
         await self._parts.zygote.ready()
         pool = self._parts.pool
         self.driver = Driver(self._loop, scheduler, pool, assignment)
-        pool.on_nested = Nest(self.driver, check).on_message
+        pool.hearing.on_nested = Nest(self.driver, check).on_message
         return self.driver
 
     async def stop(self) -> None:

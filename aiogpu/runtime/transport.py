@@ -16,29 +16,35 @@ from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import Connection
-from aiogpu.wire.frames import encode
+from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
 _CREDENTIALS: Final = struct.Struct("iII")
 
-Handler = Callable[[Message], None]
+AT_ONCE: Final = 256
+"""Messages of one peer that are passed on in one turn of the loop: a few ms."""
+
+Handler = Callable[[list[Message]], None]
 Greeted = Callable[["Peer", Hello], None]
 
 
 class Peer(asyncio.Protocol):
     """One zygote, keeper or worker as the driver sees it.
 
-    Whoever is told of its greeting sets `on_message` and `on_lost`.
+    Whoever is told of its greeting sets `on_messages` and `on_lost`. What has come
+    together is passed on together, in order.
     """
 
     def __init__(self, greeted: Greeted) -> None:
-        self.on_message: Handler = _ignore
+        self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
         self._greeted = greeted
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
         self._posted: list[bytes] = []
+        self._waiting: list[Message] = []
+        self._is_paused = False
 
     def __repr__(self) -> str:
         return f"<Peer {self._connection!r}>"
@@ -63,22 +69,67 @@ class Peer(asyncio.Protocol):
             _log.warning("! cut off %r: %s", self, error)
             self.abort()
             return
-        for message in messages:
-            if type(message) is Hello:
-                self._greeted(self, message)
-            else:
-                self.on_message(message)
+        if messages and type(messages[0]) is Hello:
+            # It comes first, and once.
+            self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
+        if self._waiting or len(messages) > AT_ONCE:
+            self._put_off(messages)
+        elif messages:
+            self.on_messages(messages)
+
+    def _put_off(self, messages: list[Message]) -> None:
+        """Pass on a flood in parts, between which the loop does other things."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._work_off)
+        self._waiting.extend(messages)
+        self._set_reading()
+
+    def _work_off(self) -> None:
+        part = self._waiting[:AT_ONCE]
+        del self._waiting[:AT_ONCE]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._work_off)
+        self._set_reading()
+        if part:
+            self.on_messages(part)
+
+    def _set_reading(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._is_paused or self._waiting:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that the peer has gone."""
+        """Hear the peer out, then tell that it has gone.
+
+        A write to one that has just ended makes the transport give up at once, with
+        the peer's last words unread; its descriptor is closed after this.
+        """
+        if exc is not None and self._transport is not None:
+            self._hear_out(self._transport)
         self._connection.close()
         self._transport = None
+        while self._waiting:
+            self._work_off()
         self.on_lost()
+
+    def _hear_out(self, transport: asyncio.Transport) -> None:
+        descriptor = transport.get_extra_info("socket").fileno()
+        while descriptor >= 0:
+            try:
+                data = os.read(descriptor, 65536)
+            except OSError:
+                return
+            if not data:
+                return
+            self.data_received(data)
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""
         if self._transport is not None:
-            self._transport.write(b"".join(map(encode, messages)))
+            self._transport.write(encode_all(messages))
 
     def send_one(self, message: Message) -> None:
         """The same for a single message, the commonest case."""
@@ -100,17 +151,18 @@ class Peer(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""
-        if self._transport is not None:
-            self._transport.pause_reading()
+        self._is_paused = True
+        self._set_reading()
 
     def resume(self) -> None:
         """Read again after `pause`."""
-        if self._transport is not None:
-            self._transport.resume_reading()
+        self._is_paused = False
+        self._set_reading()
 
     def cut_off(self) -> None:
         """Close, and pass on nothing more, not even the end."""
-        self.on_message = _ignore
+        self._waiting.clear()
+        self.on_messages = _ignore
         self.on_lost = _nothing
         self.abort()
 
@@ -128,7 +180,7 @@ def peer_uid(transport: asyncio.Transport) -> int:
     return uid
 
 
-def _ignore(_message: Message) -> None:
+def _ignore(_messages: list[Message]) -> None:
     """What a peer says before anybody listens has no meaning."""
 
 

@@ -118,7 +118,7 @@ class Zygote:
     def greeted(self, peer: Peer, _hello: Hello) -> None:
         """Take over the connection of a zygote that has greeted."""
         self._peer = peer
-        peer.on_message = self._on_message
+        peer.on_messages = self._on_messages
         peer.on_lost = self._on_last_word
 
     def keep(self, slot: int) -> None:
@@ -127,6 +127,10 @@ class Zygote:
             self._waiting_slots.append(slot)
         else:
             self._peer.send(Keep(slot))
+
+    def _on_messages(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._on_message(message)
 
     def _on_message(self, message: Message) -> None:
         match message:

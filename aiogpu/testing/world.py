@@ -255,8 +255,7 @@ class World(Onlooker):
             case effects.Assign():
                 self._send(effect)
             case effects.Ahead(worker, tasks):
-                self.workers[worker].sent.extend(self._by_id[task] for task in tasks)
-                self.workers[worker].begin()
+                self._send_ahead(self.workers[worker], tasks)
             case effects.Revoke(worker, number):
                 self._revoke(self.workers[worker], number)
             case effects.Interrupt(task, worker):
@@ -311,6 +310,14 @@ class World(Onlooker):
         worker.sent.append(task)
         worker.begin()
         task.gpus = dict(binding[1]).get(GPU, ())
+
+    def _send_ahead(self, worker: PaperWorker, tasks: list[TaskId]) -> None:
+        assert worker.binding is not None, worker
+        for id_ in tasks:
+            task = self._by_id[id_]
+            task.gpus = dict(worker.binding[1]).get(GPU, ())
+            worker.sent.append(task)
+        worker.begin()
 
     def _leave(self, worker: PaperWorker) -> None:
         worker.is_ending = True

@@ -6,6 +6,7 @@ accepts any cut of the stream; what is no message is a `ProtocolError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 from typing import Final
 
@@ -17,6 +18,9 @@ from aiogpu.wire.messages import TAGS, Message, from_fields
 HEADER: Final = 4
 LIMIT: Final = 1 << 30
 """The longest frame in bytes, without its header."""
+
+LARGEST_PAYLOAD: Final = LIMIT - 4096
+"""Bytes that a call's arguments may have; the rest of a frame is small."""
 
 LARGE: Final = 1 << 20
 """A payload from which on packing takes a buffer of its own."""
@@ -49,6 +53,24 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
             f"large data by file or in parts"
         )
     return _pack_length(len(body)) + body
+
+
+def encode_all(messages: Iterable[Message]) -> bytes:
+    """The frames of messages that go out together.
+
+    Raises:
+        SerializationError: one of them would be too long.
+    """
+    pack, pack_length, tags = _pack, _pack_length, TAGS
+    parts: list[bytes] = []
+    for message in messages:
+        if len(getattr(message, "payload", None) or b"") >= LARGE:
+            parts.append(encode(message))
+            continue
+        body = pack((tags[type(message)], *message))
+        parts.append(pack_length(len(body)))
+        parts.append(body)
+    return b"".join(parts)
 
 
 def decode(body: bytes | memoryview) -> Message:

@@ -48,11 +48,17 @@ class Channel:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._socket.sendall(greeting(WORKER, worker, os.getpid()))
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        # One object is for one thread at a time: the main one's, and the reader's.
+        self._poll = self._new_poll()
+        self._glance = self._new_poll()
         # With one CPU, staying awake would only keep the driver from running.
         self._may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
+
+    def _new_poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return poll
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -108,7 +114,7 @@ class Channel:
         a thread or an event loop of the task's own, which may outlive it.
         """
         with self._reading:
-            if (is_guest and not self._has_guests) or not self._poll.poll(0):
+            if (is_guest and not self._has_guests) or not self._glance.poll(0):
                 return True
             if self._interrupts.entered and get_ident() == self._main:
                 with self._interrupts.shielded():
@@ -122,7 +128,8 @@ class Channel:
 
     def wait(self, seconds: float | None) -> None:
         """Wait until there may be something to read, or for so long."""
-        self._poll.poll(None if seconds is None else max(seconds, 0) * 1000)
+        poll = self._poll if get_ident() == self._main else self._new_poll()
+        poll.poll(None if seconds is None else max(seconds, 0) * 1000)
 
     def close(self) -> None:
         """Close this process's end; a fork of the worker must not speak for it."""
@@ -130,10 +137,12 @@ class Channel:
 
     def take(self, kind: type[Message]) -> list[Message]:
         """Remove the messages of one kind that were read but not taken yet."""
-        found = [message for message in self._received if type(message) is kind]
-        if found:
-            rest = [message for message in self._received if type(message) is not kind]
-            self._received = deque(rest)
+        with self._reading:
+            received = self._received
+            found = [message for message in received if type(message) is kind]
+            if found:
+                rest = [message for message in received if type(message) is not kind]
+                self._received = deque(rest)
         return found
 
     def send(self, message: Message) -> None:

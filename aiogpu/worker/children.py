@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import _thread
 import time
+from _thread import allocate_lock
+from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import NodeClosedError
@@ -32,8 +34,13 @@ SLICE: Final = 0.05
 """Seconds after which a waiting thread sees what another one has read for it."""
 
 
+DECLARED: Final = 512
+"""Sites that a worker takes for declared; then it declares all anew. The driver
+keeps more, so that it never forgets one that the worker still counts on."""
+
+
 class Receiver(Protocol):
-    """Who waits for a child. One of the two is called, at most once."""
+    """Who waits for a child. One of the three is called, at most once."""
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result."""
@@ -43,55 +50,99 @@ class Receiver(Protocol):
         """Take why there is none."""
         ...
 
+    def abandon(self) -> None:
+        """Learn that the task has ended first, and the child with it."""
+        ...
+
 
 class Children:
     """All children of the task that runs, by numbers of the worker's own.
 
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
+        wake: has that loop look at what another thread has read.
+        upsets: how many children have ended without a result so far.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.loop: object = None
+        self.wake: Callable[[], object] | None = None
+        self.upsets = 0
         self._channel = channel
         self._receivers: dict[int, Receiver] = {}
         self._declared: set[int] = set()
-        self._last = 0
+        self._waits: dict[object, tuple[int, ...]] = {}
+        self._numbers = count(1)
+        self._submitting = allocate_lock()
         self._has_any = False
-        channel.on_child = self._take
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
         return self._channel.fileno()
 
-    def knows(self, site: int) -> bool:
-        """Whether a site was declared."""
-        return site in self._declared
+    def submit(
+        self,
+        site: int,
+        payload: bytes,
+        receiver: Receiver,
+        describe: Callable[[], Declare],
+    ) -> int:
+        """Start a child of the running task.
 
-    def declare(self, site: int, name: str, terms: bytes, payload: bytes) -> None:
-        """Tell the driver what calls of a site are, once."""
-        self._channel.send(Declare(site, name, terms, payload))
-        self._declared.add(site)
+        Args:
+            site: what is called, by this process's own id.
+            payload: the pickled arguments.
+            receiver: told of its end.
+            describe: says what the site is; asked if the driver may not know.
 
-    def submit(self, site: int, payload: bytes, receiver: Receiver) -> int:
-        """Start a child of the running task; gives its number."""
-        if not self._has_any:
-            self._has_any = True
-            self._channel.admit_guests(True)
-        self._last += 1
-        child = self._last
-        self._receivers[child] = receiver
-        self._channel.send(Submit(current.task, child, site, payload))
+        Returns:
+            Its number; 0 if no task runs any more.
+        """
+        with self._submitting:
+            task = current.task
+            if not task:
+                return 0
+            if not self._has_any:
+                self._has_any = True
+                self._channel.on_child = self._take
+                self._channel.admit_guests(True)
+            if site not in self._declared:
+                self._declare(describe())
+            child = next(self._numbers)
+            self._receivers[child] = receiver
+            self._channel.send(Submit(task, child, site, payload))
         return child
+
+    def _declare(self, declaration: Declare) -> None:
+        if len(self._declared) >= DECLARED:
+            self._declared.clear()
+        self._channel.send(declaration)
+        self._declared.add(declaration.site)
 
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         if self._receivers.pop(child, None) is not None:
+            self.upsets += 1
             self._channel.send(Withdraw(current.task, child))
 
-    def note_wait(self, children: tuple[int, ...]) -> None:
-        """The task's code waits for these, or for none any more."""
+    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+        """A thread or loop of the task waits for these, or for none any more.
+
+        The task as a whole waits for what any of them waits for.
+        """
+        self.end_wait(waiter)
+        if children:
+            self._waits[waiter] = children
+        waits = list(self._waits.values())
+        if len(waits) > 1:
+            children = tuple({child: None for some in waits for child in some})
+        else:
+            children = waits[0] if waits else ()
         self._channel.send(Wait(current.task, children))
+
+    def end_wait(self, waiter: object) -> None:
+        """All that it waited for has ended, which the driver knows by itself."""
+        self._waits.pop(waiter, None)
 
     def read(self) -> None:
         """Take what has come, without waiting.
@@ -99,7 +150,11 @@ class Children:
         Raises:
             NodeClosedError: the driver has gone.
         """
-        if not self._channel.read_ready(is_guest=True):
+        is_open = self._channel.read_ready(is_guest=True)
+        if self.wake is not None:
+            # What was read may be for the task's own loop, which saw nothing come.
+            self.wake()
+        if not is_open:
             raise NodeClosedError("the node has gone.")
 
     def wait_until(
@@ -126,10 +181,17 @@ class Children:
 
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""
-        if self._has_any:
+        with self._submitting:
+            current.task = 0
+            self._waits.clear()
+            if not self._has_any:
+                return
             self._has_any = False
             self._channel.admit_guests(False)
-            self._receivers.clear()
+            left, self._receivers = self._receivers, {}
+        for receiver in left.values():
+            self.upsets += 1
+            receiver.abandon()
 
     def _take(self, message: Message) -> bool:
         if type(message) is ChildDone:
@@ -141,5 +203,6 @@ class Children:
             receiver = self._receivers.pop(message.child, None)
             if receiver is not None:
                 receiver.reject(Failed(*message))
+                self.upsets += 1
             return True
         return False

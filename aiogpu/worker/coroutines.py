@@ -7,6 +7,8 @@ arrives as a message and becomes a `CancelledError` at the coroutine's `await`.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -30,8 +32,10 @@ class Coroutines:
         asyncio.set_event_loop(loop)
         task = loop.create_task(coroutine)
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
-        if current.children is not None:
-            current.children.loop = loop
+        children = current.children
+        if children is not None:
+            children.loop = loop
+            children.wake = partial(self._look_soon, task, task_id)
         try:
             self._cancel_if_asked(task, task_id)
             return loop.run_until_complete(task)
@@ -43,8 +47,8 @@ class Coroutines:
                 task.exception()
             raise
         finally:
-            if current.children is not None:
-                current.children.loop = None
+            if children is not None:
+                children.loop = children.wake = None
             if loop is self._loop:
                 loop.remove_reader(self._channel.fileno())
                 self._end_rest()
@@ -54,6 +58,11 @@ class Coroutines:
             self._loop.remove_reader(self._channel.fileno())
             task.cancel()
         self._cancel_if_asked(task, task_id)
+
+    def _look_soon(self, task: asyncio.Task[Any], task_id: int) -> None:
+        """A thread of the task's has read what may be a cancel."""
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            task.get_loop().call_soon_threadsafe(self._cancel_if_asked, task, task_id)
 
     def _cancel_if_asked(self, task: asyncio.Task[Any], task_id: int) -> None:
         for message in self._channel.take(Cancel):

@@ -16,10 +16,6 @@ from types import CodeType, FrameType
 from aiogpu.memory.page import ControlPage
 
 
-class RevokedError(Exception):
-    """A task was taken back when its turn had come."""
-
-
 class Interrupts:
     """One worker's side: where it is, and whether it may be interrupted now.
 
@@ -47,20 +43,9 @@ class Interrupts:
         """Whether this task is to stop."""
         return self._page.asked(self._slot) == task
 
-    def begin(self, number: int) -> bool:
-        """Whether what was sent under that number may begin; says so if it does.
-
-        Raises:
-            RevokedError: both sides came in the same moment; it shall not begin, and
-                the driver waits to hear it.
-        """
-        page, slot = self._page, self._slot
-        if page.revoked(slot) > number:
-            return False
-        page.begin(slot, number)
-        if page.revoked(slot) > number:
-            raise RevokedError
-        return True
+    def begin(self, number: int) -> str:
+        """Say that what was sent under that number begins; see `ControlPage.begin`."""
+        return self._page.begin(self._slot, number)
 
     def hear(self, task: int) -> None:
         """Tell the driver that the task knows; it sends no further signal."""

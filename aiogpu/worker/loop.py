@@ -7,6 +7,7 @@ import os
 import sys
 
 from aiogpu.errors import SerializationError
+from aiogpu.memory.page import BEGUN, TOO_LATE
 from aiogpu.wire.failure import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
@@ -14,7 +15,7 @@ from aiogpu.worker.children import Children
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
-from aiogpu.worker.interrupts import Interrupts, RevokedError
+from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
 
 
@@ -33,6 +34,7 @@ class Worker:
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
+        current.children = None
         self._channel.close()
         self._stdio.leave()
 
@@ -48,8 +50,7 @@ class Worker:
         while True:
             message = self._channel.next()
             if type(message) is Run:
-                self._run(message)
-                if message.is_last:
+                if self._run(message) and message.is_last:
                     return
             elif type(message) is Define:
                 self._executor.define(message)
@@ -60,13 +61,13 @@ class Worker:
             elif message is None or type(message) is Exit:
                 return
 
-    def _run(self, message: Run) -> None:
-        try:
-            if not self._interrupts.begin(message.number):
-                return
-        except RevokedError:
-            self._channel.send(Skipped(message.task, message.number))
-            return
+    def _run(self, message: Run) -> bool:
+        """Run a task and answer; False if it was taken back."""
+        begun = self._interrupts.begin(message.number)
+        if begun is not BEGUN:
+            if begun == TOO_LATE:
+                self._channel.send(Skipped(message.task, message.number))
+            return False
         answer = self._executor.run(message)
         if self._is_foreign:
             self._end_fork()
@@ -76,9 +77,9 @@ class Worker:
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         self._children.end_task()
-        current.task = 0
         restore()
         self._stdio.restore()
+        return True
 
     def end(self) -> None:
         """Leave the process: exit functions of the user's, a flush, no more.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.why import Why
 from aiogpu.errors import InfeasibleError
 from aiogpu.runtime.call import Function, Receiver, Site, new_function_id, new_site_id
 
@@ -35,6 +36,7 @@ class PaperEngine:
         open_error: what `open` raises in the end.
         close_error: what `close` raises in the end.
         infeasible: names of tasks that are refused.
+        ended: numbers of tasks that it does not know any more.
     """
 
     may_open: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,6 +46,7 @@ class PaperEngine:
     infeasible: set[str] = field(default_factory=set)
     story: list[str] = field(default_factory=list)
     receivers: dict[int, Receiver] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.may_open.set()
@@ -78,6 +81,10 @@ class PaperEngine:
 
     def status(self) -> str:
         return "status"
+
+    def why(self, task: int) -> Why | None:
+        self.story.append(f"why {task}")
+        return None if task in self.ended else Why("train", task, "running")
 
     async def close(self) -> None:
         self.story.append("close")

@@ -18,6 +18,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.handle import Handle
+from aiogpu.core.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.wire.payload import dump_result
 
@@ -38,13 +39,27 @@ def count_load() -> str:
     return "value"
 
 
-class Work:
-    """The task behind a handle: notes that it is cancelled."""
+class Owner:
+    """Who has started the task: notes that it is cancelled, and says one thing."""
 
     def __init__(self) -> None:
         self.cancelled: list[int] = []
+
+    def cancel(self, task: int) -> None:
+        self.cancelled.append(task)
+
+    def why(self, name: str, task: int) -> Why:
+        return Why(name, task, "starting")
+
+
+class Work:
+    """The task behind a handle."""
+
+    def __init__(self) -> None:
+        owner = Owner()
+        self.cancelled = owner.cancelled
         loop = asyncio.get_running_loop()
-        self.handle: Handle[Any] = Handle("train", self.cancelled.append, loop)
+        self.handle: Handle[Any] = Handle("train", owner, loop)
         self.handle.task_id = 7
 
     @property
@@ -417,7 +432,7 @@ async def test_a_closed_node_is_not_told_of_each_handle(
 async def test_a_handle_dropped_early_is_freed_without_a_word(
     complaints: list[dict[str, Any]], work: Work
 ) -> None:
-    handle: Handle[int] = Handle("train", print, asyncio.get_running_loop())
+    handle: Handle[int] = Handle("train", Owner(), asyncio.get_running_loop())
     seen = weakref.ref(handle)
     del handle
     assert seen() is None
@@ -480,7 +495,7 @@ async def test_it_is_a_future_of_its_loop(work: Work) -> None:
 def test_it_ends_a_loop_that_runs_until_then() -> None:
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
-        handle: Handle[int] = Handle("train", print, loop)
+        handle: Handle[int] = Handle("train", Owner(), loop)
         loop.call_soon(handle.receive, dump_result(3))
         assert loop.run_until_complete(handle) == 3
 
@@ -503,3 +518,35 @@ async def test_it_is_small(work: Work) -> None:
     assert getattr(work.handle, "__dict__", {}) == {}
     assert sys.getsizeof(work.handle) <= 400
     work.handle.remove_done_callback(print)
+
+
+async def test_it_asks_why_while_it_is_pending(work: Work) -> None:
+    """[B23]"""
+    assert await work.handle.why() == Why("train", 7, "starting")
+
+
+@pytest.mark.parametrize(
+    ("settle", "told"),
+    [
+        (lambda handle: handle.receive(dump_result(Counted())), "it gave its result"),
+        (lambda handle: handle.fail(ValueError("no")), "it failed with ValueError"),
+        (lambda handle: handle.cancel(), "it was cancelled"),
+    ],
+)
+async def test_one_that_is_done_answers_by_itself(
+    work: Work, settle: Callable[[Handle[Any]], object], told: str
+) -> None:
+    before = loads
+    settle(work.handle)
+    why = await work.handle.why()
+    assert (why.state, why.outcome) == ("ended", told)
+    assert str(why) == f"train (task 7) has ended: {told}."
+    assert loads == before, "asking unpickles nothing"
+
+
+async def test_it_is_asked_on_its_own_loop(work: Work) -> None:
+    def ask() -> None:
+        asyncio.run(work.handle.why())
+
+    with pytest.raises(MisuseError, match="belongs to another event loop"):
+        await asyncio.get_running_loop().run_in_executor(None, ask)

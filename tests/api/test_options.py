@@ -127,6 +127,9 @@ GOOD = [
     ("runtime_env", {"env_vars": {"A": "b=c\n"}}, {"A": "b=c\n"}),
     ("runtime_env", {"env_vars": {"A": "\udc80"}}, {"A": "\udc80"}),
     ("runtime_env", MappingProxyType({"env_vars": {"A": "1"}}), {"A": "1"}),
+    ("lifetime", None, None),
+    ("lifetime", "detached", "detached"),
+    ("lifetime", Flag("detached"), "detached"),
 ]
 
 
@@ -154,6 +157,10 @@ BAD = [
     *(
         ("strategy", value, STRATEGIES)
         for value in ("SPREAD", "", True, 1, ["pack"], b"spread", np.zeros(2))
+    ),
+    *(
+        ("lifetime", value, "must be None, a task ends with")
+        for value in ("", "Detached", True, 0, ["detached"], np.zeros(2))
     ),
     *(("max_calls", value, "0 for no limit") for value in (-1, 1.0, True, "1")),
     *(("max_retries", value, "-1 for no limit") for value in (-2, 1.0, False, "1")),
@@ -297,6 +304,11 @@ def test_the_request() -> None:
     assert str(asked.shape.request) == "{a: 2, accelerator_type:A100: 0.001, GPU: 0.5}"
     assert asked.shape.request.accelerator_type == "A100"
     assert spec().shape.request.as_numbers() == {"CPU": 1.0}
+
+
+def test_only_a_detached_task_outlives_its_parent() -> None:
+    assert not spec().is_detached
+    assert spec(lifetime="detached").is_detached
 
 
 def test_the_strategy_is_part_of_the_request() -> None:

@@ -128,6 +128,29 @@ async def test_a_call(engine: PaperEngine) -> None:
         session.submit(site(), b"")
 
 
+async def test_why(engine: PaperEngine) -> None:
+    """[B23]"""
+    engine.may_open.clear()
+    session = opening(engine)
+    early = session.submit(site(), b"")
+    why = await early.why()
+    assert (why.state, str(why)) == (
+        "opening",
+        "train waits for its node, which is being opened.",
+    )
+    engine.may_open.set()
+    await session.opened()
+    assert (await early.why()).state == "running"
+    engine.ended.add(1)
+    assert str(await early.why()) == "train (task 1) has ended."
+    assert engine.story[3:] == ["why 1", "why 1"]
+    session.disown()
+    with pytest.raises(NodeError, match="fork"):
+        await early.why()
+    session._state = SessionState.OPEN
+    await session.shutdown()
+
+
 async def test_early_calls_are_made_in_order_once_it_is_open(
     engine: PaperEngine,
 ) -> None:
@@ -382,10 +405,14 @@ def test_without_a_loop_there_is_none() -> None:
 
 async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "worker", 1)
-    with pytest.raises(NodeError, match=r"\.remote\(\) was called inside a task"):
+    with pytest.raises(NodeError, match=r"the node cannot be reached inside"):
         current_session()
-    with pytest.raises(NodeError, match=r"aiogpu\.init\(\) was called inside a task"):
+    with pytest.raises(NodeError, match=r"aiogpu\.init\(\) cannot be"):
         await aiogpu.init()
+    for ask in (aiogpu.status, aiogpu.cluster_resources, aiogpu.available_resources):
+        told = rf"aiogpu\.{ask.__name__}\(\) was called inside a task; only the program"
+        with pytest.raises(NodeError, match=told):
+            await ask()
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def test_a_task_costs_the_same_however_many_wait(specs, age):
 @pytest.mark.parametrize("age", [0.0, 60.0], ids=["new", "old"])
 def test_a_short_task_costs_the_same_and_less(age):
     few, many = (calls_a_round(n, spec(), took=1e-6, age=age) for n in (1_000, MANY))
-    assert many <= few + 1
+    # An old id is looked up among the young ones first: a few calls, once.
+    assert many <= few + 4
     assert many < calls_a_round(MANY, spec(), age=age)
 
 

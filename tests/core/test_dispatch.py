@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.effects import Ahead, Assign
+from aiogpu.core.effects import Ahead
 from aiogpu.core.pace import DEEPEST
 from aiogpu.testing import World
 
@@ -33,10 +33,9 @@ def test_a_worker_goes_on_with_the_lease_that_it_has():
     submit(w, 3)
     [lease] = w.scheduler.ledger.leases.values()
     w.finish("t0")
-    [_, assign] = w.effects
-    assert isinstance(assign, Assign)
-    assert assign.lease is lease
-    assert (assign.is_first, assign.is_last) == (False, False)
+    [_, ahead] = w.effects
+    assert ahead == Ahead(w.worker_of("t1"), [w.tasks["t1"].id])
+    assert w.scheduler.workers.get(w.worker_of("t1")).lease is lease
     assert w.running == names(1)
 
 
@@ -51,7 +50,8 @@ def test_short_tasks_are_sent_ahead():
     assert w.running == names(1)
     assert w.queued == names(2, 3, 4, 5)
     [ahead] = [effect for effect in w.effects if isinstance(effect, Ahead)]
-    assert ahead.tasks == [w.tasks[name].id for name in ("t2", "t3", "t4", "t5")]
+    sent = ("t1", "t2", "t3", "t4", "t5")
+    assert ahead.tasks == [w.tasks[name].id for name in sent]
 
 
 def test_long_tasks_are_not_sent_ahead():

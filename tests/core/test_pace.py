@@ -34,10 +34,16 @@ def test_as_many_are_queued_as_a_moment_has_room_for(took, depth):
     assert pace(took).depth == depth
 
 
-def test_one_that_takes_longer_than_the_rest_counts_at_once():
+def test_one_that_takes_longer_than_the_rest_counts_a_little():
+    """Its worker may have been put aside by the system."""
     made = pace(*[1e-5] * 50)
     assert made.depth == DEEPEST
     made.note(1.0)
+    assert 40 < made.depth < DEEPEST
+
+
+def test_several_that_take_longer_count_in_full():
+    made = pace(*[1e-5] * 50, *[1.0] * 8)
     assert made.depth == 0
 
 

@@ -473,7 +473,10 @@ async def test_status(node: aiogpu.Session, gate: Gate) -> None:
         ("p0", "waiting"),
         ("p5", "waiting"),
     ]
-    assert [task.reason for task in status.waiting] == ["waits for its turn"] * 2
+    assert [task.reason for task in status.waiting] == [
+        "waits for its turn: 0 before it",
+        "waits for its turn: 1 before it",
+    ]
     gate.release("a")
     await asyncio.gather(running, *waiting)
 

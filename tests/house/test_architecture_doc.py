@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DRAW = ROOT / "docs" / "draw_lifecycle.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").iterdir())
-LONGEST = 130
+LONGEST = 100
 LONGEST_DECISION = 40
 DIAGRAM = re.compile(
     r"<!-- drawn: (\w+) -->\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -31,7 +31,8 @@ def built() -> set[str]:
 
 
 def test_it_is_one_page():
-    assert len(PAGE.splitlines()) <= LONGEST
+    written = re.sub(r"```mermaid.*?```", "", PAGE, flags=re.DOTALL)
+    assert len(written.splitlines()) <= LONGEST
 
 
 def test_the_table_names_every_room_and_no_other():

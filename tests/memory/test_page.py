@@ -1,4 +1,4 @@
-"""The control page: two words a slot, seen by every process that maps it."""
+"""The control page: four words a slot, seen by every process that maps it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def test_a_fresh_page_asks_for_nothing(descriptor: int) -> None:
     assert os.fstat(descriptor).st_size == PAGE_SIZE
     assert {page.asked(slot) for slot in range(SLOTS)} == {0}
     assert {page.heard(slot) for slot in range(SLOTS)} == {0}
+    assert {page.begun(slot) for slot in range(SLOTS)} == {0}
+    assert {page.revoked(slot) for slot in range(SLOTS)} == {0}
     page.close()
 
 
@@ -29,12 +31,18 @@ def test_each_slot_has_words_of_its_own(descriptor: int) -> None:
     page = ControlPage.open(descriptor)
     page.ask(0, 7)
     page.hear(0, 6)
-    page.ask(SLOTS - 1, 2**64 - 1)
-    assert (page.asked(0), page.heard(0)) == (7, 6)
-    assert (page.asked(1), page.heard(1)) == (0, 0)
-    assert page.asked(SLOTS - 1) == 2**64 - 1
+    page.begin(0, 5)
+    page.revoke(0, 4)
+    for write in (page.ask, page.hear, page.begin, page.revoke):
+        write(SLOTS - 1, 2**64 - 1)
+    words = (page.asked, page.heard, page.begun, page.revoked)
+    assert [read(0) for read in words] == [7, 6, 5, 4]
+    assert [read(1) for read in words] == [0, 0, 0, 0]
+    assert [read(SLOTS - 1) for read in words] == [2**64 - 1] * 4
     with pytest.raises(IndexError):
         page.ask(SLOTS, 1)
+    with pytest.raises(IndexError):
+        page.revoke(SLOTS, 1)
     page.close()
 
 

@@ -15,6 +15,9 @@ from aiogpu.wire.messages import Hello, Message
 class PaperSocket:
     """A socket's credentials."""
 
+    def fileno(self) -> int:
+        return -1
+
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
@@ -43,8 +46,11 @@ class PaperTransport(asyncio.Transport):
 
     def cut_off(self) -> None:
         self.calls.append("cut off")
-        self.on_message = lambda _message: None
+        self.on_messages = lambda _messages: None
         self.on_lost = lambda: None
+
+    def is_closing(self) -> bool:
+        return "abort" in self.calls
 
     def pause_reading(self) -> None:
         self.calls.append("pause")
@@ -59,13 +65,16 @@ class PaperPeer:
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.calls: list[str] = []
-        self.on_message: Callable[[Message], None]
+        self.on_messages: Callable[[list[Message]], None]
         self.on_lost: Callable[[], None]
 
     def send(self, *messages: Message) -> None:
         self.sent += messages
 
     def send_one(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def post(self, message: Message) -> None:
         self.sent.append(message)
 
     def taken(self) -> list[Message]:
@@ -78,7 +87,7 @@ class PaperPeer:
 
     def cut_off(self) -> None:
         self.calls.append("cut off")
-        self.on_message = lambda _message: None
+        self.on_messages = lambda _messages: None
         self.on_lost = lambda: None
 
     def pause(self) -> None:
@@ -123,12 +132,20 @@ class PaperPage:
     def __init__(self) -> None:
         self.asked: dict[int, int] = {}
         self.heard_of: dict[int, int] = {}
+        self.begun_of: dict[int, int] = {}
+        self.revoked: dict[int, int] = {}
 
     def ask(self, slot: int, task: int) -> None:
         self.asked[slot] = task
 
     def heard(self, slot: int) -> int:
         return self.heard_of.get(slot, 0)
+
+    def begun(self, slot: int) -> int:
+        return self.begun_of.get(slot, 0)
+
+    def revoke(self, slot: int, below: int) -> None:
+        self.revoked[slot] = below
 
 
 class PaperZygote:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from aiogpu.core.ids import TaskId
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import SLOTS
-from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.death import Death
+from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import SITES_KEPT
 from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
@@ -34,6 +35,10 @@ from aiogpu.wire.messages import (
     Log,
     Run,
     Signal,
+    Skipped,
+    Submit,
+    Wait,
+    Withdraw,
 )
 from tests.runtime import sites
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
@@ -56,7 +61,16 @@ class House:
         self.signals: list[tuple[int, int]] = []
         self.told: list[tuple[object, ...]] = []
         self.pool.on_started = lambda worker: self.told.append(("started", worker))
-        self.pool.on_answer = lambda worker, answer: self.told.append((worker, answer))
+        self.pool.hearing.on_answer = lambda worker, answer: self.told.append(
+            (worker, answer)
+        )
+        self.pool.hearing.on_skipped = lambda worker, skip: self.told.append(
+            (worker, skip)
+        )
+        self.pool.hearing.on_nested = lambda worker, said: self.told.append(
+            (worker.id, said)
+        )
+        self.pool.hearing.name_of = lambda task: f"train-{task}"
         self.pool.on_gone = self.note_gone
 
     def note_gone(self, worker: int, death: Death) -> None:
@@ -77,7 +91,7 @@ class House:
         """A worker in a new slot, from the wish to its greeting."""
         self.pool.spawn(identity)
         keeper = self.keeper(self.zygote.kept[-1])
-        keeper.on_message(Forked(identity, 1000 + identity))
+        keeper.on_messages([Forked(identity, 1000 + identity)])
         worker = self.worker(identity)
         self.told.clear()
         keeper.sent.clear()
@@ -103,7 +117,7 @@ async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     assert repr(pool) == "<Pool 1 workers in 1 slots>"
     keeper = house.keeper()
     assert keeper.taken() == [Fork(1)]
-    keeper.on_message(Forked(1, 4711))
+    keeper.on_messages([Forked(1, 4711)])
     assert pool.pids == {1: 4711}
     assert house.told == []
     worker = house.greet(WORKER, 1, 4711)
@@ -112,7 +126,7 @@ async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     assert worker.taken() == [Exit()]
     worker.on_lost()
     assert keeper.taken() == [End(1)], "it may have closed its descriptors only"
-    keeper.on_message(Ended(1, 0))
+    keeper.on_messages([Ended(1, 0)])
     assert house.told[1:] == [("gone", 1, Death(4711, 0))]
     pool.spawn(2)
     assert keeper.taken() == [Fork(2)], "its keeper serves again"
@@ -123,7 +137,7 @@ async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> Non
     house.pool.spawn(1)
     keeper = house.keeper()
     house.worker(1)
-    keeper.on_message(Forked(1, 1001))
+    keeper.on_messages([Forked(1, 1001)])
     assert house.told == [("started", 1)]
 
 
@@ -131,9 +145,9 @@ async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> Non
 async def test_it_is_gone_when_both_have_come(first: str, house: House) -> None:
     keeper, worker = house.start()
     if first == "Ended":
-        keeper.on_message(Ended(1, 9))
+        keeper.on_messages([Ended(1, 9)])
         assert worker.calls == ["resume"], "a paused connection shows no end"
-        worker.on_message(Done(7, b"late answer"))
+        worker.on_messages([Done(7, b"late answer")])
         assert house.told == [(1, Done(7, b"late answer"))]
         worker.on_lost()
         assert keeper.sent == []
@@ -141,15 +155,15 @@ async def test_it_is_gone_when_both_have_come(first: str, house: House) -> None:
         worker.on_lost()
         assert house.told == []
         house.pool.kill(1)
-        keeper.on_message(Ended(1, 9))
+        keeper.on_messages([Ended(1, 9)])
     assert house.told[-1] == ("gone", 1, Death(1001, 9))
     assert house.pool.workers == {}
 
 
 async def test_messages_about_others_are_not_heeded(house: House) -> None:
     keeper, _ = house.start(5)
-    keeper.on_message(Ended(4, 0))
-    keeper.on_message(Forked(6, 1))
+    keeper.on_messages([Ended(4, 0)])
+    keeper.on_messages([Forked(6, 1)])
     assert house.pool.pids == {5: 1005}
     assert house.told == []
 
@@ -168,23 +182,23 @@ async def test_unknown_greetings_are_cut_off(house: House) -> None:
 async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
     house.pool.spawn(1)
     keeper = house.keeper()
-    keeper.on_message(Forked(1, 7))
-    keeper.on_message(Ended(1, 256))
+    keeper.on_messages([Forked(1, 7)])
+    keeper.on_messages([Ended(1, 256)])
     assert house.told == [("gone", 1, Death(7, 256))]
     assert house.worker(1).calls == ["abort"]
 
 
 async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
     keeper, worker = house.start()
-    house.pool.assign(1, 7, sites.call(), Bind({}, {}), False)
-    worker.on_message(Log(7, 1, b"printed"))
-    worker.on_message(Log(0, 2, b"outside"))
-    worker.on_message(Done(7, b""))
-    keeper.on_message(Ended(1, 0))
+    house.pool.orders.assign(1, 7, sites.call(), Bind({}, {}), False)
+    worker.on_messages([Log(7, 1, b"printed")])
+    worker.on_messages([Log(0, 2, b"outside")])
+    worker.on_messages([Done(7, b"")])
+    keeper.on_messages([Ended(1, 0)])
     worker.on_lost()
     assert house.told == []
     assert house.console.lines == [
-        (1, "(train pid=1001) printed"),
+        (1, "(train-7 pid=1001) printed"),
         (2, "(worker-1 pid=1001) outside"),
     ]
     house.console.show_all()
@@ -204,7 +218,7 @@ async def test_raw_output_comes_before_the_answer_too(
     worker = house.worker(1)
     os.write(pipe, b"raw")
     failed = Failed(7, "raised", "ValueError", "", "", None)
-    worker.on_message(failed)
+    worker.on_messages([failed])
     assert house.console.lines == [(1, "(worker-1 pid=1001) raw")]
     assert house.told == [("started", 1)]
     house.console.show_all()
@@ -214,11 +228,11 @@ async def test_raw_output_comes_before_the_answer_too(
 
 async def test_the_last_lines_are_the_workers_own(house: House) -> None:
     keeper, worker = house.start()
-    worker.on_message(Log(0, 1, b"of the first"))
+    worker.on_messages([Log(0, 1, b"of the first")])
     worker.on_lost()
-    keeper.on_message(Ended(1, 0))
+    keeper.on_messages([Ended(1, 0)])
     house.pool.spawn(2)
-    keeper.on_message(Ended(2, 1))
+    keeper.on_messages([Ended(2, 1)])
     house.console.show_all()
     assert house.told[-1] == ("gone", 2, Death(0, 1))
 
@@ -227,24 +241,24 @@ async def test_what_a_worker_is_told_of_a_task(house: House) -> None:
     _, worker = house.start()
     call = sites.call()
     bind = Bind({"A": "1"}, {"GPU": (0,)})
-    house.pool.assign(1, 7, call, bind, False)
+    house.pool.orders.assign(1, 7, call, bind, False)
     function = call.site.function
     define = Define(call.site.id, function.id, "train", {"CPU": 1.0}, b"pickled")
     run = Run(7, call.site.id, b"arguments", False)
     assert worker.taken() == [bind, define, run]
-    house.pool.assign(1, 8, call, None, True)
+    house.pool.orders.assign(1, 8, call, None, True)
     assert worker.taken() == [Run(8, call.site.id, b"arguments", True)]
     again = Bind({}, {})
-    house.pool.assign(1, 9, call, again, False)
+    house.pool.orders.assign(1, 9, call, again, False)
     assert worker.taken() == [again, run._replace(task=9)]
 
 
 async def test_many_sites_are_forgotten_in_time(house: House) -> None:
     _, worker = house.start()
     for _ in range(SITES_KEPT):
-        house.pool.assign(1, 1, sites.call(), None, False)
+        house.pool.orders.assign(1, 1, sites.call(), None, False)
     assert Forget() not in worker.taken()
-    house.pool.assign(1, 1, sites.call(), None, False)
+    house.pool.orders.assign(1, 1, sites.call(), None, False)
     assert [type(message) for message in worker.taken()] == [Forget, Define, Run]
 
 
@@ -253,27 +267,71 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
     worker.on_lost()
     worker.sent.clear()
     keeper.sent.clear()
-    house.pool.assign(1, 7, sites.call(), None, False)
+    house.pool.orders.assign(1, 7, sites.call(), None, False)
     house.pool.retire(1)
-    house.pool.interrupt(1, 7, 0, is_coroutine=True)
+    house.pool.orders.interrupt(1, 7, 0, is_coroutine=True)
     assert worker.sent == []
     keeper.on_lost()
-    house.pool.interrupt(1, 7, 1, is_coroutine=True)
+    house.pool.orders.interrupt(1, 7, 1, is_coroutine=True)
     house.pool.kill(1)
     assert keeper.sent == []
 
 
+async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
+    _, worker = house.start()
+    known, other = sites.call(), sites.call()
+    house.pool.assign(1, 7, known, Bind({}, {}), False)
+    worker.sent.clear()
+    known.number, other.number = 8, 9
+    house.pool.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
+    run, define, last = worker.sent
+    assert run == Run(8, known.site.id, b"arguments", False, 8)
+    assert isinstance(define, Define)
+    assert last == Run(9, other.site.id, b"arguments", False, 9)
+    worker.on_lost()
+    house.pool.send_ahead(1, [(TaskId(8), known)])
+    assert len(worker.sent) == 3, "it has gone"
+
+
+async def test_what_is_taken_back_is_said_on_the_page(house: House) -> None:
+    keeper, worker = house.start()
+    page = house.zygote.page
+    house.pool.revoke(1, 12)
+    assert page.revoked == {0: 12}
+    page.begun_of[0] = 11
+    assert house.pool.begun(1) == 11
+    worker.on_message(Skipped(11, 11))
+    assert house.told == [(1, Skipped(11, 11))]
+    keeper.on_message(Ended(1, 9))
+    worker.on_lost()
+    assert house.told[-1] == ("gone", 1, Death(1001, 9, begun=11))
+    house.pool.revoke(1, 13)
+    assert page.revoked == {0: 12}, "the slot may be another's"
+    assert house.pool.begun(1) == 0
+
+
+async def test_what_is_said_of_children_comes_after_its_lines(house: House) -> None:
+    _, worker = house.start()
+    said = [Submit(7, 1, 2, b""), Wait(7, (1,)), Withdraw(7, 1), Skipped(8, 8)]
+    worker.on_message(Log(7, 1, b"before"))
+    for message in said:
+        worker.on_message(message)
+    assert house.told == []
+    house.console.show_all()
+    assert house.told == [(1, message) for message in said]
+
+
 async def test_how_a_task_is_interrupted(house: House) -> None:
     keeper, worker = house.start()
-    house.pool.interrupt(1, 7, 0, is_coroutine=True)
+    house.pool.orders.interrupt(1, 7, 0, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([Cancel(7)], [])
     assert house.zygote.page.asked == {0: 7}
-    house.pool.interrupt(1, 7, 1, is_coroutine=True)
+    house.pool.orders.interrupt(1, 7, 1, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
-    house.pool.interrupt(1, 8, 0, is_coroutine=False)
+    house.pool.orders.interrupt(1, 8, 0, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
     house.zygote.page.heard_of[0] = 8
-    house.pool.interrupt(1, 8, 1, is_coroutine=False)
+    house.pool.orders.interrupt(1, 8, 1, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], []), "it knows"
 
 
@@ -282,7 +340,7 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
     first: str, house: House
 ) -> None:
     keeper, worker = house.start()
-    worker.on_message(Log(0, 1, b"last words"))
+    worker.on_messages([Log(0, 1, b"last words")])
     house.console.show_all()
     if first == "the keeper's end":
         keeper.on_lost()
@@ -328,7 +386,7 @@ async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
 async def test_an_idle_keeper_that_dies_is_not_used(house: House) -> None:
     keeper, worker = house.start()
     worker.on_lost()
-    keeper.on_message(Ended(1, 0))
+    keeper.on_messages([Ended(1, 0)])
     keeper.on_lost()
     house.pool.spawn(2)
     assert house.zygote.kept == [0, 1]
@@ -374,7 +432,7 @@ async def test_without_a_zygote_nothing_can_be_forked(house: House) -> None:
     assert len(house.told) == 1, "not while the core speaks"
     await asyncio.sleep(0)
     assert house.told[1:] == [("gone", 3, death)]
-    worker.on_message(Done(7, b""))
+    worker.on_messages([Done(7, b"")])
     assert house.told[2:] == [(1, Done(7, b""))], "who runs is not harmed"
 
 
@@ -426,7 +484,7 @@ async def test_only_so_many_keepers_wait_for_work(house: House) -> None:
     for identity, (keeper, worker) in enumerate(started, start=1):
         worker.on_lost()
         keeper.sent.clear()
-        keeper.on_message(Ended(identity, 0))
+        keeper.on_messages([Ended(identity, 0)])
     assert [keeper.sent for keeper, _ in started[:-1]] == [[]] * SPARE_SLOTS
     last, _ = started[-1]
     assert last.sent == [Close()]
@@ -452,7 +510,7 @@ async def test_a_worker_that_does_not_connect_in_time(
         while not keeper.sent:
             await asyncio.sleep(0)
     assert keeper.taken() == [End(2)]
-    keeper.on_message(Ended(2, 9))
+    keeper.on_messages([Ended(2, 9)])
     reason = "it did not connect within 0 s"
     assert house.told[1:] == [("gone", 2, Death(0, 9, (), reason))]
 

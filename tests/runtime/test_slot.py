@@ -43,4 +43,4 @@ def test_too_many_sites_are_forgotten_all_together() -> None:
 
 
 def test_a_death_without_a_life() -> None:
-    assert Death(reason="why") == (0, None, (), "why")
+    assert Death(reason="why") == (0, None, (), "why", 0)

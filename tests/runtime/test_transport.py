@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from aiogpu.runtime.transport import Peer, peer_uid
+from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
 from aiogpu.wire.connection import KEEPER, WORKER, greeting
 from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Log, Message, Run
@@ -25,7 +25,7 @@ class Hall:
 
     def greeted(self, peer: Peer, hello: Hello) -> None:
         self.greetings.append(hello)
-        peer.on_message = self.heard.append
+        peer.on_messages = self.heard.extend
         peer.on_lost = self.note_lost
 
     def note_lost(self) -> None:
@@ -107,6 +107,24 @@ def test_several_messages_are_one_write() -> None:
     assert transport.written == [encode(fork) + encode(run), encode(run)]
 
 
+async def test_posted_messages_of_one_turn_are_one_write() -> None:
+    peer, transport = Hall().connect()
+    run, fork = Run(1, 1, b"", False), Fork(2)
+    peer.post(run)
+    peer.post(fork)
+    assert transport.written == []
+    await asyncio.sleep(0)
+    assert transport.written == [encode(run) + encode(fork)]
+    peer.post(run)
+    await asyncio.sleep(0)
+    assert transport.written[1:] == [encode(run)]
+    peer.post(run)
+    peer.connection_lost(None)
+    peer.post(run)
+    await asyncio.sleep(0)
+    assert len(transport.written) == 2
+
+
 def test_after_the_loss_all_is_silent() -> None:
     hall = Hall()
     peer, transport = hall.connect()
@@ -154,3 +172,87 @@ async def test_a_real_socket_names_its_user() -> None:
         while not hall.lost:
             await asyncio.sleep(0)
     theirs.close()
+
+
+def logs(count: int) -> list[Message]:
+    """Messages that a worker may send."""
+    return [Log(1, 1, b"%d" % number) for number in range(count)]
+
+
+async def test_a_flood_is_passed_on_in_parts() -> None:
+    hall = Hall()
+    peer, transport = hall.connect()
+    parts: list[int] = []
+    peer.data_received(greeting(WORKER, 1, 1))
+    peer.on_messages = lambda messages: (
+        parts.append(len(messages)),
+        hall.heard.extend(messages),
+    )
+    flood = logs(2 * AT_ONCE + 1)
+    peer.data_received(b"".join(map(encode, flood)))
+    assert parts == [], "the loop is not held, not even by the first part"
+    assert transport.calls == ["pause"]
+    peer.data_received(encode(Log(1, 1, b"last")))
+    while len(hall.heard) < len(flood) + 1:
+        await asyncio.sleep(0)
+    assert parts == [AT_ONCE, AT_ONCE, 2]
+    assert hall.heard == [*flood, Log(1, 1, b"last")]
+    assert transport.calls[-1] == "resume"
+
+
+async def test_who_waits_for_his_turn_to_read_on_is_paused_all_the_same() -> None:
+    hall = Hall()
+    peer, transport = hall.connect()
+    peer.data_received(greeting(WORKER, 1, 1))
+    peer.pause()
+    peer.data_received(b"".join(map(encode, logs(AT_ONCE + 1))))
+    while len(hall.heard) <= AT_ONCE:
+        await asyncio.sleep(0)
+    assert "resume" not in transport.calls
+    peer.resume()
+    assert transport.calls[-1] == "resume"
+
+
+async def test_at_the_end_nothing_of_a_flood_is_lost() -> None:
+    hall = Hall()
+    peer, _ = hall.connect()
+    peer.data_received(greeting(WORKER, 1, 1))
+    flood = logs(3 * AT_ONCE)
+    peer.data_received(b"".join(map(encode, flood)))
+    peer.connection_lost(None)
+    assert hall.heard == flood
+    assert hall.lost == 1
+
+
+async def test_a_peer_that_ends_while_it_is_written_to_is_heard_out() -> None:
+    """A failed write makes the transport give up with the peer's words unread."""
+    hall = Hall()
+    ours, theirs = socket.socketpair()
+    theirs.sendall(greeting(WORKER, 1, 1))
+    loop = asyncio.get_running_loop()
+    _, peer = await loop.create_connection(lambda: Peer(hall.greeted), sock=ours)
+    async with asyncio.timeout(20):
+        while not hall.greetings:
+            await asyncio.sleep(0)
+        last = [Done(task, b"x") for task in range(3)]
+        # Without a turn of the loop in between: answers, the end, and a write.
+        theirs.sendall(b"".join(map(encode, last)))
+        theirs.close()
+        peer.send(Exit())
+        while not hall.lost:
+            await asyncio.sleep(0)
+    assert hall.heard == last
+
+
+async def test_what_is_posted_in_one_turn_goes_out_together() -> None:
+    peer, transport = Hall().connect()
+    peer.post(Fork(1))
+    peer.post(Fork(2))
+    assert transport.written == []
+    await asyncio.sleep(0)
+    assert transport.written == [encode(Fork(1)) + encode(Fork(2))]
+    peer.post(Fork(3))
+    peer.connection_lost(None)
+    await asyncio.sleep(0)
+    peer.post(Fork(4))
+    assert len(transport.written) == 1

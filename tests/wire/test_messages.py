@@ -40,9 +40,9 @@ def test_every_message_says_who_tells_whom(kind):
 
 
 def test_fields_make_a_message():
-    run = from_fields((TAGS[Run], 7, 3, b"args", True))
+    run = from_fields((TAGS[Run], 7, 3, b"args", True, 9))
     assert type(run) is Run
-    assert run == Run(task=7, site=3, payload=b"args", is_last=True)
+    assert run == Run(task=7, site=3, payload=b"args", is_last=True, number=9)
 
 
 def test_a_message_without_fields_is_its_tag():
@@ -84,6 +84,6 @@ def test_a_refusal_says_what_is_wrong(fields, complaint):
 
 
 def test_a_message_is_a_plain_tuple_to_other_code():
-    task, payload = Done(4, b"x")
-    assert (task, payload) == (4, b"x")
+    task, payload, took = Done(4, b"x")
+    assert (task, payload, took) == (4, b"x", 0)
     assert pickle.loads(pickle.dumps(Done(4, b"x"))) == Done(4, b"x")

@@ -166,3 +166,81 @@ def test_outside_of_tasks_nothing_is_shielded(
     thread.join(20)
     interrupts.entered = 0
     assert [driver.next(), driver.next()] == [Done(7, b""), Log(7, 1, b"thread")]
+
+
+def test_guests_read_while_they_are_admitted(
+    driver: DriverEnd, channel: Channel
+) -> None:
+    driver.send(Forget())
+    assert channel.read_ready(is_guest=True)
+    assert channel.take(Forget) == [], "nobody has let them in"
+    channel.admit_guests(True)
+    channel.wait(None)
+    assert channel.read_ready(is_guest=True)
+    assert channel.read_ready(is_guest=True), "there is nothing, which is no end"
+    assert channel.take(Forget) == [Forget()]
+    channel.admit_guests(False)
+    driver.send(Exit())
+    assert channel.read_ready(is_guest=True)
+    channel.wait(20)
+    assert channel.read_ready()
+    assert channel.next() == Exit()
+    driver.hang_up()
+    channel.wait(20)
+    assert channel.read_ready() is False
+
+
+def test_a_wait_ends_in_time(channel: Channel) -> None:
+    channel.wait(0)
+    channel.wait(-1)
+    channel.wait(0.001)
+
+
+def test_an_interrupt_waits_until_all_is_read(
+    driver: DriverEnd, channel: Channel, interrupts: Interrupts, page: ControlPage
+) -> None:
+    def interrupt(_message: object) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return False
+
+    channel.on_child = interrupt
+    page.ask(3, 7)
+    interrupts.entered = 7
+    driver.send(Forget(), Exit())
+    channel.wait(20)
+    with pytest.raises(KeyboardInterrupt):
+        channel.read_ready()
+    interrupts.entered = 0
+    assert [channel.next(), channel.next()] == [Forget(), Exit()]
+
+
+def test_threads_wait_and_read_side_by_side(
+    driver: DriverEnd, channel: Channel
+) -> None:
+    """A poll object is for one thread at a time."""
+    channel.admit_guests(True)
+    failures: list[BaseException] = []
+    end = threading.Event()
+
+    def visit() -> None:
+        try:
+            while not end.is_set():
+                channel.wait(0.001)
+                assert channel.read_ready(is_guest=True)
+        except BaseException as error:
+            failures.append(error)
+
+    guests = [threading.Thread(target=visit) for _ in range(4)]
+    for guest in guests:
+        guest.start()
+    for task in range(300):
+        driver.send(Cancel(task))
+    found = 0
+    while found < 300 and not failures:
+        channel.wait(0.001)
+        assert channel.read_ready()
+        found += len(channel.take(Cancel))
+    end.set()
+    for guest in guests:
+        guest.join(20)
+    assert failures == []

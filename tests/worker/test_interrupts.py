@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from aiogpu.memory.page import ControlPage
-from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.interrupts import Interrupts, RevokedError
 
 
 def interrupt() -> None:
@@ -104,3 +104,37 @@ def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_what_was_sent_may_begin(page: ControlPage, interrupts: Interrupts) -> None:
+    page.revoke(3, 7)
+    page.revoke(2, 100)
+    assert interrupts.begin(7)
+    assert interrupts.begin(8)
+    assert page.begun(3) == 8
+
+
+def test_what_is_revoked_does_not_begin(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    assert interrupts.begin(5)
+    page.revoke(3, 8)
+    for number in (6, 7):
+        assert not interrupts.begin(number)
+    assert page.begun(3) == 5, "the driver sees that none has begun"
+    assert interrupts.begin(8)
+
+
+def test_both_may_come_in_the_same_moment(
+    page: ControlPage, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = page.begin
+
+    def begin_late(slot: int, number: int) -> None:
+        begin(slot, number)
+        page.revoke(slot, number + 1)
+
+    monkeypatch.setattr(page, "begin", begin_late)
+    with pytest.raises(RevokedError):
+        interrupts.begin(5)
+    assert page.begun(3) == 5

@@ -16,11 +16,12 @@ from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.core.ids import TaskId
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.snapshot import NodeStatus
+from aiogpu.core.why import Why
 from aiogpu.engines.admission import check_arguments, check_site
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
-from aiogpu.engines.inline.job import Job
-from aiogpu.engines.inline.picture import picture
+from aiogpu.engines.inline.job import Job, running_job
+from aiogpu.engines.inline.picture import picture_inline, why_inline
 from aiogpu.engines.inline.runner import Runner
 from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
@@ -69,6 +70,12 @@ class InlineEngine:
             raise NodeClosedError("this node is not running.")
         return self._runner
 
+    def _asked(self, what: str) -> Runner:
+        """The runner, for the program; tasks are refused as in a worker."""
+        if running_job.get() is not None:
+            raise error_inside_task(what)
+        return self._open_runner
+
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
         runner, spec = self._open_runner, site.spec
@@ -79,8 +86,9 @@ class InlineEngine:
             site.checked_by = self._mark
         check_arguments(site, payload)
         self._last_task += 1
-        record = TaskRecord(TaskId(self._last_task), spec, spec.max_retries)
-        due = None if spec.timeout is None else self._loop.time() + spec.timeout
+        now = self._loop.time()
+        record = TaskRecord(TaskId(self._last_task), spec, spec.max_retries, now)
+        due = None if spec.timeout is None else now + spec.timeout
         runner.add(Job(record, Call(site, payload, receiver), due))
         return record.id
 
@@ -95,16 +103,24 @@ class InlineEngine:
 
     def total(self) -> dict[str, float]:
         """All resources by name."""
-        return self._open_runner.ledger.totals()
+        return self._asked("aiogpu.cluster_resources()").ledger.totals()
 
     def available(self) -> dict[str, float]:
         """What is free of each."""
-        return self._open_runner.ledger.available()
+        return self._asked("aiogpu.available_resources()").ledger.available()
 
     def status(self) -> NodeStatus:
         """Who holds what, what waits; each running task counts as a worker."""
-        runner = self._open_runner
-        return picture(runner.ledger, runner.jobs, runner.turns.running)
+        runner = self._asked("aiogpu.status()")
+        return picture_inline(runner.ledger, runner.turns, self._loop.time())
+
+    def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        runner = self._asked("handle.why()")
+        job = runner.jobs.get(TaskId(task))
+        if job is None:
+            return None
+        return why_inline(job, runner.turns, self._loop.time())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

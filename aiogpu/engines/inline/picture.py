@@ -1,42 +1,69 @@
-"""What `status()` shows of a node without processes."""
+"""What `status()` and `why()` show of a node without processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from itertools import islice
 
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.snapshot import NodeStatus, snapshot
+from aiogpu.core.records import WorkerRecord
+from aiogpu.core.snapshot import (
+    LISTED,
+    NodeStatus,
+    Queue,
+    ShapeStatus,
+    picture,
+    shape_status,
+)
+from aiogpu.core.why import Why
 from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.turns import Turns
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The node as a picture is taken of it; see `core.snapshot.Sitter`."""
-
-    ledger: Ledger
-    tasks: Mapping[TaskId, TaskRecord]
-    workers: Sequence[WorkerRecord]
-
-
-def picture(
-    ledger: Ledger, jobs: Mapping[TaskId, Job], running: Sequence[Job]
-) -> NodeStatus:
+def picture_inline(ledger: Ledger, turns: Turns, now: float) -> NodeStatus:
     """Picture the node: every running job has a worker, and all are this process.
 
     One worker is there also when nothing runs.
     """
-    tasks = {id_: job.record for id_, job in jobs.items()}
-    workers = [job.record.worker for job in running if job.record.worker is not None]
+    workers = [job.record.worker for job in turns.running if job.record.worker]
     if not workers:
         workers = [WorkerRecord(WorkerId(1), WorkerState.IDLE)]
-    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
-    status = snapshot(Node(ledger, tasks, workers), pids)
-    in_turn = sorted(
-        status.tasks, key=lambda task: (task.state == TaskState.WAITING.value, task.id)
+    queue = Queue(
+        count=sum(len(jobs) for jobs in turns.by_shape.values()),
+        first=[
+            (job.record, f"waits for its turn: {before} before it")
+            for before, job in enumerate(islice(turns, LISTED))
+        ],
+        shapes=[
+            _shape(jobs, turns, now) for jobs in islice(turns.by_shape.values(), LISTED)
+        ],
+        shape_count=len(turns.by_shape),
     )
-    return replace(status, tasks=tuple(in_turn))
+    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
+    return picture(ledger, workers, queue, pids, now)
+
+
+def _shape(jobs: Mapping[TaskId, Job], turns: Turns, now: float) -> ShapeStatus:
+    first = next(iter(jobs.values()))
+    reason = f"waits for its turn: {turns.position(first)} before it"
+    return shape_status(first.record, len(jobs), now - first.record.since, reason)
+
+
+def why_inline(job: Job, turns: Turns, now: float) -> Why:
+    """Say whose turn comes before a job's, or that it runs."""
+    record = job.record
+    waits = record.state is TaskState.WAITING
+    return Why(
+        name=job.name,
+        task=job.id,
+        state=record.state.value,
+        seconds=now - record.since,
+        request=record.spec.shape.request.as_numbers(),
+        position=turns.position(job) + 1 if waits else None,
+        of=sum(len(jobs) for jobs in turns.by_shape.values()) if waits else 0,
+        worker=record.worker.id if record.worker else None,
+        pid=0 if waits else os.getpid(),
+    )

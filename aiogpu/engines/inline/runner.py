@@ -121,6 +121,7 @@ class Runner:
 
     def _begin(self, job: Job, lease: Lease) -> None:
         site, running = job.call.site, self.turns.running
+        self.turns.leave(job)
         running.append(job)
         self._is_quiet.clear()
         move_task(job.record, TaskState.RUNNING)
@@ -256,6 +257,7 @@ class Runner:
         """Its code has stopped, or never ran: let the next one have its turn."""
         move_task(job.record, TaskState.ENDED)
         job.stop_timer()
+        self.turns.leave(job)
         del self.jobs[job.id]
         for ended in self.turns.pop_ended():
             assert ended.surroundings is not None, ended

@@ -97,6 +97,17 @@ def options_of_a_function() -> None:
     embed.options(1)  # refused
 
 
+def waited_for() -> None:
+    number: int = aiogpu.get(embed.remote(1))  # refused
+    texts: list[bytes] = aiogpu.get([embed.remote(1)])  # refused
+    aiogpu.get(embed)  # refused
+    aiogpu.get(embed.remote(1), 2)  # refused
+    aiogpu.get(embed.remote(1), timeout="2")  # refused
+    aiogpu.get(embed.remote(1), embed.remote(2))  # refused
+    print(number, texts)
+    embed.options(lifetime="attached")  # refused
+
+
 def called_directly() -> None:
     text: str = embed(1)  # refused
     print(text, embed(2).upper())  # refused

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session
+from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session, Why
 
 
 @aiogpu.remote
@@ -88,8 +88,18 @@ async def other_options_keep_the_types() -> None:
     assert_type(fetch.options(timeout=1).remote("a"), Handle[bytes])
     assert_type(await train.options(accelerator_type="A100").remote(1), list[float])
     assert_type(await train.options(strategy="spread").remote(1), list[float])
+    detached = train.options(lifetime="detached")
+    assert_type(detached.remote(1), Handle[list[float]])
     suited: RemoteFunction[[int], str] = aiogpu.remote(describe).options(num_cpus=2)
     assert_type(suited.remote(1), Handle[str])
+
+
+def plain_tasks_wait_by_get() -> None:
+    assert_type(aiogpu.get(embed.remote(1)), str)
+    assert_type(aiogpu.get(fetch.remote("a"), timeout=2), bytes)
+    assert_type(aiogpu.get([train.remote(n) for n in range(3)]), list[list[float]])
+    assert_type(aiogpu.get((embed.remote(1), embed.remote(2))), list[str])
+    assert_type(aiogpu.get(bare.remote()), None)
 
 
 async def asyncio_takes_handles() -> None:
@@ -145,6 +155,7 @@ async def a_node_opens_in_two_ways() -> None:
 
 async def a_node_tells_what_it_has() -> None:
     assert_type(await aiogpu.status(), NodeStatus)
+    assert_type(await embed.remote(1).why(), Why)
     assert_type(await aiogpu.cluster_resources(), dict[str, float])
     assert_type(await aiogpu.available_resources(), dict[str, float])
 

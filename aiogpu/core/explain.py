@@ -1,0 +1,129 @@
+"""A `Why` in words, for people who wonder why nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from aiogpu.core.wording import SHOWN, listing, span, terms
+
+if TYPE_CHECKING:
+    from aiogpu.core.holding import Holder
+    from aiogpu.core.shortage import Shortage
+    from aiogpu.core.why import Why
+
+
+def explain(why: Why) -> str:
+    """The whole story, on one line or, of a task that waits, on several."""
+    if why.state == "waiting":
+        return "\n".join(_waiting(why))
+    return f"{_who(why)} {_standing(why)}."
+
+
+def _who(why: Why) -> str:
+    return f"{why.name} (task {why.task})" if why.task else why.name
+
+
+def _standing(why: Why) -> str:
+    """What a task does that does not wait in the queue."""
+    request = terms(why.request.items())
+    match why.state:
+        case "opening":
+            return "waits for its node, which is being opened"
+        case "starting":
+            return f"holds {request}; a worker is being forked for it"
+        case "queued":
+            return f"was sent ahead to {_worker(why)} and runs after {_behind(why)}"
+        case "running":
+            return f"runs on {_worker(why)}{_for(why.runs_for)}"
+        case "blocked":
+            return f"waits for {_children(why)}; meanwhile it holds no CPU"
+        case "stopping":
+            return f"is being stopped; its code on {_worker(why)} has not ended yet"
+    return f"has ended: {why.outcome}" if why.outcome else "has ended"
+
+
+def _worker(why: Why) -> str:
+    return f"worker {why.worker} (pid {why.pid})"
+
+
+def _for(seconds: float | None) -> str:
+    return "" if seconds is None else f", for {span(seconds)} now"
+
+
+def _behind(why: Why) -> str:
+    return listing(why.behind, why.count)
+
+
+def _children(why: Why) -> str:
+    word = "its child" if why.count == 1 else "its children"
+    return f"{word} {listing(why.children, why.count)}"
+
+
+def _waiting(why: Why) -> Iterator[str]:
+    begin = f"{_who(why)} has waited {span(why.seconds or 0.0)}"
+    request = terms(why.request.items())
+    if not why.reasons:
+        before = (why.position or 1) - 1
+        yield f"{begin} for its turn: {before} before it"
+        return
+    if why.of > 1:
+        yield f"{begin}, as number {why.position} of {why.of} that ask for {request}"
+    else:
+        yield f"{begin} for {request}"
+    for shortage in why.reasons:
+        yield f"  {_shortage(shortage)}"
+        holders: Sequence[Holder] = shortage.holders
+        if not shortage.devices:
+            holders = sorted(holders, key=_longest_first)
+        for holder in holders[:SHOWN]:
+            yield f"    {_holder(holder, shortage)}"
+        if len(holders) > SHOWN:
+            yield f"    and {len(holders) - SHOWN} more"
+    yield from _reservation(why)
+
+
+def _longest_first(holder: Holder) -> float:
+    return -(holder.seconds or 0.0)
+
+
+def _shortage(shortage: Shortage) -> str:
+    told = (
+        f"{shortage.resource} {shortage.asked:g}: "
+        f"{shortage.free:g} of {shortage.total:g} free"
+    )
+    if shortage.devices:
+        shares = (f"{device.id}: {device.free:g}" for device in shortage.devices)
+        told += f" ({listing(shares, len(shortage.devices))})"
+    return f"{told}, {shortage.kept:g} of it kept" if shortage.kept else told
+
+
+def _holder(holder: Holder, shortage: Shortage) -> str:
+    """Say who holds how much; the device, where there are some."""
+    share = f"{holder.share:g}"
+    for device in shortage.devices:
+        if any(one is holder for one in device.holders):
+            share = f"{holder.share:g} of {shortage.resource} {device.id}"
+    where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"
+    if holder.task is None:
+        return f"{share}: held by a process that is ending ({where})"
+    if holder.is_endless:
+        where += ", without end"
+    elif holder.seconds is not None:
+        where += f", for {span(holder.seconds)}"
+    return f"{share}: held by {holder.task} ({where})"
+
+
+def _reservation(why: Why) -> Iterator[str]:
+    kept = why.reservation
+    if kept is not None and kept.task != why.task:
+        yield f"  kept for {kept.name} (task {kept.task}), which goes first: {kept}"
+    elif kept is not None:
+        soon = "as soon as all of that is free"
+        when = soon if kept.seconds is None else f"within {span(kept.seconds)}"
+        yield f"  kept for it: {kept}; it begins {when}"
+    if why.is_held_endlessly:
+        yield (
+            "  nothing is kept for it, however long it waits: what it needs is held "
+            "without end"
+        )

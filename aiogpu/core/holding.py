@@ -1,0 +1,119 @@
+"""Who holds what: workers and their shares, as people are told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from aiogpu.core.devices import DeviceSet
+from aiogpu.core.records import WorkerRecord
+from aiogpu.core.resources import CPU, number
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One worker's share of a device, or its amount of another resource.
+
+    Attributes:
+        share: in whole units: 0.25 of a device, 2.0 CPUs.
+        worker: the worker's id.
+        pid: its process id, 0 while it starts.
+        task: name of the task that it runs, None while it ends after one.
+        seconds: for how long it has run that task, None where that is not known;
+            short of the truth by a second at most.
+        is_endless: whether it holds its share until its owner gives it up.
+    """
+
+    share: float
+    worker: int
+    pid: int
+    task: str | None
+    seconds: float | None = None
+    is_endless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """One device: its identity, the free share, who holds the rest.
+
+    Attributes:
+        kind: the name of the resource, "GPU".
+        id: as tasks see it; an index, or a UUID or MIG id.
+        type: the accelerator's type, such as "A100", where it is known.
+        uuid: the vendor's unique id, where it is known.
+        name: the vendor's name for the product, where it is known.
+        memory: bytes of device memory, 0 where unknown.
+        free: the share that nobody holds, 1.0 for all of it.
+        holders: who holds the rest.
+    """
+
+    kind: str
+    id: int | str
+    type: str | None
+    uuid: str | None
+    name: str | None
+    memory: int
+    free: float
+    holders: tuple[Holder, ...]
+
+
+class Holdings:
+    """The workers of a node at one moment, asked who holds what.
+
+    Attributes:
+        pids: process ids of the live workers.
+        now: that moment.
+    """
+
+    def __init__(
+        self, workers: Iterable[WorkerRecord], pids: Mapping[int, int], now: float
+    ) -> None:
+        self.pids = pids
+        self.now = now
+        self._workers = [worker for worker in workers if worker.lease is not None]
+
+    def of_scalar(self, name: str) -> tuple[Holder, ...]:
+        """Who holds of an undivided resource; who waits for his children, no CPU."""
+        return tuple(
+            self._holder(worker, part)
+            for worker in self._workers
+            if worker.lease and not (worker.lease.is_lent and name == CPU)
+            for held, part in worker.lease.request.scalars
+            if held == name
+        )
+
+    def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
+        """The devices of a mask, each with its holders."""
+        holders: list[list[Holder]] = [[] for _ in devices.devices]
+        for worker in self._workers:
+            lease = worker.lease
+            assert lease is not None, worker
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            ):
+                if kind == devices.kind:
+                    for index, part in shares:
+                        holders[index].append(self._holder(worker, part))
+        return tuple(
+            DeviceStatus(
+                *(devices.kind, device.id, device.type, device.uuid, device.name),
+                *(device.memory, number(devices.free[index]), tuple(holders[index])),
+            )
+            for index, device in enumerate(devices.devices)
+            if mask >> index & 1
+        )
+
+    def _holder(self, worker: WorkerRecord, part: int) -> Holder:
+        share, pid, task = number(part), self.pids.get(worker.id, 0), worker.task
+        if task is None:
+            return Holder(share, worker.id, pid, None)
+        return Holder(
+            *(share, worker.id, pid, task.spec.name, self.seconds_of(worker)),
+            task.spec.is_endless,
+        )
+
+    def seconds_of(self, worker: WorkerRecord) -> float | None:
+        """For how long a worker runs its task; see `Holder`."""
+        # It is watched since it was given a task, or since it was seen with another.
+        is_known = worker.task is not None and worker.watched is worker.task
+        return self.now - worker.watched_since if is_known else None

@@ -1,0 +1,192 @@
+"""What a waiting task lacks: which resource is short, and what is kept for another.
+
+Looks at the ledger with the same eyes as `Node.take`, and says in words and figures
+what the latter only refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from aiogpu.core.devices import DeviceSet
+from aiogpu.core.holding import DeviceStatus, Holder, Holdings
+from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.reservation import Reservation
+from aiogpu.core.resources import number
+from aiogpu.core.wording import in_words, listing
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationStatus:
+    """What is kept for a task that has long been the first of its line.
+
+    Attributes:
+        task: the task's number.
+        name: its name.
+        devices: ids of the devices kept for it, by kind: `{"GPU": (0, 1)}`.
+        amounts: what is kept of other resources: `{"CPU": 2.0}`.
+        seconds: from now until it can begin at the latest, None where nobody knows
+            (who holds what it needs has no `timeout`).
+    """
+
+    task: int
+    name: str
+    devices: Mapping[str, tuple[int | str, ...]]
+    amounts: Mapping[str, float]
+    seconds: float | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind} {listing(map(str, ids), len(ids))}"
+            for kind, ids in self.devices.items()
+        ]
+        parts += [f"{name} {amount:g}" for name, amount in self.amounts.items()]
+        return in_words(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A resource of which a task cannot get now what it asks for.
+
+    Attributes:
+        resource: its name, "CPU" or "GPU".
+        asked: how much the task asks for; below 1, a share of one device.
+        free: how much nobody holds; of devices, the sum of the free shares of
+            those that the task may use.
+        total: how much there is, of devices those that the task may use.
+        kept: how much of what is free is kept for another task.
+        devices: the devices that the task may use, each with its free share and its
+            holders; empty for a resource that is not made of devices.
+        holders: who holds the rest.
+    """
+
+    resource: str
+    asked: float
+    free: float
+    total: float
+    kept: float
+    devices: tuple[DeviceStatus, ...]
+    holders: tuple[Holder, ...]
+
+
+class Lack(NamedTuple):
+    """A resource that is short, in parts.
+
+    Attributes:
+        name: of the resource.
+        asked: by the task.
+        free: what nobody holds of it.
+        kept: how much of that is kept for another task.
+        mask: the devices that the task may use; 0 if it is not made of devices.
+        is_claimed: whether it is kept for another task, once it is free.
+    """
+
+    name: str
+    asked: int
+    free: int
+    kept: int
+    mask: int
+    is_claimed: bool
+
+
+def find_lacks(node: Node, record: TaskRecord) -> Iterator[Lack]:
+    """The resources for which a waiting task waits."""
+    request, ledger = record.spec.shape.request, node.ledger
+    rival = rival_of(node, record)
+    for name, asked in request.scalars:
+        free = max(ledger.free[name], 0)
+        claim = rival.kept.get(name, 0) if rival else 0
+        kept = min(claim, free)
+        if free - kept < asked:
+            yield Lack(name, asked, free, kept, 0, claim > 0)
+    for kind, asked in request.devices:
+        devices, wanted = ledger.device_sets[kind], request.accelerator_type
+        barred = rival.barred.get(kind, 0) if rival else 0
+        if devices.choose(asked, wanted, barred=barred) is None:
+            mask = devices.mask_of_type(wanted)
+            kept = _free(devices, barred & mask)
+            is_claimed = bool(barred & mask)
+            yield Lack(kind, asked, _free(devices, mask), kept, mask, is_claimed)
+
+
+def _free(devices: DeviceSet, mask: int) -> int:
+    return sum(free for index, free in enumerate(devices.free) if mask >> index & 1)
+
+
+def rival_of(node: Node, record: TaskRecord) -> Reservation | None:
+    """The reservation that this task must leave alone, None without one."""
+    reservation = node.reservation
+    if reservation is None or reservation.lets_pass(record):
+        return None
+    return reservation
+
+
+def find_shortages(
+    node: Node, record: TaskRecord, holdings: Holdings
+) -> Iterator[Shortage]:
+    """The resources for which a waiting task waits, each with its holders."""
+    ledger = node.ledger
+    for lack in find_lacks(node, record):
+        devices: tuple[DeviceStatus, ...] = ()
+        if lack.mask:
+            devices = holdings.of_devices(ledger.device_sets[lack.name], lack.mask)
+            holders = tuple(one for device in devices for one in device.holders)
+            total = float(len(devices))
+        else:
+            holders = holdings.of_scalar(lack.name)
+            total = number(ledger.capacity[lack.name])
+        yield Shortage(
+            *(lack.name, number(lack.asked), number(lack.free), total),
+            *(number(lack.kept), devices, holders),
+        )
+
+
+def why_waiting(node: Node, record: TaskRecord) -> str:
+    """In one line what a waiting task waits for."""
+    rival = rival_of(node, record)
+    short = []
+    for lack in find_lacks(node, record):
+        told = f"free: {number(lack.free):g}"
+        if lack.mask:
+            devices = node.ledger.device_sets[lack.name]
+            shares = (
+                f"{device.id}: {number(free):g}"
+                for index, (device, free) in enumerate(
+                    zip(devices.devices, devices.free, strict=True)
+                )
+                if lack.mask >> index & 1
+            )
+            told = f"free by device: {listing(shares, lack.mask.bit_count())}"
+        if rival and lack.kept:
+            told += f"; kept for {rival.record.spec.name}"
+        short.append(f"{lack.name} {number(lack.asked):g} ({told})")
+    if short:
+        return "waits for " + " and ".join(short)
+    return "waits for its turn"
+
+
+def describe(
+    node: Node, reservation: Reservation | None, now: float
+) -> ReservationStatus | None:
+    """A reservation in the user's terms."""
+    if reservation is None:
+        return None
+    record, sets = reservation.record, node.ledger.device_sets
+    return ReservationStatus(
+        task=record.id,
+        name=record.spec.name,
+        devices={
+            kind: tuple(
+                device.id
+                for index, device in enumerate(sets[kind].devices)
+                if mask >> index & 1
+            )
+            for kind, mask in reservation.barred.items()
+        },
+        amounts={name: number(parts) for name, parts in reservation.kept.items()},
+        seconds=None if reservation.until == inf else max(reservation.until - now, 0.0),
+    )

@@ -1,0 +1,149 @@
+"""Why a task is where it is: what it waits for, who holds that, whose turn it is.
+
+Looks and changes nothing. It costs as much as there are workers, and next to nothing
+for each task that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from aiogpu.core.explain import explain
+from aiogpu.core.holding import Holdings
+from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.reservation import Reservation, reserve
+from aiogpu.core.shortage import (
+    ReservationStatus,
+    Shortage,
+    describe,
+    find_lacks,
+    find_shortages,
+)
+from aiogpu.core.wording import SHOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Why a task waits, or what it does instead. `str()` tells it in words.
+
+    Attributes:
+        name: the task's name.
+        task: its number; 0 while its node is opening.
+        state: "opening" (the node is), "waiting", "starting" (its worker is being
+            forked), "queued" (sent ahead to a worker that runs another), "running",
+            "blocked" (it waits for tasks that it has started), "stopping" or
+            "ended".
+        seconds: since it was submitted; None where the node was not asked.
+        request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
+        position: its place among those that wait for the same, 1 for the first;
+            exact up to some thousands. None unless it waits.
+        of: how many wait for the same.
+        reasons: for a waiting task, one for each resource that is short.
+        reservation: what is kept for it, since it has waited long; or for another,
+            where that is why it waits.
+        is_held_endlessly: whether it waits for what others hold without end; then
+            nothing is kept for it, however long it waits.
+        worker: id of its worker, None without one.
+        pid: process id of its worker, 0 without one or while it starts.
+        runs_for: seconds since its code began; None where that is not known.
+        behind: names of the tasks that go before it on its worker, the one that
+            runs first; at most eight.
+        children: names of the tasks that it waits for; at most eight.
+        count: how many there are of `behind` or of `children`.
+        outcome: how it has ended, in words: "it was cancelled"; None before.
+    """
+
+    name: str
+    task: int
+    state: str
+    seconds: float | None = None
+    request: Mapping[str, float] = field(default_factory=dict)
+    position: int | None = None
+    of: int = 0
+    reasons: tuple[Shortage, ...] = ()
+    reservation: ReservationStatus | None = None
+    is_held_endlessly: bool = False
+    worker: int | None = None
+    pid: int = 0
+    runs_for: float | None = None
+    behind: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+    count: int = 0
+    outcome: str | None = None
+
+    def __str__(self) -> str:
+        return explain(self)
+
+
+def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> Why:
+    """Say why a task that has not ended is where it is.
+
+    Args:
+        node: the node that has it.
+        record: the task.
+        pids: process ids of the live workers.
+        now: the moment for which it is said.
+    """
+    if record.worker is None:
+        return _waiting(node, record, Holdings(node.workers, pids, now))
+    return _on_worker(record, record.worker, Holdings((), pids, now))
+
+
+def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
+    bucket = node.ready.by_shape[record.spec.shape]
+    reasons = tuple(find_shortages(node, record, holdings))
+    return Why(
+        name=record.spec.name,
+        task=record.id,
+        state=record.state.value,
+        seconds=holdings.now - record.since,
+        request=record.spec.shape.request.as_numbers(),
+        position=bucket.position(record) + 1,
+        of=bucket.size,
+        reasons=reasons,
+        reservation=describe(node, _concerning(node, record), holdings.now),
+        is_held_endlessly=bool(reasons) and reserve(node, record, holdings.now) is None,
+    )
+
+
+def _concerning(node: Node, record: TaskRecord) -> Reservation | None:
+    """The reservation for this task, or for one that takes what this one lacks."""
+    reservation = node.reservation
+    if reservation is None or reservation.record is record:
+        return reservation
+    is_in_its_way = any(lack.is_claimed for lack in find_lacks(node, record))
+    return reservation if is_in_its_way else None
+
+
+def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> Why:
+    before = _before(record, worker)
+    waits_for = record.kin.waits_for.values() if record.kin else ()
+    is_begun = record is worker.task
+    return Why(
+        name=record.spec.name,
+        task=record.id,
+        state=record.state.value,
+        seconds=holdings.now - record.since,
+        request=record.spec.shape.request.as_numbers(),
+        worker=worker.id,
+        pid=holdings.pids.get(worker.id, 0),
+        runs_for=holdings.seconds_of(worker) if is_begun else None,
+        behind=_names(before),
+        children=_names(waits_for),
+        count=len(before) + len(waits_for),
+    )
+
+
+def _before(record: TaskRecord, worker: WorkerRecord) -> list[TaskRecord]:
+    """Those that go before a task on its worker, the one that runs first."""
+    if record is worker.task or worker.task is None:
+        return []
+    ahead = takewhile(lambda other: other is not record, worker.queue)
+    return [worker.task, *ahead]
+
+
+def _names(records: Iterable[TaskRecord]) -> tuple[str, ...]:
+    return tuple(record.spec.name for record in islice(records, SHOWN))

@@ -1,0 +1,40 @@
+"""How figures and lists are written where people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+SHOWN: Final = 8
+"""Entries of a list that are written out; the rest is counted."""
+
+
+def span(seconds: float) -> str:
+    """A length of time, as exact as it is of use: "0.4 s", "12 s", "3 min"."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    if seconds < 119.5:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 119.5 else f"{minutes / 60:.0f} h"
+
+
+def listing(entries: Iterable[str], count: int, separator: str = ", ") -> str:
+    """The first few of `count` entries, and how many more there are."""
+    shown = list(islice(entries, SHOWN))
+    if count > len(shown):
+        shown.append(f"and {count - len(shown)} more")
+    return separator.join(shown)
+
+
+def in_words(parts: Sequence[str]) -> str:
+    """Joined as in a sentence: "a", "a and b", "a, b and c"."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def terms(numbers: Iterable[tuple[str, float]]) -> str:
+    """Amounts by name, as a request is written: "{CPU: 1, GPU: 0.5}"."""
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in numbers) + "}"

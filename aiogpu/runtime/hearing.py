@@ -1,0 +1,58 @@
+"""What workers say, in order, and never before what they have printed is out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from aiogpu.runtime.console import Console
+from aiogpu.runtime.slot import LiveWorker
+from aiogpu.wire.messages import Done, Failed, Log, Message, Skipped
+
+
+class Hearing:
+    """Passes on what workers say to whoever has asked for it.
+
+    Attributes:
+        on_answer: told of a task's end, by the driver's wish.
+        on_skipped: told of a task that was not run.
+        on_nested: told what a task says of its children.
+        name_of: gives the name of a task.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.on_answer: Callable[[int, Done | Failed], None]
+        self.on_skipped: Callable[[int, Skipped], None]
+        self.on_nested: Callable[[LiveWorker, Message], None]
+        self.name_of: Callable[[int], str]
+        self._console = console
+
+    def hear(self, worker: LiveWorker, messages: list[Message]) -> None:
+        """Take in what has come together from one worker."""
+        output, console = worker.slot.output, self._console
+        # Written before the answers were sent, so once is enough for all of them.
+        output.catch_up()
+        for message in messages:
+            kind = type(message)
+            if kind is Log:
+                self._show(worker, message)  # type: ignore[arg-type]
+            elif output.number > console.written:
+                # After what was printed before it, and the answers before it.
+                console.after(output.number, partial(self._pass_on, worker, message))
+            elif kind is Done:
+                self.on_answer(worker.id, message)  # type: ignore[arg-type]
+            else:
+                self._pass_on(worker, message)
+
+    def _pass_on(self, worker: LiveWorker, message: Message) -> None:
+        if isinstance(message, Done | Failed):
+            self.on_answer(worker.id, message)
+        elif isinstance(message, Skipped):
+            self.on_skipped(worker.id, message)
+        else:
+            self.on_nested(worker, message)
+
+    def _show(self, worker: LiveWorker, log: Log) -> None:
+        output = worker.slot.output
+        named = f"{self.name_of(log.task)} pid={worker.pid}"
+        output.show(log.stream, named if log.task else output.label, log.line)

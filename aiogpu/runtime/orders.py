@@ -1,0 +1,75 @@
+"""What workers are told: by message, or by the page where they do not listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiogpu.core.ids import TaskId
+from aiogpu.memory.page import ControlPage
+from aiogpu.runtime.call import Call
+from aiogpu.runtime.slot import LiveWorker
+from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
+
+
+class Orders:
+    """The way to the live workers of one node."""
+
+    def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
+        self._workers = workers
+        self._page = page
+
+    def assign(
+        self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
+    ) -> None:
+        """Send a task; `bind` comes first where the worker is fresh."""
+        worker = self._workers[worker_id]
+        site, peer = call.site, worker.peer
+        if peer is None:
+            return
+        run = Run(task, site.id, call.payload, is_last, call.number)
+        if bind is None and site.id in worker.sites:
+            peer.send_one(run)
+            return
+        messages: list[Message] = [] if bind is None else [bind]
+        peer.send(*messages, *worker.introduce(site), run)
+
+    def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
+        """Send tasks to a worker that runs another, in one write."""
+        worker = self._workers[worker_id]
+        if worker.peer is None:
+            return
+        messages: list[Message] = []
+        for task, call in calls:
+            site = call.site
+            if site.id not in worker.sites:
+                messages += worker.introduce(site)
+            messages.append(Run(task, site.id, call.payload, False, call.number))
+        worker.peer.send(*messages)
+
+    def revoke(self, worker_id: int, below: int) -> None:
+        """See to it that a worker begins nothing that it was sent before."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._page.revoke(worker.slot.index, below)
+
+    def begun(self, worker_id: int) -> int:
+        """The number of what a worker has begun last, 0 for nothing."""
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else self._page.begun(worker.slot.index)
+
+    def interrupt(
+        self, worker_id: int, task: int, attempt: int, is_coroutine: bool
+    ) -> None:
+        """Ask a worker to stop a task: a coroutine by message first, then by signal."""
+        worker = self._workers[worker_id]
+        slot = worker.slot
+        if worker.status is not None:
+            return
+        self._page.ask(slot.index, task)
+        if self._page.heard(slot.index) == task:
+            return
+        if is_coroutine and attempt == 0:
+            if worker.peer is not None:
+                worker.peer.send(Cancel(task))
+        elif slot.keeper is not None:
+            slot.keeper.send(Signal(worker_id))

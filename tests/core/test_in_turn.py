@@ -1,0 +1,94 @@
+"""The line of all shapes, looked at without being changed, and one's place in it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.core.ids import TaskId
+from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.ready import ReadyQueue, precedence
+from aiogpu.core.records import TaskRecord, move_task
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Shape, TaskSpec
+
+SHAPES = [
+    Shape(Request.of({"CPU": cpus}, {}), (("N", str(number)),))
+    for cpus in (1, 2)
+    for number in range(3)
+]
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "leave", "begin", "back"]),
+        st.integers(0, len(SHAPES) - 1),
+        st.integers(-1, 1),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+class Line:
+    """A queue, and all that was ever in it."""
+
+    def __init__(self) -> None:
+        self.ready = ReadyQueue()
+        self.last = 0
+        self.begun: list[TaskRecord] = []
+
+    @property
+    def waiting(self) -> list[TaskRecord]:
+        return sorted(self.ready, key=precedence)
+
+    def move(self, what: str, shape: int, priority: int, choice: int) -> None:
+        if what == "push":
+            self.last += 1
+            spec = TaskSpec("t", SHAPES[shape], priority=priority)
+            self.ready.push(TaskRecord(TaskId(self.last), spec, 0, float(self.last)))
+        elif what == "leave" and (waiting := self.waiting):
+            record = waiting[choice % len(waiting)]
+            move_task(record, TaskState.ENDED)
+            self.ready.discard(record)
+        elif what == "begin" and (bucket := self.ready.by_shape.get(SHAPES[shape])):
+            record = bucket.head()
+            self.ready.pop(bucket)
+            move_task(record, TaskState.STARTING)
+            self.begun.append(record)
+        elif what == "back" and self.begun:
+            record = self.begun.pop(choice % len(self.begun))
+            move_task(record, TaskState.WAITING)
+            self.ready.push_back(record)
+
+
+@given(MOVES)
+def test_all_are_seen_in_the_order_of_their_turn(moves):
+    line = Line()
+    for move in moves:
+        line.move(*move)
+        waiting = line.waiting
+        assert list(line.ready.in_turn()) == waiting
+        heads = [head for head, _ in line.ready.heads_in_turn()]
+        of_shape = {shape: [] for shape in line.ready.by_shape}
+        for record in waiting:
+            of_shape[record.spec.shape].append(record)
+        assert heads == sorted((r[0] for r in of_shape.values()), key=precedence)
+        for shape, records in of_shape.items():
+            bucket = line.ready.by_shape[shape]
+            assert [bucket.position(r) for r in records] == list(range(len(records)))
+            assert bucket.oldest() == min(record.since for record in records)
+
+
+@given(MOVES)
+def test_looking_changes_nothing(moves):
+    """Two lines with the same story, one of them looked at, go on alike."""
+    seen, unseen = Line(), Line()
+    for move in moves:
+        seen.move(*move)
+        unseen.move(*move)
+        next(seen.ready.in_turn(), None)
+        next(seen.ready.heads_in_turn(), None)
+        assert [r.id for r in seen.waiting] == [r.id for r in unseen.waiting]
+        for one, other in zip(
+            seen.ready.by_request.values(),
+            unseen.ready.by_request.values(),
+            strict=True,
+        ):
+            assert one.first()[1].id == other.first()[1].id

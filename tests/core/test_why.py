@@ -1,0 +1,381 @@
+"""[B23] Why a task is where it is: figures, and the same in words."""
+
+import pytest
+
+from aiogpu.core.events import Cancelled
+from aiogpu.core.holding import Holder
+from aiogpu.core.ids import TaskId
+from aiogpu.core.lane import SEARCHED
+from aiogpu.core.scheduler import ABANDONED
+from aiogpu.core.shortage import ReservationStatus
+from aiogpu.core.why import Why, why
+from aiogpu.testing import World
+
+
+def ask(w: World, name: str) -> Why:
+    """Ask why; worker 1 has process 101, and so on."""
+    record = w.scheduler.tasks.get(w.tasks[name].id)
+    assert record is not None, f"{name!r} has ended"
+    return why(w.scheduler, record, {id_: 100 + id_ for id_ in w.workers}, w.now)
+
+
+def zeroth(w: World) -> World:
+    """Use up number 0, which no real task has, and worker 1 with it."""
+    w.submit("zeroth", max_calls=1)
+    w.finish("zeroth")
+    assert not w.workers
+    return w
+
+
+def test_a_task_tells_what_is_short_and_who_holds_it():
+    w = zeroth(World(cpus=4, gpus=2))
+    w.submit("first", num_gpus=0.7)
+    w.submit("second", num_gpus=0.7)
+    w.advance(30)
+    w.submit("third", num_gpus=0.5)
+    w.advance(0.5)
+    told = ask(w, "third")
+    assert (told.name, told.task, told.state) == ("third", 3, "waiting")
+    assert (told.seconds, told.request) == (0.5, {"CPU": 1.0, "GPU": 0.5})
+    assert (told.position, told.of) == (1, 1)
+    assert (told.worker, told.pid, told.runs_for) == (None, 0, None)
+    (short,) = told.reasons
+    assert (short.resource, short.asked, short.free, short.total) == (
+        "GPU",
+        0.5,
+        0.6,
+        2,
+    )
+    assert [device.free for device in short.devices] == [0.3, 0.3]
+    assert short.holders == (
+        Holder(0.7, 2, 102, "first", 30.5),
+        Holder(0.7, 3, 103, "second", 30.5),
+    )
+    assert str(told) == (
+        "third (task 3) has waited 0.5 s for {CPU: 1, GPU: 0.5}\n"
+        "  GPU 0.5: 0.6 of 2 free (0: 0.3, 1: 0.3)\n"
+        "    0.7 of GPU 0: held by first (pid 102, for 30 s)\n"
+        "    0.7 of GPU 1: held by second (pid 103, for 30 s)"
+    )
+
+
+def test_a_scalar_is_held_by_those_who_asked_for_it():
+    w = zeroth(World(cpus=3, resources={"license": 1}))
+    w.submit("a", resources={"license": 1})
+    w.submit("b")
+    w.submit("c", num_cpus=2, resources={"license": 1})
+    told = ask(w, "c")
+    cpu, license_ = told.reasons
+    assert (cpu.resource, cpu.asked, cpu.free, cpu.total) == ("CPU", 2, 1, 3)
+    assert [holder.task for holder in cpu.holders] == ["a", "b"]
+    assert (license_.free, license_.total, license_.devices) == (0, 1, ())
+    assert str(told).splitlines()[1:] == [
+        "  CPU 2: 1 of 3 free",
+        "    1: held by a (pid 102, for 0.0 s)",
+        "    1: held by b (pid 103, for 0.0 s)",
+        "  license 1: 0 of 1 free",
+        "    1: held by a (pid 102, for 0.0 s)",
+    ]
+
+
+def test_who_waits_for_his_children_holds_no_cpu():
+    w = World(cpus=1, resources={"license": 1})
+    w.submit("parent", resources={"license": 1})
+    w.submit("child", parent="parent")
+    w.wait_for("parent", "child")
+    w.submit("other", resources={"license": 1})
+    cpu, license_ = ask(w, "other").reasons
+    assert [holder.task for holder in cpu.holders] == ["child"]
+    assert [holder.task for holder in license_.holders] == ["parent"]
+
+
+def test_the_place_in_line_is_that_among_equals():
+    w = zeroth(World(cpus=1))
+    w.submit("runs")
+    w.submit("other", num_cpus=0.5)
+    for number in range(5):
+        w.submit(f"t{number}")
+    w.submit("urgent", priority=1)
+    w.cancel("t1")
+    told = ask(w, "t3")
+    assert (told.position, told.of) == (4, 5)
+    assert [ask(w, name).position for name in ("urgent", "t0", "t4")] == [1, 2, 5]
+    assert ask(w, "other").of == 1
+    assert str(told).startswith(
+        "t3 (task 6) has waited 0.0 s, as number 4 of 5 that ask for {CPU: 1}\n"
+    )
+
+
+@pytest.mark.parametrize("left", [0, 3 * SEARCHED])
+def test_the_place_of_one_far_behind_is_found(left):
+    """Also behind many that have left, of whom each was looked at."""
+    w = World(cpus=1)
+    w.submit("runs")
+    w.submit("head")
+    spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
+    last = 4 * SEARCHED
+    for number in range(2, last + 1):
+        w.scheduler.submit(TaskId(number), spec, 0.0)
+    for number in range(2, left + 2):
+        w.scheduler.handle(Cancelled(TaskId(number)), 0.0)
+    for number in range(last - 20, last + 1):
+        record = w.scheduler.tasks.get(TaskId(number))
+        told = why(w.scheduler, record, {}, 0.0)
+        assert (told.position, told.of) == (number - left, last - left)
+
+
+def test_devices_of_another_type_do_not_count():
+    w = World(gpu_types=["A100", "T4"])
+    w.submit("a", num_gpus=1, accelerator_type="T4")
+    w.submit("b", num_gpus=1, accelerator_type="T4")
+    (short,) = ask(w, "b").reasons
+    assert (short.free, short.total) == (0, 1)
+    assert [device.id for device in short.devices] == [1]
+
+
+def test_a_process_that_ends_and_one_that_begins_hold_what_they_have():
+    w = zeroth(World(cpus=1))
+    w.exits = False
+    w.submit("a", max_calls=1)
+    w.submit("b")
+    w.finish("a")
+    assert str(ask(w, "b")).splitlines()[2] == (
+        "    1: held by a process that is ending (pid 102)"
+    )
+    w.starts = False
+    w.die(2)
+    w.submit("c")
+    record = w.scheduler.tasks.get(w.tasks["c"].id)
+    assert str(why(w.scheduler, record, {}, w.now)).splitlines()[2] == (
+        "    1: held by b (its worker is being forked)"
+    )
+
+
+def test_those_who_hold_it_longest_come_first_and_the_rest_is_counted():
+    w = zeroth(World(cpus=11))
+    for number in range(11):
+        w.submit(f"t{number}")
+        w.advance(1)
+    w.submit("waits")
+    lines = str(ask(w, "waits")).splitlines()
+    assert lines[2] == "    1: held by t0 (pid 102, for 11 s)"
+    assert lines[9:] == [
+        "    1: held by t7 (pid 109, for 4.0 s)",
+        "    and 3 more",
+    ]
+
+
+def test_devices_are_listed_in_part():
+    w = World(gpus=12)
+    w.submit("a", num_gpus=12)
+    w.submit("b", num_gpus=1)
+    shares = ", ".join(f"{index}: 0" for index in range(8))
+    assert f"  GPU 1: 0 of 12 free ({shares}, and 4 more)" in str(ask(w, "b"))
+
+
+def go_past(w: World, name: str) -> None:
+    """Let a task come and go, so that all who wait are looked at."""
+    w.submit(name, num_cpus=0)
+    w.finish(name)
+
+
+def reserved(**options: object) -> World:
+    """A world in which something is kept for `big`."""
+    w = zeroth(World(cpus=4, gpus=2))
+    w.submit("long", num_gpus=0.5, **options)
+    w.submit("big", num_gpus=2)
+    go_past(w, "before")
+    w.advance(1)
+    go_past(w, "after")
+    w.submit("tick")
+    w.submit("small", num_gpus=0.25)
+    return w
+
+
+def test_the_one_for_whom_something_is_kept_says_so():
+    w = reserved()
+    told = ask(w, "big")
+    kept = ReservationStatus(2, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
+    assert (told.reservation, told.is_held_endlessly) == (kept, False)
+    assert [short.kept for short in told.reasons] == [0]
+    assert str(told).splitlines()[-1] == (
+        "  kept for it: GPU 0, 1 and CPU 1; it begins as soon as all of that is free"
+    )
+
+
+def test_it_says_by_when_where_that_is_known():
+    told = ask(reserved(timeout=10), "big")
+    assert told.reservation is not None
+    assert told.reservation.seconds == 11
+    assert str(told).endswith("kept for it: GPU 0, 1 and CPU 1; it begins within 11 s")
+
+
+def test_the_others_name_the_one_that_goes_first():
+    w = reserved()
+    told = ask(w, "small")
+    assert told.reservation is not None
+    assert (told.reservation.name, told.reservation.task) == ("big", 2)
+    (short,) = told.reasons
+    assert (short.free, short.kept) == (1.5, 1.5)
+    assert str(told).splitlines()[1:] == [
+        "  GPU 0.25: 1.5 of 2 free (0: 0.5, 1: 1), 1.5 of it kept",
+        "    0.5 of GPU 0: held by long (pid 102, for 1.0 s)",
+        "  kept for big (task 2), which goes first: GPU 0, 1 and CPU 1",
+    ]
+
+
+def test_a_scalar_is_kept_as_well():
+    w = reserved()
+    w.submit("many", num_cpus=2)
+    (short,) = ask(w, "many").reasons
+    assert (short.resource, short.free, short.kept) == ("CPU", 2, 1)
+    assert ask(w, "many").reservation.name == "big"
+
+
+def test_what_will_be_kept_once_it_is_free_is_named_too():
+    w = reserved()
+    w.submit("pair", num_cpus=2, priority=1)
+    w.submit("later")
+    (short,) = ask(w, "later").reasons
+    assert (short.free, short.kept) == (0, 0)
+    assert ask(w, "later").reservation.name == "big"
+
+
+def test_a_reservation_of_what_it_does_not_lack_is_no_matter():
+    w = zeroth(World(cpus=4, gpus=1, resources={"license": 1}))
+    w.submit("holds", num_cpus=0, resources={"license": 1})
+    w.submit("long", num_gpus=1)
+    w.submit("big", num_gpus=1)
+    w.submit("licensed", num_cpus=0, resources={"license": 1})
+    go_past(w, "before")
+    w.advance(1)
+    go_past(w, "after")
+    assert ask(w, "big").reservation is not None
+    assert ask(w, "licensed").reservation is None
+
+
+def test_a_task_that_may_pass_is_not_told_of_it():
+    w = reserved()
+    w.submit("urgent", num_gpus=1, priority=1)
+    w.submit("more", num_gpus=1, priority=1)
+    told = ask(w, "more")
+    assert told.reservation is None
+    assert [short.kept for short in told.reasons] == [0]
+
+
+def test_what_is_held_without_end_is_named_and_nothing_is_kept():
+    w = zeroth(World(gpus=2))
+    w.submit("model", num_gpus=0.5, is_endless=True)
+    w.submit("task", num_gpus=0.5)
+    w.submit("big", num_gpus=2)
+    w.advance(5)
+    w.submit("tick", num_gpus=0.5)
+    told = ask(w, "big")
+    assert (told.is_held_endlessly, told.reservation) == (True, None)
+    assert str(told).splitlines()[2:] == [
+        "    0.5 of GPU 0: held by model (pid 102, without end)",
+        "    0.5 of GPU 0: held by task (pid 103, for 5.0 s)",
+        "    0.5 of GPU 1: held by tick (pid 104, for 0.0 s)",
+        "  nothing is kept for it, however long it waits: what it needs is held "
+        "without end",
+    ]
+    w.submit("fits", num_gpus=1)
+    assert not ask(w, "fits").is_held_endlessly
+
+
+def test_a_running_task_says_where_and_for_how_long():
+    w = zeroth(World(cpus=1))
+    w.submit("a")
+    w.advance(3)
+    told = ask(w, "a")
+    assert (told.state, told.worker, told.pid, told.runs_for) == ("running", 2, 102, 3)
+    assert (told.position, told.of, told.reasons) == (None, 0, ())
+    assert str(told) == "a (task 1) runs on worker 2 (pid 102), for 3.0 s now."
+
+
+def test_of_one_that_has_just_begun_it_is_not_known_for_how_long():
+    w = zeroth(World(cpus=1))
+    w.submit("a")
+    w.submit("b")
+    w.finish("a")
+    assert ask(w, "b").runs_for is None
+    assert str(ask(w, "b")) == "b (task 2) runs on worker 2 (pid 102)."
+
+
+def test_a_task_whose_worker_is_being_forked_says_so():
+    w = World(starts=False)
+    w.submit("zeroth")
+    w.submit("a", num_cpus=2)
+    assert str(ask(w, "a")) == (
+        "a (task 1) holds {CPU: 2}; a worker is being forked for it."
+    )
+
+
+def test_a_task_that_was_sent_ahead_names_those_before_it():
+    w = World(cpus=1, took=1e-5)
+    w.submit("zeroth")
+    for name in "abcdef":
+        w.submit(name)
+    w.finish("zeroth")
+    told = ask(w, "c")
+    assert (told.state, told.behind, told.count) == ("queued", ("a", "b"), 2)
+    assert told.runs_for is None
+    assert str(told) == (
+        "c (task 3) was sent ahead to worker 1 (pid 101) and runs after a, b."
+    )
+
+
+def test_a_task_that_waits_for_its_children_names_them():
+    w = zeroth(World(cpus=1))
+    w.submit("parent")
+    w.submit("child", parent="parent")
+    w.wait_for("parent", "child")
+    assert str(ask(w, "parent")) == (
+        "parent (task 1) waits for its child child; meanwhile it holds no CPU."
+    )
+    for number in range(10):
+        w.submit(f"c{number}", parent="parent")
+    w.wait_for("parent", "child", *(f"c{number}" for number in range(10)))
+    told = ask(w, "parent")
+    assert (len(told.children), told.count, told.state) == (8, 11, "blocked")
+    assert "its children child, c0, c1, c2, c3, c4, c5, c6, and 3 more;" in str(told)
+
+
+def test_a_task_that_is_being_stopped_says_so():
+    w = zeroth(World())
+    w.submit("a")
+    w.cancel("a")
+    assert str(ask(w, "a")) == (
+        "a (task 1) is being stopped; its code on worker 2 (pid 102) has not ended yet."
+    )
+
+
+def test_on_a_node_that_closes_a_task_waits_for_its_turn():
+    w = World(cpus=1, exits=False)
+    w.submit("a")
+    for number in range(ABANDONED + 1):
+        w.submit(f"t{number}")
+    w.close()
+    w.finish("a")
+    last = f"t{ABANDONED}"
+    told = ask(w, last)
+    assert (told.reasons, told.is_held_endlessly) == ((), False)
+    assert str(told) == f"{last} (task 501) has waited 0.0 s for its turn: 0 before it"
+
+
+def test_what_has_ended_or_not_begun_is_told_without_a_node():
+    assert str(Why("a", 0, "opening")) == (
+        "a waits for its node, which is being opened."
+    )
+    assert str(Why("a", 7, "ended")) == "a (task 7) has ended."
+    ended = Why("a", 7, "ended", outcome="it was cancelled")
+    assert str(ended) == "a (task 7) has ended: it was cancelled."
+
+
+def test_asking_changes_nothing():
+    w = reserved()
+    before = w.scheduler.reservation
+    for name in ("long", "big", "small", "tick"):
+        ask(w, name)
+    assert w.scheduler.reservation is before
+    w.check()

@@ -1,0 +1,108 @@
+"""What a task asks of its children's scheduler, there and back."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from aiogpu.api.options import TaskOptions, check_options
+from aiogpu.errors import DeserializationError
+from aiogpu.runtime.call import Site, new_site_id
+from aiogpu.runtime.terms import Terms, new_function
+from tests.program import environment
+from tests.runtime import sites
+
+
+def site_of(**options: Any) -> Site:
+    checked = TaskOptions(**check_options(options))
+    function = sites.function()
+    spec = checked.spec("train", function.id)
+    return Site(
+        new_site_id(),
+        function,
+        spec,
+        spec.shape.request.as_numbers(),
+        dict(checked.runtime_env),
+        options.get("name") == "coroutine",
+        checked.retry_exceptions,
+    )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_cpus": 0, "num_gpus": 0.25, "strategy": "spread"},
+    {"num_gpus": 2, "accelerator_type": "A100", "max_calls": 0},
+    {"resources": {"license": 0.5, "a": 2}, "priority": -3, "timeout": 2.5},
+    {"runtime_env": {"env_vars": {"B": "1", "A": "2"}}, "max_retries": -1},
+    {"name": "coroutine", "retry_exceptions": True, "lifetime": "detached"},
+    {"retry_exceptions": [OSError, KeyError]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+def test_a_site_there_and_back(options: dict[str, Any]) -> None:
+    ours = site_of(**options)
+    function = new_function(ours.function.payload)
+    theirs = Terms.unpack(Terms.of(ours).pack()).site(function)
+    assert theirs.spec.shape == ours.spec.shape
+    assert hash(theirs.spec.shape) == hash(ours.spec.shape)
+    assert theirs.spec.function == function.id != ours.spec.function
+    assert theirs.id != ours.id
+    for name in ("resources", "environ", "is_coroutine", "retry_exceptions"):
+        assert getattr(theirs, name) == getattr(ours, name), name
+    names = ("name", "max_calls", "max_retries", "priority", "timeout", "is_detached")
+    for name in (*names, "lane", "is_endless"):
+        assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
+
+
+ELSEWHERE = """
+import sys
+from tests.runtime.test_terms import OPTIONS, site_of
+from aiogpu.runtime.terms import Terms
+for options in OPTIONS:
+    site = site_of(**options)
+    print(hash(site.spec.shape), Terms.of(site).pack().hex())
+"""
+
+
+def test_shapes_of_another_process_equal_ours() -> None:
+    """Its hashes of texts are not ours."""
+    told = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        env=environment(PYTHONHASHSEED="1"),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    hashes = set()
+    for options, line in zip(OPTIONS, told, strict=True):
+        number, packed = line.split()
+        ours = site_of(**options).spec.shape
+        theirs = Terms.unpack(bytes.fromhex(packed)).site(sites.function()).spec.shape
+        assert {ours: 1}[theirs] == 1
+        hashes.add(int(number) == hash(ours))
+    assert False in hashes, "else this test shows nothing"
+
+
+def test_only_builtins_are_pickled() -> None:
+    packed = Terms.of(site_of(retry_exceptions=[OSError])).pack()
+    assert b"aiogpu" not in packed
+    assert type(pickle.loads(packed)) is tuple
+
+
+def test_equal_terms_are_equal_keys() -> None:
+    one, two = (
+        Terms.unpack(Terms.of(site_of(name="a", timeout=1)).pack()) for _ in "12"
+    )
+    assert one == two
+    assert hash(one) == hash(two)
+
+
+def test_a_class_that_cannot_be_imported_here() -> None:
+    terms = Terms.of(site_of())._replace(retried=b"cno_such_module\nNoError\n.")
+    with pytest.raises(DeserializationError, match="no_such_module"):
+        terms.site(sites.function())

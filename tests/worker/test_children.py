@@ -1,0 +1,219 @@
+"""A task's children as its worker sees them: numbers, waits, threads, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from aiogpu.errors import NodeClosedError
+from aiogpu.wire.messages import (
+    Cancel,
+    ChildDone,
+    ChildFailed,
+    Declare,
+    Exit,
+    Failed,
+    Submit,
+    Wait,
+    Withdraw,
+)
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.children import Children
+from aiogpu.worker.context import Context
+from tests.worker.driver_end import DriverEnd
+
+FAILED = ("raised", "KeyError", "1", "trace", b"pickle")
+
+
+class PaperReceiver:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def receive(self, payload: bytes) -> None:
+        self.told.append(payload)
+
+    def reject(self, failed: Failed) -> None:
+        self.told.append(failed)
+
+    def abandon(self) -> None:
+        self.told.append("abandoned")
+
+
+def describe(site: int = 7) -> Declare:
+    return Declare(site, "train", b"terms", b"function")
+
+
+@pytest.fixture
+def children(channel: Channel, context: Context) -> Iterator[Children]:
+    """Those of task 3."""
+    context.task = 3
+    children = context.children = Children(channel)
+    yield children
+    children.end_task()
+
+
+def test_a_site_is_declared_once(children: Children, driver: DriverEnd) -> None:
+    receiver = PaperReceiver()
+    for number in (1, 2):
+        assert children.submit(7, b"args", receiver, describe) == number
+    assert children.submit(8, b"", receiver, lambda: describe(8)) == 3
+    assert [driver.next() for _ in range(5)] == [
+        describe(),
+        Submit(3, 1, 7, b"args"),
+        Submit(3, 2, 7, b"args"),
+        describe(8),
+        Submit(3, 3, 8, b""),
+    ]
+
+
+def test_sites_are_declared_anew_when_there_are_many(
+    children: Children, driver: DriverEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.worker.children.DECLARED", 2)
+    for site in (1, 2, 1, 3, 1):
+        children.submit(site, b"", PaperReceiver(), lambda s=site: describe(s))  # type: ignore[misc]
+    said = [driver.next() for _ in range(9)]
+    declared = [one.site for one in said if isinstance(one, Declare)]
+    assert declared == [1, 2, 3, 1], "all were forgotten with the third"
+
+
+def test_each_is_told_once(children: Children, driver: DriverEnd) -> None:
+    one, two = PaperReceiver(), PaperReceiver()
+    for receiver in (one, two):
+        children.submit(7, b"", receiver, describe)
+    driver.send(ChildDone(1, b"result"), ChildFailed(2, *FAILED), ChildDone(1, b"x"))
+    assert children.wait_until(lambda: bool(one.told and two.told))
+    assert one.told == [b"result"]
+    assert two.told == [Failed(2, *FAILED)]
+    assert children.upsets == 1
+
+
+def test_a_withdrawn_child_tells_nothing(children: Children, driver: DriverEnd) -> None:
+    receiver, other = PaperReceiver(), PaperReceiver()
+    children.submit(7, b"", receiver, describe)
+    children.submit(7, b"", other, describe)
+    children.withdraw(1)
+    children.withdraw(1)
+    driver.send(ChildFailed(1, *FAILED), ChildDone(2, b""))
+    assert children.wait_until(lambda: bool(other.told))
+    assert receiver.told == []
+    assert children.upsets == 1
+    children.withdraw(2)
+    said = [driver.next() for _ in range(4)]
+    assert said[-1] == Withdraw(3, 1)
+
+
+def test_a_wait_may_be_limited(children: Children) -> None:
+    before = time.monotonic()
+    assert not children.wait_until(lambda: False, before + 0.01)
+    assert time.monotonic() - before >= 0.01
+    assert not children.wait_until(lambda: False, before)
+    assert children.wait_until(lambda: True, before)
+
+
+def test_waits_add_up(children: Children, driver: DriverEnd) -> None:
+    children.note_wait("a", (1, 2))
+    children.note_wait("b", (2, 3))
+    children.note_wait("a", (1,))
+    children.end_wait("a")
+    children.note_wait("b", ())
+    children.note_wait("b", ())
+    assert [driver.next() for _ in range(5)] == [
+        Wait(3, (1, 2)),
+        Wait(3, (1, 2, 3)),
+        Wait(3, (2, 3, 1)),
+        Wait(3, ()),
+        Wait(3, ()),
+    ]
+
+
+def test_what_is_not_for_children_stays(
+    children: Children, channel: Channel, driver: DriverEnd
+) -> None:
+    receiver = PaperReceiver()
+    children.submit(7, b"", receiver, describe)
+    driver.send(Cancel(3), ChildDone(1, b""), Exit())
+    assert children.wait_until(lambda: bool(receiver.told))
+    assert [channel.next(), channel.next()] == [Cancel(3), Exit()]
+
+
+def test_a_driver_that_goes_ends_the_wait(
+    children: Children, driver: DriverEnd
+) -> None:
+    children.submit(7, b"", PaperReceiver(), describe)
+    driver.hang_up()
+    with pytest.raises(NodeClosedError, match="the node has gone"):
+        children.wait_until(lambda: False)
+
+
+def test_the_end_of_the_task_ends_all(
+    children: Children, channel: Channel, driver: DriverEnd, context: Context
+) -> None:
+    receiver = PaperReceiver()
+    children.submit(7, b"", receiver, describe)
+    children.note_wait("a", (1,))
+    children.end_task()
+    assert context.task == 0
+    assert receiver.told == ["abandoned"]
+    assert children.submit(7, b"", receiver, describe) == 0, "no task runs"
+    driver.send(ChildDone(1, b"late"), Exit())
+    children.read()
+    assert receiver.told == ["abandoned"], "guests read nothing any more"
+    assert channel.next() == Exit()
+    assert receiver.told == ["abandoned"]
+    context.task = 4
+    assert children.submit(7, b"", receiver, describe) == 2
+    children.note_wait("b", (2,))
+    said = [driver.next() for _ in range(5)]
+    assert said[-2:] == [Submit(4, 2, 7, b""), Wait(4, (2,))]
+
+
+def test_a_task_without_children_ends_too(children: Children, context: Context) -> None:
+    children.end_task()
+    assert context.task == 0
+
+
+def test_threads_wait_at_the_same_time(children: Children, driver: DriverEnd) -> None:
+    receivers = [PaperReceiver() for _ in range(8)]
+    numbers: list[int] = []
+
+    def wait(receiver: PaperReceiver) -> None:
+        for count in range(1, 21):
+            numbers.append(children.submit(7, b"", receiver, describe))
+            assert children.wait_until(lambda: len(receiver.told) == count)  # noqa: B023
+
+    def answer() -> None:
+        for _ in range(8 * 20):
+            said = driver.next()
+            while not isinstance(said, Submit):
+                said = driver.next()
+            driver.send(ChildDone(said.child, b""))
+
+    threads = [threading.Thread(target=wait, args=(one,)) for one in receivers[1:]]
+    threads.append(threading.Thread(target=answer))
+    for thread in threads:
+        thread.start()
+    wait(receivers[0])
+    for thread in threads:
+        thread.join(20)
+    assert all(one.told == [b""] * 20 for one in receivers)
+    assert sorted(numbers) == list(range(1, 161)), "each has a number of its own"
+
+
+def test_the_tasks_loop_is_woken_by_other_readers(
+    children: Children, driver: DriverEnd
+) -> None:
+    woken: list[bool] = []
+    children.submit(7, b"", PaperReceiver(), describe)
+    children.wake = lambda: woken.append(True)
+    driver.send(Cancel(3))
+    children.wait_until(lambda: bool(woken))
+    driver.hang_up()
+    with pytest.raises(NodeClosedError):
+        children.wait_until(lambda: False)
+    assert len(woken) >= 2, "also of the driver's end"
