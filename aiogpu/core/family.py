@@ -29,20 +29,8 @@ def adopt(parent: TaskRecord, child: TaskRecord) -> None:
 
 def part(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> None:
     """A task has ended, or begins anew: nothing that it has started goes on."""
-    kin = record.kin
-    assert kin is not None, record
     _wait_for(record, {})
     disown_children(node, record, now, effects)
-    if record.state is not TaskState.ENDED:
-        return
-    if kin.parent is not None and kin.parent.kin is not None:
-        kin.parent.kin.children.pop(record.id, None)
-        kin.parent = None
-    waiter, kin.awaited_by = kin.awaited_by, None
-    if waiter is not None and waiter.kin is not None:
-        waiter.kin.waits_for.pop(record.id, None)
-        if not waiter.kin.waits_for:
-            _go_on(node, waiter)
 
 
 def disown_children(
@@ -95,7 +83,7 @@ def on_waits(
     }
     _wait_for(record, awaited)
     if not awaited:
-        _go_on(node, record)
+        node.go_on(record)
         return
     worker = record.worker
     assert worker is not None, record
@@ -126,13 +114,3 @@ def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:
     for child in awaited.values():
         assert child.kin is not None, child
         child.kin.awaited_by = record
-
-
-def _go_on(node: Node, record: TaskRecord) -> None:
-    if record.state is not TaskState.BLOCKED:
-        return
-    move_task(record, TaskState.RUNNING)
-    worker = record.worker
-    assert worker is not None, record
-    assert worker.lease is not None, worker
-    node.ledger.resume(worker.lease)

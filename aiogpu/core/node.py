@@ -12,7 +12,7 @@ from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.records import TaskRecord, move_task
+from aiogpu.core.records import Kin, TaskRecord, move_task
 from aiogpu.core.table import Table
 from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
@@ -57,6 +57,31 @@ class Node:
             self.tasks.pop(record.id)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+        if record.kin is not None:
+            self._leave(record, record.kin)
+
+    def _leave(self, record: TaskRecord, kin: Kin) -> None:
+        """A task ends with nobody any more, and nobody waits for it."""
+        parent, kin.parent = kin.parent, None
+        if parent is not None:
+            assert parent.kin is not None, parent
+            parent.kin.children.pop(record.id, None)
+        waiter, kin.awaited_by = kin.awaited_by, None
+        if waiter is not None:
+            assert waiter.kin is not None, waiter
+            del waiter.kin.waits_for[record.id]
+            if not waiter.kin.waits_for:
+                self.go_on(waiter)
+
+    def go_on(self, record: TaskRecord) -> None:
+        """A task waits for nobody any more; it has its CPUs again at once."""
+        if record.state is not TaskState.BLOCKED:
+            return
+        move_task(record, TaskState.RUNNING)
+        worker = record.worker
+        assert worker is not None, record
+        assert worker.lease is not None, worker
+        self.ledger.resume(worker.lease)
 
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task that holds nothing any more where it stood in the queue."""

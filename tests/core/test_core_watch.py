@@ -59,6 +59,7 @@ def test_what_was_taken_back_runs_where_there_is_room():
 def test_nothing_is_queued_behind_a_function_that_was_found_long():
     w = queue_behind(100)
     w.advance(LONG)
+    assert w.tasks["t1"].spec.pace.depth == 0
     w.took = 1.0
     w.finish("t1")
     assert w.running == {"t2"}

@@ -397,6 +397,19 @@ def test_a_new_task_takes_nothing_of_what_is_kept():
     assert w.running == {"small"}
 
 
+def test_nothing_is_kept_any_more_for_one_that_took_over_a_lease():
+    w = World(gpus=1, patience=PATIENCE)
+    w.submit("a", num_gpus=1)
+    w.submit("b", num_gpus=1)
+    pass_over(w)
+    w.advance(AFTER)
+    pass_over(w)
+    assert kept_for(w) == "b"
+    w.finish("a")
+    assert w.running == {"b"}
+    assert kept_for(w) is None
+
+
 def test_what_is_kept_for_a_task_that_is_gone_is_free():
     w = ready_for_two()
     pass_over(w)

@@ -97,7 +97,7 @@ def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
 
 def test_closing_keeps_nothing_for_anybody():
     """What was kept was kept for one that had been abandoned."""
-    w = World(gpus=2, patience=Patience(reserve_after=0.0))
+    w = World(gpus=2, exits=False, patience=Patience(reserve_after=0.0))
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2)
     w.submit("small", num_cpus=0)
@@ -177,3 +177,33 @@ def test_a_detached_child_takes_what_is_kept_if_somebody_waits_for_it():
     assert w.waiting == {"big", "child"}
     w.wait_for("parent", "child")
     assert w.running == {"parent", "child"}
+
+
+def test_who_waits_for_a_queued_task_that_is_cancelled_goes_on():
+    """What was taken back and unwanted left the queue, but not its family."""
+    w = World(cpus=1, took=SHORT)
+    w.submit("parent")
+    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
+        w.submit(name, parent="parent")
+    w.wait_for("parent", "t2")
+    w.finish("t0")
+    assert w.queued == {"t2", "t3"}
+    w.cancel("t2")
+    assert w.forgotten == {"t2"}
+    assert w.blocked == set()
+
+
+def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
+    """The same, where the worker was given up."""
+    w = World(cpus=2, patience=Patience(cancel_grace=9.0))
+    w.submit("parent")
+    w.submit("a")
+    w.finish("a")
+    w.stop(2)
+    w.submit("child", parent="parent")
+    w.wait_for("parent", "child")
+    w.cancel("child")
+    w.advance(2.5)
+    assert w.forgotten == {"child"}
+    assert w.blocked == set()
+    w.finish("parent")
