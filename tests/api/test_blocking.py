@@ -185,7 +185,7 @@ def test_a_process_without_a_task() -> None:
 def test_arguments_that_are_too_large(
     channel: PaperChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.engines.nested.LIMIT", 2000)
+    monkeypatch.setattr("aiogpu.engines.nested.LARGEST_PAYLOAD", 1000)
     monkeypatch.setattr("aiogpu.engines.admission.LARGEST_PAYLOAD", 2000)
 
     @aiogpu.remote

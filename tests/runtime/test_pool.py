@@ -280,42 +280,42 @@ async def test_what_is_told_to_a_worker_that_has_gone(house: House) -> None:
 async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
     _, worker = house.start()
     known, other = sites.call(), sites.call()
-    house.pool.assign(1, 7, known, Bind({}, {}), False)
+    house.pool.orders.assign(1, 7, known, Bind({}, {}), False)
     worker.sent.clear()
     known.number, other.number = 8, 9
-    house.pool.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
+    house.pool.orders.send_ahead(1, [(TaskId(8), known), (TaskId(9), other)])
     run, define, last = worker.sent
     assert run == Run(8, known.site.id, b"arguments", False, 8)
     assert isinstance(define, Define)
     assert last == Run(9, other.site.id, b"arguments", False, 9)
     worker.on_lost()
-    house.pool.send_ahead(1, [(TaskId(8), known)])
+    house.pool.orders.send_ahead(1, [(TaskId(8), known)])
     assert len(worker.sent) == 3, "it has gone"
 
 
 async def test_what_is_taken_back_is_said_on_the_page(house: House) -> None:
     keeper, worker = house.start()
     page = house.zygote.page
-    house.pool.revoke(1, 12)
+    house.pool.orders.revoke(1, 12)
     assert page.revoked == {0: 12}
     page.begun_of[0] = 11
-    assert house.pool.begun(1) == 11
-    worker.on_message(Skipped(11, 11))
+    assert house.pool.orders.begun(1) == 11
+    worker.on_messages([Skipped(11, 11)])
     assert house.told == [(1, Skipped(11, 11))]
-    keeper.on_message(Ended(1, 9))
+    keeper.on_messages([Ended(1, 9)])
     worker.on_lost()
     assert house.told[-1] == ("gone", 1, Death(1001, 9, begun=11))
-    house.pool.revoke(1, 13)
+    house.pool.orders.revoke(1, 13)
     assert page.revoked == {0: 12}, "the slot may be another's"
-    assert house.pool.begun(1) == 0
+    assert house.pool.orders.begun(1) == 0
 
 
 async def test_what_is_said_of_children_comes_after_its_lines(house: House) -> None:
     _, worker = house.start()
     said = [Submit(7, 1, 2, b""), Wait(7, (1,)), Withdraw(7, 1), Skipped(8, 8)]
-    worker.on_message(Log(7, 1, b"before"))
+    worker.on_messages([Log(7, 1, b"before")])
     for message in said:
-        worker.on_message(message)
+        worker.on_messages([message])
     assert house.told == []
     house.console.show_all()
     assert house.told == [(1, message) for message in said]
