@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
@@ -20,6 +21,7 @@ from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
+CHUNK: Final = 1 << 18
 _CREDENTIALS: Final = struct.Struct("iII")
 
 Handler = Callable[[Message], None]
@@ -70,10 +72,22 @@ class Peer(asyncio.Protocol):
                 self.on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that the peer has gone."""
+        """Tell that the peer has gone, after all that it had said."""
+        transport, self._transport = self._transport, None
+        if exc is not None and transport is not None:
+            self._read_rest(transport)
         self._connection.close()
-        self._transport = None
         self.on_lost()
+
+    def _read_rest(self, transport: asyncio.Transport) -> None:
+        """Read what is left: a failed write closes a transport without doing so.
+
+        Else the answers of a worker that has crashed would be lost with it.
+        """
+        with suppress(OSError):
+            descriptor = transport.get_extra_info("socket").fileno()
+            while data := os.read(descriptor, CHUNK):
+                self.data_received(data)
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""

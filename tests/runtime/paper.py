@@ -18,6 +18,9 @@ class PaperSocket:
     def __init__(self, uid: int) -> None:
         self._uid = uid
 
+    def fileno(self) -> int:
+        return -1
+
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
         return struct.pack("iII", 1, self._uid, 0)[:size]
