@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
@@ -20,6 +21,7 @@ from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
+CHUNK: Final = 1 << 18
 _CREDENTIALS: Final = struct.Struct("iII")
 
 AT_ONCE: Final = 256
@@ -107,24 +109,19 @@ class Peer(asyncio.Protocol):
         A write to one that has just ended makes the transport give up at once, with
         the peer's last words unread; its descriptor is closed after this.
         """
-        if exc is not None and self._transport is not None:
-            self._hear_out(self._transport)
+        transport, self._transport = self._transport, None
+        if exc is not None and transport is not None:
+            self._hear_out(transport)
         self._connection.close()
-        self._transport = None
         while self._waiting:
             self._work_off()
         self.on_lost()
 
     def _hear_out(self, transport: asyncio.Transport) -> None:
-        descriptor = transport.get_extra_info("socket").fileno()
-        while descriptor >= 0:
-            try:
-                data = os.read(descriptor, 65536)
-            except OSError:
-                return
-            if not data:
-                return
-            self.data_received(data)
+        with suppress(OSError):
+            descriptor = transport.get_extra_info("socket").fileno()
+            while data := os.read(descriptor, CHUNK):
+                self.data_received(data)
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""

@@ -15,11 +15,11 @@ from aiogpu.wire.messages import Hello, Message
 class PaperSocket:
     """A socket's credentials."""
 
-    def fileno(self) -> int:
-        return -1
-
     def __init__(self, uid: int) -> None:
         self._uid = uid
+
+    def fileno(self) -> int:
+        return -1
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)

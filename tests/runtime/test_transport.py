@@ -151,6 +151,31 @@ def test_who_is_not_known_yet_speaks_to_nobody() -> None:
     peer.connection_lost(None)
 
 
+@pytest.mark.parametrize("unread", [b"", encode(Fork(1))], ids=["all read", "unread"])
+async def test_what_a_peer_said_before_its_end_is_heard(unread: bytes) -> None:
+    """Also if the end is noticed by a write, which closes the transport at once."""
+    hall = Hall()
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, peer = await loop.create_connection(lambda: Peer(hall.greeted), sock=ours)
+    theirs.sendall(greeting(WORKER, 1, 1))
+    async with asyncio.timeout(20):
+        while not hall.greetings:
+            await asyncio.sleep(0)
+        if unread:
+            peer.send(Fork(1))
+            await asyncio.sleep(0)
+        answers = [Done(task, bytes(50_000)) for task in range(3)]
+        theirs.sendall(b"".join(map(encode, answers)) + encode(answers[0])[:99])
+        theirs.close()
+        for _ in range(3):
+            peer.send_one(Run(9, 1, b"", False))
+        while not hall.lost:
+            await asyncio.sleep(0)
+    assert hall.heard == answers
+    assert hall.lost == 1
+
+
 async def test_a_real_socket_names_its_user() -> None:
     hall = Hall()
     ours, theirs = socket.socketpair()
