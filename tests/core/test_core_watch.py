@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke
+from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke, Settle
 from aiogpu.core.events import Revoked, TaskSkipped, WorkerGone
 from aiogpu.core.policy import Patience
 from aiogpu.core.watch import count_begun
@@ -202,6 +202,23 @@ def test_a_queued_task_is_cancelled_as_it_begins():
     assert "t3" not in w.told
     w.run_dry()
     assert [w.told[f"t{number}"] for number in range(4, 10)] == ["settled"] * 6
+
+
+def test_nothing_is_sent_to_a_worker_that_is_being_taken_back():
+    """Else it would be taken for part of what is back, and run twice."""
+    w = queue_behind(revokes=False)
+    w.finish("t1")
+    for number in range(10, 50):
+        w.submit(f"t{number}")
+    w.cancel("t5")
+    w.workers[1].sent.append(w.workers[1].void.popleft())
+    w.finish("t2")
+    assert w.running == {"t3"}
+    assert w.effects == [Settle(w.tasks["t2"].id)]
+    assert "t6" in w.waiting
+    w.revoked(1)
+    assert w.waiting >= {"t4", "t6"}
+    assert w.forgotten == {"t5"}
 
 
 def test_two_that_are_cancelled_are_taken_back_by_one_revocation():

@@ -126,6 +126,15 @@ def test_a_place_far_behind_is_found_by_halves():
     assert lane.position(records[-1]) == 3 * SEARCHED - 11
 
 
+def test_a_place_far_behind_is_at_least_told_while_the_line_is_swept():
+    lane, records = line(10 * SEARCHED)
+    leave(lane, *(record for record in records if record.id % 3))
+    assert len(lane._swept) > SEARCHED
+    assert lane._rest
+    rank = SEARCHED + 1_000
+    assert SEARCHED <= lane.position(records[3 * rank]) <= rank
+
+
 def test_the_place_of_one_that_is_not_there_is_the_end():
     lane, _ = line(3)
     assert lane.position(TaskRecord(TaskId(9), SPEC, 0)) == 3

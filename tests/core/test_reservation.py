@@ -12,7 +12,7 @@ from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.policy import Patience
-from aiogpu.core.reservation import reserve
+from aiogpu.core.reservation import STANDS, reserve
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
@@ -227,6 +227,38 @@ def test_who_was_let_past_does_not_put_off_what_was_promised():
     assert w.told["small"] == "expired"
     assert w.running == {"big"}
     assert w.now <= 12.0
+
+
+def test_what_was_promised_stands_though_an_urgent_task_came_between():
+    w = ready_for_two(timeout=10.0)
+    pass_over(w)
+    w.submit("urgent", num_gpus=0.5, priority=1)
+    w.advance(STANDS)
+    pass_over(w)
+    assert w.scheduler.reservation.until == 12.0
+    w.submit("small", num_gpus=0.5, timeout=4.0)
+    assert w.running == {"long", "urgent", "small"}
+
+
+def test_a_plan_stands_for_a_while():
+    """It looks at all workers, so it is not made anew at every event."""
+    w = ready_for_two()
+    pass_over(w)
+    plan = w.scheduler.reservation
+    w.advance(STANDS / 2)
+    pass_over(w)
+    assert w.scheduler.reservation is plan
+    w.advance(STANDS)
+    pass_over(w)
+    assert w.scheduler.reservation is not plan
+    assert kept_for(w) == "big"
+
+
+def test_that_nothing_can_be_planned_stands_for_a_while():
+    w = ready_for_two(is_endless=True)
+    pass_over(w)
+    [group] = w.scheduler.ready.by_request.values()
+    assert group.reserve_at == w.now + STANDS
 
 
 def test_what_is_held_for_life_is_never_waited_for():
