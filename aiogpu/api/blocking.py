@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
-from aiogpu.errors import MisuseError, TaskCancelledError, TaskTimeoutError
+from aiogpu.errors import (
+    DeserializationError,
+    MisuseError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
@@ -106,7 +111,11 @@ class BlockingHandle(Generic[T]):
             raise self._error.with_traceback(None)
         if self._payload is not None:
             payload, self._payload = self._payload, None
-            self._value = load_result(payload)
+            try:
+                self._value = load_result(payload)
+            except DeserializationError as error:
+                self._error = error
+                raise
         return self._value  # type: ignore[return-value]
 
 
@@ -173,6 +182,9 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
             f"{left} of {len(handles)} tasks did not end within the {timeout:g} s of "
             f"aiogpu.get(); they go on, {handles[0].task_name} and all."
         )
+    for one in handles:
+        if one.done() and one._state != "finished":
+            one.result()  # raises, while others may not have ended
     results = [one.result() for one in handles]
     return results if isinstance(handle, list | tuple) else results[0]
 

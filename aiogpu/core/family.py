@@ -45,6 +45,15 @@ def part(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> N
             _go_on(node, waiter)
 
 
+def part_ended(
+    node: Node, records: list[TaskRecord], now: float, effects: list[Effect]
+) -> None:
+    """Part those that have ended when they were returned from a worker."""
+    for record in records:
+        if record.state is TaskState.ENDED and record.kin is not None:
+            part(node, record, now, effects)
+
+
 def disown_children(
     node: Node, record: TaskRecord, now: float, effects: list[Effect]
 ) -> None:

@@ -28,7 +28,7 @@ from aiogpu.core.effects import (
     Settle,
 )
 from aiogpu.core.events import Event
-from aiogpu.core.family import adopt, on_waits, part, stop
+from aiogpu.core.family import adopt, on_waits, part, part_ended, stop
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -199,6 +199,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         on_skipped(self, worker, record, effects)
+        part_ended(self, [record], now, effects)
         return self._place(now, effects)
 
     def _on_revoked(self, event: events.Revoked, now: float) -> Sequence[Effect]:
@@ -206,7 +207,7 @@ class Scheduler(Node):
         if worker is None:
             return NOTHING
         effects: list[Effect] = []
-        on_revoked(self, worker, event, now, effects)
+        part_ended(self, on_revoked(self, worker, event, now, effects), now, effects)
         record = worker.task
         if record and record.state is TaskState.STOPPING and record.stop is None:
             # It was cancelled in the queue, and has begun all the same.
@@ -252,8 +253,9 @@ class Scheduler(Node):
         worker.queue.clear()
         self.workers.remove(worker)
         effects: list[Effect] = []
-        for record in reversed(inflight[max(begun, 1) :]):
+        for record in reversed(returned := inflight[max(begun, 1) :]):
             return_task(self, record, effects)
+        part_ended(self, returned, now, effects)
         for number, record in enumerate(inflight[: max(begun, 1)]):
             record.worker = None
             has_run = not is_new and number < begun

@@ -50,13 +50,13 @@ def revoke(worker: WorkerRecord, effects: list[Effect]) -> None:
 
 def on_revoked(
     node: Node, worker: WorkerRecord, event: Revoked, now: float, effects: list[Effect]
-) -> None:
-    """Return what was not begun to the queue, each task to its old place."""
+) -> list[TaskRecord]:
+    """Return what was not begun to the queue, each task to its old place; give it."""
     if not worker.is_revoking or worker.revocations != event.number:
-        return  # it has ended all that was meant
+        return []  # it has ended all that was meant
     worker.is_revoking = False
     if worker.task is None or worker.state is not WorkerState.BUSY:
-        return
+        return []
     inflight = [worker.task, *worker.queue]
     begun = count_begun(inflight, event.began)
     for record in reversed(inflight[max(begun, 1) :]):
@@ -65,6 +65,7 @@ def on_revoked(
     worker.refill_at = 0
     if begun == 0:
         _return_head(node, worker, now, effects)
+    return inflight[begun:]
 
 
 def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
@@ -107,6 +108,8 @@ def leave_task(node: Node, worker: WorkerRecord) -> None:
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
     worker.lease, worker.is_last = None, False
+    # What may still be under way was about what the worker has not got any more.
+    worker.is_revoking = False
     node.workers.put_idle(worker)
 
 
