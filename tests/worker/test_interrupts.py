@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +106,21 @@ def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_an_import_is_not_broken_off(
+    page: ControlPage,
+    interrupts: Interrupts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = "import signal; signal.raise_signal(signal.SIGINT); is_whole = True"
+    (tmp_path / "module_under_interrupt.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    page.ask(3, 7)
+    interrupts.entered = 7
+    module = importlib.import_module("module_under_interrupt")
+    assert module.is_whole
+    assert page.heard(3) == 0, "the driver will ask again"
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
