@@ -73,6 +73,13 @@ class DeviceSet:
         """The devices of that type, or all of them for None."""
         return self._of_type.get(accelerator_type, 0)
 
+    def could_serve(self, amount: int, mask: int) -> bool:
+        """Whether the devices of a mask, chosen for `amount`, are free for it now."""
+        part = min(amount, UNIT)
+        return all(
+            free >= part for index, free in enumerate(self.free) if mask >> index & 1
+        )
+
     def count_of(self, accelerator_type: str | None) -> int:
         """How many devices are of that type, or all of them for None."""
         return self.mask_of_type(accelerator_type).bit_count()

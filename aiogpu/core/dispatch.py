@@ -97,7 +97,7 @@ def take_turn(
         interrupt(node, record, now, effects)
     if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
         bucket = node.ready.by_shape.get(record.spec.shape)
-        if bucket is not None and may_follow(node, bucket):
+        if bucket is not None and may_follow(node, worker, bucket):
             ahead: list[TaskId] = []
             refill(node, worker, bucket, now, ahead)
             if ahead:
@@ -114,7 +114,7 @@ def hand_over(
     record = bucket.head()
     if record is None or record.spec.max_calls or worker.is_last:
         return False
-    if not may_follow(node, bucket):
+    if not may_follow(node, worker, bucket):
         return False
     _leave_queue(node, record, bucket)
     record.state = _RUNNING
@@ -128,15 +128,18 @@ def hand_over(
     return True
 
 
-def may_follow(node: Node, bucket: Bucket) -> bool:
+def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
     """Whether a lease may go on in this shape without asking whose turn it is."""
-    kept = node.reservation
+    ledger, kept, lease = node.ledger, node.reservation, worker.lease
+    assert lease is not None, worker
     # What is kept for this very shape's first is what the lease would give him.
-    is_free = kept is None or kept.record is bucket.head()
+    if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
+        return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
-    is_covered = not node.ledger.is_overdrawn
-    return is_free and is_covered and node.ready.is_first(bucket)
+    if ledger.is_overdrawn:
+        return False
+    return node.ready.is_first(bucket, lambda other: ledger.would_help(lease, other))
 
 
 def _leave_queue(node: Node, record: TaskRecord, bucket: Bucket) -> None:

@@ -104,6 +104,23 @@ class Ledger:
             found.append(chosen)
         return tuple(found)
 
+    def would_help(self, lease: Lease, request: Request) -> bool:
+        """Whether a request that does not fit might, if this lease were given back."""
+        held = dict(lease.request.scalars)
+        for name, amount in request.scalars:
+            if self.free.get(name, 0) < amount and name not in held:
+                return False
+        kinds = {kind for kind, _ in lease.request.devices}
+        return all(
+            kind in kinds or self._chooses(kind, amount, request)
+            for kind, amount in request.devices
+        )
+
+    def _chooses(self, kind: str, amount: int, request: Request) -> bool:
+        devices = self.device_sets.get(kind)
+        found = devices and devices.choose(amount, request.accelerator_type)
+        return bool(found)
+
     def give_back(self, lease: Lease) -> None:
         """End a lease; all it held is free at once.
 

@@ -8,7 +8,7 @@ one of them does not fit, none does. This file knows the order, not what fits.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, heapreplace, merge
 from operator import itemgetter
 
@@ -249,15 +249,22 @@ class ReadyQueue:
         if bucket.group.size == 0:
             del self.by_request[bucket.group.request]
 
-    def is_first(self, bucket: Bucket) -> bool:
-        """Whether nothing that waits goes before this bucket's head."""
+    def is_first(
+        self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
+    ) -> bool:
+        """Whether nothing that waits goes before this bucket's head.
+
+        `concerns` says of a request whether it matters here.
+        """
         if len(self.by_shape) == 1:
             return True
         head = bucket.head()
         mine = precedence(head) if head else None
         for group in self.by_request.values():
             first = group.first()
-            if mine is None or (first is not None and first[0] < mine):
+            if mine is None:
+                return False
+            if first is not None and first[0] < mine and concerns(group.request):
                 return False
         return True
 

@@ -48,6 +48,18 @@ class Reservation:
     planned_at: float
     grace: float
 
+    def wants(self, lease: Lease) -> bool:
+        """Whether a lease holds something of what is kept."""
+        if any(name in self.kept for name, _ in lease.request.scalars):
+            return True
+        return any(
+            self.barred.get(kind, 0) >> index & 1
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            )
+            for index, _ in shares
+        )
+
     def lets_pass(self, record: TaskRecord) -> bool:
         """Whether a task may take what is kept."""
         if record is self.record or precedence(record) < self.turn:
@@ -90,6 +102,7 @@ def reserve(
             return None
         until = max(until, moment)
     barred = {}
+    are_ready = True
     for kind, amount in request.devices:
         devices = node.ledger.device_sets[kind]
         usable = devices.mask_of_type(request.accelerator_type)
@@ -98,8 +111,10 @@ def reserve(
             return None
         barred[kind], moment = chosen
         until = max(until, moment)
+        are_ready = are_ready and devices.could_serve(amount, barred[kind])
     turn = precedence(record)
-    kept = dict(request.scalars)
+    # While its devices are awaited, others may compute: they are bound to end as well.
+    kept = dict(request.scalars) if are_ready else {}
     grace = node.patience.cancel_grace
     return Reservation(record, turn, barred, kept, until, now, grace)
 

@@ -33,6 +33,7 @@ from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
+from aiogpu.wire.frames import LARGE
 from aiogpu.wire.messages import Done, Failed, Skipped
 
 _log: Final = logging.getLogger(__name__)
@@ -222,13 +223,30 @@ class Driver:
         self._orders.send_ahead(worker, sent)
 
     def _revoke(self, effect: effects.Revoke) -> None:
-        self._orders.revoke(effect.worker, self._last_number + 1)
-        self._loop.call_later(
-            SETTLES, partial(self._tell_revoked, effect.worker, effect.number)
-        )
+        worker, number = effect.worker, effect.number
+        if self._is_large_or_late(worker):
+            # It cannot have begun what has not reached it; it is no worse for that.
+            tell = partial(self._tell_revoked, worker, number, is_left_alone=True)
+        else:
+            self._orders.revoke(worker, self._last_number + 1)
+            tell = partial(self._tell_revoked, worker, number)
+        self._loop.call_later(SETTLES, tell)
 
-    def _tell_revoked(self, worker: WorkerId, number: int) -> None:
+    def _is_large_or_late(self, worker: WorkerId) -> bool:
+        """Whether a worker may still be receiving the one task that it was sent."""
+        record = self.scheduler.workers.get(worker)
+        if record is None or record.task is None or record.queue:
+            return False
+        is_large = len(self._calls[record.task.id].payload) >= LARGE
+        return is_large or not self._orders.is_reached(worker)
+
+    def _tell_revoked(
+        self, worker: WorkerId, number: int, is_left_alone: bool = False
+    ) -> None:
         began = self._sent_as(worker, self._orders.begun(worker))
+        record = self.scheduler.workers.get(worker)
+        if is_left_alone and record is not None and record.task is not None:
+            began = record.task.id
         self.feed(Revoked(worker, number, began))
 
     def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:

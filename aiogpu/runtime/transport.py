@@ -146,6 +146,13 @@ class Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(b"".join(posted))
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether some of what was sent has not left this process."""
+        return self._transport is not None and (
+            self._transport.get_write_buffer_size() > 0
+        )
+
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""
         self._is_paused = True

@@ -12,8 +12,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
+from typing import Final
 
 from aiogpu.memory.page import ControlPage
+
+_IMPORT: Final = "<frozen importlib._bootstrap>"
 
 
 class Interrupts:
@@ -57,7 +60,7 @@ class Interrupts:
             return
         if self._is_shielded:
             self._is_pending = True
-        elif frame is None or frame.f_code not in self._own:
+        elif frame is None or not (frame.f_code in self._own or _imports(frame)):
             self._raise(task)
 
     def _raise(self, task: int) -> None:
@@ -75,3 +78,16 @@ class Interrupts:
             if self._is_pending:
                 self._is_pending = False
                 self._raise(self.entered)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether an import is under way. The driver will ask again.
+
+    One that is broken off leaves parts behind, and the module cannot be imported in
+    this process any more; but the worker goes on.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT:
+            return True
+        frame = frame.f_back
+    return False

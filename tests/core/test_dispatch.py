@@ -174,3 +174,26 @@ def test_a_retry_of_one_that_was_sent_ahead_goes_to_its_old_place():
     assert min(w.waiting, key=lambda name: int(name[1:])) == "t2"
     w.run_dry()
     assert w.tasks["t2"].runs == 2
+
+
+def test_an_older_task_that_needs_what_the_lease_has_not_holds_nobody_up():
+    w = World(cpus=2, gpus=1, took=1e-5)
+    w.submit("training", num_gpus=1)
+    w.submit("next training", num_gpus=1)
+    submit(w, 20)
+    w.finish("t2")
+    w.finish("t3")
+    assert w.queued, "the CPU's lease goes on; it would not help the one before"
+    w.finish("training")
+    assert "next training" in w.running
+
+
+def test_an_older_task_that_the_lease_would_help_goes_first():
+    w = World(cpus=2, took=1e-5)
+    w.submit("a", function=5)
+    w.submit("b", function=5)
+    w.submit("pair", num_cpus=2)
+    submit(w, 5)
+    w.finish("a")
+    assert w.waiting >= {"pair"}
+    assert not w.queued

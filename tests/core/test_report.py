@@ -78,7 +78,7 @@ def test_what_is_kept_comes_last():
     assert table(w)[-3:] == [
         "  1 x {CPU: 1, GPU: 1}: big first, the oldest for 4.0 s",
         "    waits for GPU 1 (free by device: 0: 0)",
-        "kept for big (task 1): GPU 0 and CPU 1, for 18 s at most",
+        "kept for big (task 1): GPU 0, for 18 s at most",
     ]
     w = World(cpus=4, gpus=1)
     w.submit("long", num_gpus=1)
@@ -86,7 +86,7 @@ def test_what_is_kept_comes_last():
     go_past(w, "before")
     w.advance(1)
     go_past(w, "after")
-    assert table(w)[-1] == "kept for big (task 1): GPU 0 and CPU 1"
+    assert table(w)[-1] == "kept for big (task 1): GPU 0"
 
 
 def test_of_many_the_first_are_shown():

@@ -480,3 +480,31 @@ def test_one_reservation_at_a_time():
     assert w.waiting == {"big", "whole"}
     w.finish("long")
     assert w.running == {"big"}
+
+
+def test_cpus_serve_others_while_devices_are_awaited():
+    """A GPU may be held for an hour; who needs CPUs alone shall not wait for that."""
+    w = World(cpus=2, gpus=1)
+    w.submit("training", num_gpus=1)
+    w.submit("next training", num_gpus=1)
+    w.submit("step")
+    w.finish("step")
+    w.advance(60)
+    w.submit("first")
+    w.finish("first")
+    assert w.scheduler.reservation is not None
+    w.submit("second")
+    assert "second" in w.running
+
+
+def test_they_are_kept_once_the_devices_are_there():
+    w = World(cpus=2, gpus=1)
+    w.submit("long", num_cpus=1)
+    w.submit("wide", num_cpus=2, num_gpus=1)
+    w.submit("step")
+    w.finish("step")
+    w.advance(2)
+    w.submit("late")
+    assert w.waiting == {"wide", "late"}
+    w.finish("long")
+    assert w.running == {"wide"}

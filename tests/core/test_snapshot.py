@@ -322,9 +322,11 @@ def reserved() -> World:
 
 def test_what_is_kept_is_told():
     status = look_at(reserved())
-    kept = ReservationStatus(1, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
-    assert status.reservation == kept
-    assert str(kept) == "GPU 0, 1 and CPU 1"
+    kept = ReservationStatus(1, "big", {"GPU": (0, 1)}, {}, None)
+    assert status.reservation == kept, "its CPU serves others until its GPUs are free"
+    assert str(kept) == "GPU 0, 1"
+    both = ReservationStatus(1, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
+    assert str(both) == "GPU 0, 1 and CPU 1"
 
 
 def test_how_long_something_is_kept_at_most_is_told_where_it_is_known():
@@ -344,8 +346,6 @@ def test_a_task_says_for_whom_is_kept_what_it_could_have():
     assert reason_of(w, "small") == (
         "waits for GPU 0.25 (free by device: 0: 0.5, 1: 1; kept for big)"
     )
-    w.submit("many", num_cpus=3)
-    assert reason_of(w, "many") == "waits for CPU 3 (free: 3; kept for big)"
     assert reason_of(w, "big") == "waits for GPU 2 (free by device: 0: 0.5, 1: 1)"
 
 

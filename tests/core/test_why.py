@@ -196,11 +196,11 @@ def reserved(**options: object) -> World:
 def test_the_one_for_whom_something_is_kept_says_so():
     w = reserved()
     told = ask(w, "big")
-    kept = ReservationStatus(2, "big", {"GPU": (0, 1)}, {"CPU": 1.0}, None)
+    kept = ReservationStatus(2, "big", {"GPU": (0, 1)}, {}, None)
     assert (told.reservation, told.is_held_endlessly) == (kept, False)
     assert [short.kept for short in told.reasons] == [0]
     assert str(told).splitlines()[-1] == (
-        "  kept for it: GPU 0, 1 and CPU 1; it begins as soon as all of that is free"
+        "  kept for it: GPU 0, 1; it begins as soon as all of that is free"
     )
 
 
@@ -208,7 +208,7 @@ def test_it_says_by_when_where_that_is_known():
     told = ask(reserved(timeout=10), "big")
     assert told.reservation is not None
     assert told.reservation.seconds == 11
-    assert str(told).endswith("kept for it: GPU 0, 1 and CPU 1; it begins within 11 s")
+    assert str(told).endswith("kept for it: GPU 0, 1; it begins within 11 s")
 
 
 def test_the_others_name_the_one_that_goes_first():
@@ -221,20 +221,31 @@ def test_the_others_name_the_one_that_goes_first():
     assert str(told).splitlines()[1:] == [
         "  GPU 0.25: 1.5 of 2 free (0: 0.5, 1: 1), 1.5 of it kept",
         "    0.5 of GPU 0: held by long (pid 102, for 1.0 s)",
-        "  kept for big (task 2), which goes first: GPU 0, 1 and CPU 1",
+        "  kept for big (task 2), which goes first: GPU 0, 1",
     ]
 
 
+def short_of_cpus() -> World:
+    """A world in which CPUs are kept for `big`."""
+    w = zeroth(World(cpus=4))
+    w.submit("long", num_cpus=2)
+    w.submit("big", num_cpus=3)
+    go_past(w, "before")
+    w.advance(1)
+    go_past(w, "after")
+    return w
+
+
 def test_a_scalar_is_kept_as_well():
-    w = reserved()
+    w = short_of_cpus()
     w.submit("many", num_cpus=2)
     (short,) = ask(w, "many").reasons
-    assert (short.resource, short.free, short.kept) == ("CPU", 2, 1)
+    assert (short.resource, short.free, short.kept) == ("CPU", 2, 2)
     assert ask(w, "many").reservation.name == "big"
 
 
 def test_what_will_be_kept_once_it_is_free_is_named_too():
-    w = reserved()
+    w = short_of_cpus()
     w.submit("pair", num_cpus=2, priority=1)
     w.submit("later")
     (short,) = ask(w, "later").reasons

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +142,21 @@ def test_both_may_come_in_the_same_moment(
     monkeypatch.setattr(page, "_words", words)
     assert interrupts.begin(5) == TOO_LATE
     assert page.begun(3) == 5, "the driver may have read that it had begun"
+
+
+def test_an_import_is_not_broken_off(
+    page: ControlPage,
+    interrupts: Interrupts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = "import signal; signal.raise_signal(signal.SIGINT); is_whole = True"
+    (tmp_path / "module_under_interrupt.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    page.ask(3, 7)
+    interrupts.entered = 7
+    module = importlib.import_module("module_under_interrupt")
+    assert module.is_whole
+    assert page.heard(3) == 0, "the driver will ask again"
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
