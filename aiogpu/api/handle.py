@@ -13,7 +13,12 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import Any, Final, NoReturn, TypeVar
 
-from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
+from aiogpu.errors import (
+    DeserializationError,
+    MisuseError,
+    NodeClosedError,
+    TaskCancelledError,
+)
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
@@ -145,8 +150,9 @@ class Handle(asyncio.Future[T]):
         """Take the error in place of a result; called by the engine."""
         if not self.done():
             super().set_exception(error)
-            if isinstance(error, NodeClosedError):
-                # Who shuts a node down has said that he wants none of its results.
+            if isinstance(error, NodeClosedError | TaskCancelledError):
+                # Who shuts a node down, or ends the task that has started this one,
+                # has said that he wants none of its results.
                 super().exception()
             self._wake()
 

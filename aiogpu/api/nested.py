@@ -8,6 +8,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.handle import Handle
+from aiogpu.engines.base import Waits
 from aiogpu.engines.nested import LoopLink
 
 if TYPE_CHECKING:
@@ -19,24 +20,28 @@ _sessions: Final[dict[asyncio.AbstractEventLoop, TaskSession]] = {}
 
 
 class ChildHandle(Handle[T]):
-    """A handle of which the task's node knows whether anybody waits for it."""
+    """A handle of which the task's node knows whether anybody waits for it.
 
-    __slots__ = ("_link",)
+    Its loop may be one of the user's own, in a plain task, that was closed before the
+    child has ended: then nobody is left to be told.
+    """
+
+    __slots__ = ("_waits",)
 
     def __init__(
-        self, task_name: str, link: LoopLink, loop: asyncio.AbstractEventLoop
+        self, task_name: str, waits: Waits, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(task_name, link.cancel, loop)
-        self._link = link
+        super().__init__(task_name, waits.cancel, loop)
+        self._waits = waits
 
     def __await__(self) -> Generator[Any, None, T]:
         if self.done():
             return self.result()
-        self._link.begin_wait(self.task_id)
+        self._waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
         finally:
-            self._link.end_wait(self.task_id)
+            self._waits.end_wait(self.task_id)
 
     __iter__ = __await__
 
@@ -46,24 +51,26 @@ class ChildHandle(Handle[T]):
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         super().add_done_callback(fn, context=context)
         if not self.done():
-            self._link.begin_wait(self.task_id)
+            self._waits.begin_wait(self.task_id)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`; gives how many there were."""
         removed = super().remove_done_callback(fn)
         for _ in range(removed):
-            self._link.end_wait(self.task_id)
+            self._waits.end_wait(self.task_id)
         return removed
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
-        self._link.settle(self.task_id)
-        super().receive(payload)
+        self._waits.settle(self.task_id, has_failed=False)
+        if not self.get_loop().is_closed():
+            super().receive(payload)
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
-        self._link.settle(self.task_id)
-        super().fail(error)
+        self._waits.settle(self.task_id, has_failed=True)
+        if not self.get_loop().is_closed():
+            super().fail(error)
 
 
 class TaskSession:

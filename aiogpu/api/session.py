@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from aiogpu.api.blocking import submit_to
 from aiogpu.api.handle import Handle
+from aiogpu.api.nested import ChildHandle
 from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.nested import host_of_task
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
     NodeClosedError,
@@ -46,6 +49,11 @@ class SessionState(Enum):
     """This process is a fork of the one that opened it."""
 
 
+HandleMaker = Callable[
+    [str, Callable[[int], None], asyncio.AbstractEventLoop], Handle[Any]
+]
+
+
 class Early(NamedTuple):
     """A call made while the node was still opening."""
 
@@ -60,6 +68,7 @@ class Session:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self._new_handle = _handles_of(engine)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early: list[Early] = []
@@ -90,7 +99,7 @@ class Session:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle: Handle[Any] = Handle(site.spec.name, self._engine.cancel, self._loop)
+        handle = self._new_handle(site.spec.name, self._engine.cancel, self._loop)
         if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(site, payload, handle)
         elif self._state is SessionState.OPENING:
@@ -237,6 +246,14 @@ class Session:
             self._engine.abandon()
 
 
+def _handles_of(engine: Engine) -> HandleMaker:
+    """What makes this engine's handles: one that tells of waits, where it is told."""
+    waits = engine.waits
+    if waits is None:
+        return Handle
+    return lambda name, cancel, loop: ChildHandle(name, waits, loop)
+
+
 def _retrieve(opening: asyncio.Task[None]) -> None:
     """Look at its error, which is told elsewhere, so that asyncio does not."""
     if not opening.cancelled():
@@ -255,7 +272,12 @@ def start_session(
 def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
     session = _sessions.get(asyncio._get_running_loop())  # type: ignore[arg-type]
-    return (session or current_session()).submit(site, payload)
+    if session is None:
+        host = host_of_task.get()
+        if host is not None:
+            return submit_to(host, site, payload)  # type: ignore[no-any-return]
+        session = current_session()
+    return session.submit(site, payload)
 
 
 def current_session() -> Session:
@@ -289,8 +311,8 @@ def refuse_in_worker(what: str) -> None:
     """Raise `NodeError` where this process is a worker."""
     if current.worker:
         raise NodeError(
-            f"{what} was called inside a task; in this version tasks start no tasks. "
-            f"Return to the program what is to be run next."
+            f"{what} was called inside a task. A task starts others by .remote(), in "
+            f"the thread that it runs in; it opens no node and asks none."
         )
 
 

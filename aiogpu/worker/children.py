@@ -89,6 +89,10 @@ class Children:
         if self._receivers.pop(child, None) is not None:
             self._channel.send(Withdraw(current.task, child))
 
+    def holds(self, child: int) -> bool:
+        """Whether a child has not ended, and its task neither."""
+        return child in self._receivers
+
     def note_wait(self, children: tuple[int, ...]) -> None:
         """The task's code waits for these, or for none any more."""
         self._channel.send(Wait(current.task, children))

@@ -45,6 +45,8 @@ class PaperEngine:
     story: list[str] = field(default_factory=list)
     receivers: dict[int, Receiver] = field(default_factory=dict)
 
+    waits = None
+
     def __post_init__(self) -> None:
         self.may_open.set()
         self.may_close.set()

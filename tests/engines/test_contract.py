@@ -512,12 +512,6 @@ async def test_a_closed_node_leaves_no_process(address: str, gate: Gate) -> None
     assert not os.path.exists(f"/proc/{gate.pids['a']}")
 
 
-async def test_a_task_starts_no_tasks_yet(address: str) -> None:
-    async with aiogpu.init(address=address, num_cpus=1):
-        with pytest.raises(aiogpu.NodeError, match="inside a task"):
-            await tasks.start_task_inside.remote()
-
-
 @pytest.mark.needs("processes")
 async def test_a_fork_of_a_worker_does_not_speak_for_it(
     address: str, capsys: pytest.CaptureFixture[str]
