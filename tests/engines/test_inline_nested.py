@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import os
 import threading
 import time
@@ -232,6 +233,7 @@ def leave_a_loop_unfinished(is_closed: bool) -> int:
             await asyncio.sleep(0)
 
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
     loop.run_until_complete(main())
     if is_closed:
         loop.close()
@@ -240,7 +242,6 @@ def leave_a_loop_unfinished(is_closed: bool) -> int:
     return result
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_closed", [True, False])
 async def test_a_loop_that_stops_takes_its_children_along(
     is_closed: bool, node: aiogpu.Session
@@ -251,6 +252,9 @@ async def test_a_loop_that_stops_takes_its_children_along(
         assert not handle.done(), "nobody can be told on its loop"
     else:
         assert isinstance(handle.exception(), aiogpu.TaskCancelledError)
+    seen.clear()
+    del handle
+    gc.collect()
 
 
 @aiogpu.remote
