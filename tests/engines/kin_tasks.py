@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import aiogpu
@@ -200,20 +199,20 @@ def grandparent_greedy() -> tuple[str, str]:
 
 
 @aiogpu.remote
-def plain_leaves(path: str, mark: str) -> str:
+def plain_leaves(path: str) -> str:
     """Ends while one child runs and another waits."""
     running = say_and_wait.remote(path, "child")
     caught(lambda: aiogpu.get(running, timeout=0.5))
-    touch.options(num_gpus=1).remote(mark)
+    tasks.add.options(num_gpus=1).remote(1)
     return "left"
 
 
 @aiogpu.remote
-async def soft_leaves(path: str, mark: str) -> str:
+async def soft_leaves(path: str) -> str:
     running = say_and_wait.remote(path, "child")
     running.add_done_callback(lambda _: None)
     await tasks.gated_coroutine.__wrapped__(path, "parent")  # type: ignore[attr-defined]
-    touch.options(num_gpus=1).remote(mark)
+    tasks.add.options(num_gpus=1).remote(1)
     return "left"
 
 
@@ -225,11 +224,6 @@ def plain_waits(path: str) -> None:
 @aiogpu.remote
 async def soft_waits(path: str) -> None:
     await say_and_wait.remote(path, "child")
-
-
-@aiogpu.remote
-def touch(mark: str) -> None:
-    Path(mark).touch()
 
 
 @aiogpu.remote
