@@ -21,7 +21,7 @@ class Family(Protocol):
     """The children of a task, as its plain code may stop them and wait for them.
 
     Attributes:
-        upsets: how many have ended without a result so far, or a bound above.
+        upsets: how many have ended without a result so far.
     """
 
     upsets: int

@@ -44,7 +44,7 @@ def family() -> Children:
         NodeError: this process is no worker.
     """
     if current.children is None:
-        raise NodeError("no task of aiogpu runs here.")
+        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
     return current.children
 
 

@@ -188,6 +188,65 @@ async def test_a_thread_starts_none(node: aiogpu.Session) -> None:
 
 
 @aiogpu.remote
+def get_in_a_thread() -> object:
+    def get() -> None:
+        for run in (contextvars.Context().run, context.run):
+            try:
+                run(aiogpu.get, handle)
+            except aiogpu.NodeError as error:
+                seen.append(str(error))
+
+    handle, context = note.remote("child"), contextvars.copy_context()
+    thread = threading.Thread(target=get)
+    thread.start()
+    thread.join()
+    return aiogpu.get(handle)
+
+
+async def test_a_thread_waits_for_none(node: aiogpu.Session) -> None:
+    assert await get_in_a_thread.remote() == "child"
+    assert "no task of aiogpu runs" in seen[0]
+    assert "aiogpu.get() was called in a thread of get_in_a_thread's own" in seen[1]
+
+
+@aiogpu.remote
+def ask_on_own_loop() -> str:
+    async def main() -> str:
+        handle = note.remote("child")
+        with pytest.raises(aiogpu.NodeError) as caught:
+            await handle.why()
+        await handle
+        return str(caught.value)
+
+    return asyncio.run(main())
+
+
+async def test_a_loop_of_a_tasks_own_cannot_ask(node: aiogpu.Session) -> None:
+    said = await ask_on_own_loop.remote()
+    assert said.startswith("why() of the handle of note was called inside a task")
+
+
+@aiogpu.remote
+def cancel_on_own_loop() -> bool:
+    async def main() -> bool:
+        handles = [never.remote(), note.remote("never")]
+        handles[0].add_done_callback(lambda _: None)
+        while "begin" not in seen:
+            await asyncio.sleep(0)
+        for handle in handles:
+            handle.cancel()
+        await note.remote("after")
+        return all(handle.cancelled() for handle in handles)
+
+    return asyncio.run(main())
+
+
+async def test_a_loop_of_a_tasks_own_cancels(node: aiogpu.Session) -> None:
+    assert await cancel_on_own_loop.remote()
+    assert seen == ["begin", "end", "after"]
+
+
+@aiogpu.remote
 def leave_context() -> None:
     seen.append(contextvars.copy_context())
 
