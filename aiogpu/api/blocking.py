@@ -26,9 +26,11 @@ from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from aiogpu.api.handle import Handle
+    from aiogpu.engines.family import Family, Host
     from aiogpu.runtime.call import Site
-    from aiogpu.worker.children import Children
 
 T = TypeVar("T")
 
@@ -40,17 +42,30 @@ class BlockingHandle(Generic[T]):
 
     Attributes:
         task_name: name of the task.
+        child: its number among the children of the task that has started it.
+        family: all of these.
     """
 
-    __slots__ = ("_error", "_payload", "_state", "_value", "child", "task_name")
+    __slots__ = (
+        "_error",
+        "_payload",
+        "_state",
+        "_trace",
+        "_value",
+        "child",
+        "family",
+        "task_name",
+    )
 
-    def __init__(self, task_name: str) -> None:
+    def __init__(self, task_name: str, family: Family) -> None:
         self.task_name = task_name
         self.child = 0
+        self.family = family
         self._state = "pending"
         self._payload: bytes | None = None
         self._value: T | None = None
         self._error: Exception | None = None
+        self._trace: TracebackType | None = None
 
     def __repr__(self) -> str:
         return f"<BlockingHandle {self.task_name} {self._state}>"
@@ -85,7 +100,7 @@ class BlockingHandle(Generic[T]):
         """Stop the work; False if it had ended before."""
         if self.done():
             return False
-        nested.cancel(self.child)
+        nested.current_family().withdraw(self.child)
         self._state = "cancelled"
         return True
 
@@ -103,12 +118,20 @@ class BlockingHandle(Generic[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what the child's worker says of its failure; called by the engine."""
-        self._state = "failed"
-        self._error = unpack_failure(failed, self.task_name)
+        self._refuse(unpack_failure(failed, self.task_name))
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result; called by an engine of this process."""
+        self._refuse(error)
+        self.family.upsets += 1
 
     def abandon(self) -> None:
         """Learn that the task has ended first; called by the engine."""
-        self._state, self._error = "failed", abandoned(self.task_name)
+        self._refuse(abandoned(self.task_name))
+
+    def _refuse(self, error: Exception) -> None:
+        self._error, self._trace = error, error.__traceback__
+        self._state = "failed"
 
     @property
     def has_failed(self) -> bool:
@@ -128,7 +151,8 @@ class BlockingHandle(Generic[T]):
         if self.cancelled():
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            # Else each raise would add its frames to those of the last.
+            raise self._error.with_traceback(self._trace)
         if self._payload is not None:
             payload, self._payload = self._payload, None
             try:
@@ -158,8 +182,24 @@ def submit_child(site: Site, payload: bytes) -> Any:
         from aiogpu.api.nested import session_of_task
 
         return session_of_task(asyncio.get_running_loop()).submit(site, payload)
-    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name)
+    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name, nested.family())
     handle.child = nested.submit(site, payload, handle)
+    return handle
+
+
+def submit_to(host: Host, site: Site, payload: bytes) -> Any:
+    """The same where tasks run in their program's process."""
+    if is_loop_running():
+        import asyncio
+
+        from aiogpu.api.nested import ChildHandle
+
+        loop = asyncio.get_running_loop()
+        awaited: ChildHandle[Any] = ChildHandle(site.spec.name, host, loop, host.waits)
+        awaited.task_id = host.submit(site, payload, awaited)
+        return awaited
+    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name, host)
+    handle.child = host.submit(site, payload, handle)
     return handle
 
 
@@ -204,11 +244,7 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         if one.has_failed:
             one.result()
     if not in_time:
-        late = [one.task_name for one in handles if not one.done()]
-        raise TaskTimeoutError(
-            f"{len(late)} of {len(handles)} tasks did not end within the "
-            f"{timeout:g} s of aiogpu.get(), {late[0]} for one; they go on."
-        )
+        raise TaskTimeoutError(_late(handles, timeout))
     results = [one.result() for one in handles]
     return results if isinstance(handle, list | tuple) else results[0]
 
@@ -218,30 +254,38 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
     pending = [one for one in handles if not one.done()]
     if not pending or any(one.has_failed for one in handles):
         return True
-    children, waiter = nested.family(), get_ident()
-    children.note_wait(waiter, tuple(one.child for one in pending))
+    family, waiter = nested.current_family(), get_ident()
+    for one in pending:
+        if one.family is not family:
+            raise MisuseError(
+                f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
+                f"waits for what the running task has started."
+            )
+    family.note_wait(waiter, tuple(one.child for one in pending))
     try:
-        return children.wait_until(_Countdown(children, pending).is_over, deadline)
+        return family.wait_until(_Countdown(family, pending).is_over, deadline)
     finally:
         if all(one.done() for one in handles):
-            children.end_wait(waiter)
+            family.end_wait(waiter)
         else:
             # The driver cannot know that nobody waits any more.
-            children.note_wait(waiter, ())
+            family.note_wait(waiter, ())
 
 
 class _Countdown:
     """Whether a wait is over, at no more than one look at each handle."""
 
-    def __init__(self, children: Children, pending: list[BlockingHandle[Any]]) -> None:
-        self._children = children
+    def __init__(self, family: Family, pending: list[BlockingHandle[Any]]) -> None:
+        self._family = family
         self._pending = list(pending)
         self._upsets = -1
 
     def is_over(self) -> bool:
-        pending, upsets = self._pending, self._children.upsets
-        while pending and pending[-1]._state == "finished":
-            pending.pop()
+        pending, upsets = self._pending, self._family.upsets
+        while pending and pending[-1]._state != "pending":
+            if pending.pop().has_failed:
+                # Another thread may have found that it cannot be unpickled.
+                return True
         if upsets != self._upsets:
             self._upsets = upsets
             return not pending or any(one.has_failed for one in pending)
@@ -252,6 +296,17 @@ def is_loop_running() -> bool:
     """Whether an event loop runs in this thread; imports nothing to find out."""
     asyncio = sys.modules.get("asyncio")
     return asyncio is not None and asyncio._get_running_loop() is not None
+
+
+def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
+    late = [one.task_name for one in handles if not one.done()]
+    if not late:
+        # Where tasks run in this thread, one may have ended too late.
+        return f"{handles[-1].task_name} ended after the {timeout:g} s of aiogpu.get()."
+    return (
+        f"{len(late)} of {len(handles)} tasks did not end within the {timeout:g} s of "
+        f"aiogpu.get(), {late[0]} for one; they go on."
+    )
 
 
 def _wrong(given: object) -> str:

@@ -11,13 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
+from aiogpu.errors import (
+    DeserializationError,
+    MisuseError,
+    NodeClosedError,
+    TaskCancelledError,
+)
 from aiogpu.wire.payload import load_result
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
+    from aiogpu.engines.base import Waits
     from aiogpu.wire.messages import Failed
 
 T = TypeVar("T")
@@ -191,8 +198,9 @@ class Handle(asyncio.Future[T]):
         """Take the error in place of a result; called by the engine."""
         if not self.done():
             super().set_exception(error)
-            if isinstance(error, NodeClosedError):
-                # Who shuts a node down has said that he wants none of its results.
+            if isinstance(error, NodeClosedError | TaskCancelledError):
+                # Who shuts a node down, or ends the task that has started this one,
+                # has said that he wants none of its results.
                 super().exception()
             self._wake()
 
@@ -238,3 +246,16 @@ class Handle(asyncio.Future[T]):
     def set_exception(self, exception: type | BaseException, /) -> NoReturn:
         """Only the task sets its error."""
         raise MisuseError(f"the error of {self.task_name} is set by its task alone.")
+
+
+HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
+
+
+def handle_maker(waits: Waits | None) -> HandleMaker:
+    """What makes handles that tell of waits, where somebody is to be told."""
+    if waits is None:
+        return Handle
+    # Late, so that the zygote's start need not wait for it.
+    from aiogpu.api.nested import ChildHandle
+
+    return partial(ChildHandle, waits=waits)

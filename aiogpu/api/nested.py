@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.blocking import abandoned
 from aiogpu.api.handle import Handle
 from aiogpu.engines.nested import LoopLink
-from aiogpu.errors import TaskCancelledError
 
 if TYPE_CHECKING:
+    from aiogpu.api.handle import Owner
+    from aiogpu.engines.base import Waits
     from aiogpu.runtime.call import Site
 
 T = TypeVar("T")
@@ -21,24 +23,32 @@ _sessions: Final[dict[asyncio.AbstractEventLoop, TaskSession]] = {}
 
 
 class ChildHandle(Handle[T]):
-    """A handle of which the task's node knows whether anybody waits for it."""
+    """A handle of which the task's node knows whether anybody waits for it.
 
-    __slots__ = ("_link",)
+    Its loop may be one of the user's own, in a plain task, that was closed before the
+    child has ended: then nobody is left to be told.
+    """
+
+    __slots__ = ("_waits",)
 
     def __init__(
-        self, task_name: str, link: LoopLink, loop: asyncio.AbstractEventLoop
+        self,
+        task_name: str,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        waits: Waits,
     ) -> None:
-        super().__init__(task_name, link, loop)
-        self._link = link
+        super().__init__(task_name, owner, loop)
+        self._waits = waits
 
     def __await__(self) -> Generator[Any, None, T]:
         if self.done():
             return self.result()
-        self._link.begin_wait(self.task_id)
+        self._waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
         finally:
-            self._link.end_wait(self.task_id)
+            self._waits.end_wait(self.task_id)
 
     __iter__ = __await__
 
@@ -48,41 +58,43 @@ class ChildHandle(Handle[T]):
         """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
         super().add_done_callback(fn, context=context)
         if not self.done():
-            self._link.begin_wait(self.task_id)
+            self._waits.begin_wait(self.task_id)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`; gives how many there were."""
         removed = super().remove_done_callback(fn)
         for _ in range(removed):
-            self._link.end_wait(self.task_id)
+            self._waits.end_wait(self.task_id)
         return removed
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
         if self._is_elsewhere():
-            self._link.hand_over(self.receive, payload)
+            self._hand_over(self.receive, payload)
             return
-        self._link.settle(self.task_id)
+        self._waits.settle(self.task_id)
         super().receive(payload)
 
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
         if self._is_elsewhere():
-            self._link.hand_over(self.fail, error)
+            self._hand_over(self.fail, error)
             return
-        self._link.settle(self.task_id)
+        self._waits.settle(self.task_id)
         super().fail(error)
-        if isinstance(error, TaskCancelledError):
-            # Whoever did not wait for it does not ask; asyncio need not warn of it.
-            super().exception()
 
     def abandon(self) -> None:
         """Learn that the task has ended first; called by the engine."""
-        self._link.hand_over(self.fail, abandoned(self.task_name))
+        self._hand_over(self.fail, abandoned(self.task_name))
 
     def _is_elsewhere(self) -> bool:
-        """Whether another thread than its loop's has read what it is to be told."""
+        """Whether what it is to be told was found by other code than its loop runs."""
         return asyncio._get_running_loop() is not self.get_loop()
+
+    def _hand_over(self, tell: Callable[..., object], *told: object) -> None:
+        """Call something on the loop's own thread, unless it is closed."""
+        with suppress(RuntimeError):
+            self.get_loop().call_soon_threadsafe(tell, *told)
 
 
 class TaskSession:
@@ -99,7 +111,9 @@ class TaskSession:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a child of the running task."""
-        handle: ChildHandle[Any] = ChildHandle(site.spec.name, self._link, self._loop)
+        handle: ChildHandle[Any] = ChildHandle(
+            site.spec.name, self._link, self._loop, self._link
+        )
         handle.task_id = self._link.submit(site, payload, handle)
         return handle
 

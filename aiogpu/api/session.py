@@ -16,8 +16,9 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.api.handle import Handle
+from aiogpu.api.handle import Handle, handle_maker
 from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.family import host_of_task
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
     NodeClosedError,
@@ -63,6 +64,7 @@ class Session:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self._new_handle = handle_maker(engine.waits)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early: list[Early] = []
@@ -93,7 +95,7 @@ class Session:
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
-        handle: Handle[Any] = Handle(site.spec.name, self, self._loop)
+        handle = self._new_handle(site.spec.name, self, self._loop)
         if self._state is SessionState.OPEN:
             handle.task_id = self._engine.submit(site, payload, handle)
         elif self._state is SessionState.OPENING:
@@ -271,7 +273,14 @@ def start_session(
 def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
     session = _sessions.get(_get_running_loop())  # type: ignore[arg-type]
-    return (session or current_session()).submit(site, payload)
+    if session is None:
+        host = host_of_task.get()
+        if host is not None:
+            from aiogpu.api.blocking import submit_to
+
+            return submit_to(host, site, payload)  # type: ignore[no-any-return]
+        session = current_session()
+    return session.submit(site, payload)
 
 
 def current_session() -> Session:
@@ -306,7 +315,8 @@ def refuse_in_worker(what: str) -> None:
     if current.worker:
         raise NodeError(
             f"{what} cannot be reached inside a task or what it has forked; it is the "
-            f"program's. An `async def` task starts others by .remote() alone."
+            f"program's. A task starts others by .remote(); on an inline node it does "
+            f"so in the thread that it runs in."
         )
 
 

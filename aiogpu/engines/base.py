@@ -35,8 +35,29 @@ class NodeOptions(NamedTuple):
     cancel_grace: float = 2.0
 
 
+class Waits(Protocol):
+    """Hears who waits on an event loop, and for which task."""
+
+    def begin_wait(self, task: int) -> None:
+        """Some code waits for a task now."""
+        ...
+
+    def end_wait(self, task: int) -> None:
+        """It waits no longer, although the task has not ended."""
+        ...
+
+    def settle(self, task: int) -> None:
+        """A task has ended; nobody waits for it any more."""
+        ...
+
+
 class Engine(Protocol):
     """Runs tasks somewhere. Made for the running loop, used on it alone."""
+
+    @property
+    def waits(self) -> Waits | None:
+        """Who is to be told of waits, None if nobody wants to know."""
+        ...
 
     async def open(self) -> None:
         """Be ready for `submit`.

@@ -28,6 +28,8 @@ WARM: Final = 8
 class LocalEngine:
     """An embedded node: the scheduler and all connections live on the loop."""
 
+    waits = None
+
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
         self._loop = loop

@@ -1,7 +1,8 @@
 """The node of which this process is a worker: a task's children, over its own socket.
 
 Not a whole engine: a task starts others, waits for them and stops them; all else is
-its program's business. asyncio stays out, since plain functions need none.
+its program's business. asyncio stays out, since plain functions need none. Where
+tasks share their program's process, each has a `Host` instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.frames import LARGEST_PAYLOAD
@@ -19,21 +21,30 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
     from aiogpu.core.why import Why
+    from aiogpu.engines.family import Family
     from aiogpu.runtime.call import Site
     from aiogpu.worker.children import Children, Receiver
 
 
+def current_family() -> Family:
+    """The children of the task whose code asks, wherever it runs.
+
+    Raises:
+        NodeError: it is none of a task.
+    """
+    return host_of_task.get() or family()
+
+
 def family() -> Children:
-    """The children of the task that this process runs.
+    """The children of the task that this worker runs.
 
     Raises:
         NodeError: this process is no worker.
     """
     if current.children is None:
-        raise NodeError("no task of aiogpu runs in this process.")
+        raise NodeError("no task of aiogpu runs in this process, or in this thread.")
     return current.children
 
 
@@ -98,11 +109,6 @@ class LoopLink:
                 return
         # It would be called again and again, for what is not this loop's to read.
         self._loop.remove_reader(self._children.fileno())
-
-    def hand_over(self, tell: Callable[..., object], *told: object) -> None:
-        """Call something on the loop's own thread, unless it is closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(tell, *told)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a child; gives its number."""

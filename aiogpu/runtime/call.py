@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
-from aiogpu.errors import NodeClosedError, TaskTimeoutError
+from aiogpu.errors import (
+    DeadlockError,
+    NodeClosedError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
 from aiogpu.wire.failure import RAISED, unpack_failure
 
 if TYPE_CHECKING:
@@ -138,6 +143,24 @@ class Call:
             TaskTimeoutError(
                 f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
                 f"after .remote(); it is being stopped."
+            )
+        )
+
+    def tell_deadlock(self, reason: str) -> None:
+        """Tell who waits that the wait could never end."""
+        self.tell(
+            DeadlockError(
+                f"{reason}. The wait could never end. Let the one that waits ask for "
+                f"less, or end before it starts the other."
+            )
+        )
+
+    def tell_disowned(self) -> None:
+        """Tell who waits that the task ends with the one that has started it."""
+        self.tell(
+            TaskCancelledError(
+                f"{self.site.spec.name} was stopped, since the task that had started "
+                f"it has ended or is being stopped."
             )
         )
 

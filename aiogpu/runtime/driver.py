@@ -28,7 +28,6 @@ from aiogpu.core.events import (
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.table import Table
-from aiogpu.errors import DeadlockError, TaskCancelledError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death
@@ -292,21 +291,10 @@ class Driver:
         call.tell(describe_death(call.site.spec.name, self._deaths[effect.worker]))
 
     def _deadlock(self, effect: effects.Deadlock) -> None:
-        self._calls.pop(effect.task).tell(
-            DeadlockError(
-                f"{effect.reason}. The wait could never end. Let the one that waits "
-                f"ask for less, or end before it starts the other."
-            )
-        )
+        self._calls.pop(effect.task).tell_deadlock(effect.reason)
 
     def _disown(self, effect: effects.Disown) -> None:
-        call = self._calls[effect.task]
-        call.tell(
-            TaskCancelledError(
-                f"{call.site.spec.name} was stopped, since the task that had started "
-                f"it has ended or is being stopped."
-            )
-        )
+        self._calls[effect.task].tell_disowned()
 
     def _forget(self, effect: effects.Forget) -> None:
         del self._calls[effect.task]

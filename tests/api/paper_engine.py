@@ -48,6 +48,8 @@ class PaperEngine:
     receivers: dict[int, Receiver] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
 
+    waits = None
+
     def __post_init__(self) -> None:
         self.may_open.set()
         self.may_close.set()

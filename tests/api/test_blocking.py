@@ -164,6 +164,27 @@ def test_an_unreadable_result_is_unreadable_for_ever(channel: PaperChannel) -> N
     assert repr(handle) == "<BlockingHandle child failed>"
 
 
+def test_another_thread_may_find_that_it_is_unreadable(
+    channel: PaperChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so while this one waits for the same, and for more."""
+    one, two = start(2)
+
+    def look(_seconds: float | None) -> None:
+        if one.done():
+            thread = threading.Thread(target=pytest.raises, args=failure)
+            thread.start()
+            thread.join(20)
+            channel.put(done(2))
+
+    failure = (DeserializationError, one.result)
+    monkeypatch.setattr(channel, "wait", look)
+    channel.put(ChildDone(1, b"no pickle"))
+    with pytest.raises(DeserializationError):
+        aiogpu.get([one, two])
+    assert two.done()
+
+
 def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:
     handles = start(2)
     channel.put(done(1, "in time"))

@@ -313,11 +313,6 @@ def clock() -> float:
 
 
 @aiogpu.remote
-def start_task_inside() -> None:
-    add.remote(1)
-
-
-@aiogpu.remote
 async def leave_asyncio_task(path: str) -> None:
     async def rest() -> None:
         try:

@@ -117,7 +117,7 @@ async def test_a_parent_finds_its_surroundings_again(node: aiogpu.Session) -> No
 async def greedy_parent() -> str:
     try:
         await note.options(num_gpus=0.5).remote("never")
-    except aiogpu.NodeError as error:
+    except aiogpu.DeadlockError as error:
         return str(error)
     return "it ran"
 
@@ -125,7 +125,7 @@ async def greedy_parent() -> str:
 async def test_what_its_ancestors_hold_can_never_be_had(node: aiogpu.Session) -> None:
     said = await greedy_parent.remote()
     assert "note asks for {CPU: 1, GPU: 0.5}" in said
-    assert "hold too much of that: greedy_parent" in said
+    assert "greedy_parent holds {CPU: 1, GPU: 2} and waits for note" in said
     assert await note.options(num_gpus=2).remote("after") == "after"
 
 
@@ -135,15 +135,16 @@ async def careless_parent() -> str:
     return "has ended"
 
 
-async def test_a_child_outlives_its_parent(node: aiogpu.Session) -> None:
-    """It keeps its place in the order of submission."""
+async def test_children_end_with_their_parent(node: aiogpu.Session) -> None:
+    """What has not begun never runs."""
     handles = [careless_parent.remote(), note.remote("other")]
-    assert await handles[0] == "has ended"
-    orphans = [seen.pop(0), seen.pop(0)]
-    later = note.remote("later")
-    await asyncio.gather(*handles, later, *orphans)  # type: ignore[call-overload]
-    marks = [("begin", "orphan"), ("end", "orphan")]
-    assert seen == ["other", "orphan", *marks, "later"]
+    assert await asyncio.gather(*handles) == ["has ended", "other"]
+    orphans, seen[:2] = seen[:2], []
+    for orphan in orphans:
+        assert isinstance(orphan, aiogpu.Handle)
+        with pytest.raises(aiogpu.TaskCancelledError, match="had started it has ended"):
+            await orphan
+    assert seen == ["other"]
 
 
 @aiogpu.remote
@@ -192,22 +193,26 @@ async def leaving_parent() -> str:
     return "left"
 
 
+async def test_a_child_that_runs_ends_with_its_parent(node: aiogpu.Session) -> None:
+    assert await leaving_parent.remote() == "left"
+    assert aiogpu.get_runtime_context().worker_id == 2, "its child still runs"
+    assert await note.remote("after") == "after"
+    assert seen == ["child begins", "child ends", "after"]
+
+
 async def test_a_shutdown_ends_parents_and_children() -> None:
     before = dict(os.environ)
-    async with aiogpu.init(address="inline", num_cpus=1):
-        assert await leaving_parent.remote() == "left"
-        assert aiogpu.get_runtime_context().worker_id == 2, "its child still runs"
+    async with aiogpu.init(address="inline", num_cpus=1, num_gpus=2):
+        handle = waiting_parent.remote()
+        while not seen:
+            await asyncio.sleep(0)
         waiting = note.remote("never")
-    with pytest.raises(aiogpu.NodeClosedError):
-        await waiting
-    assert seen == ["child begins", "child ends"]
+    for ended in (handle, waiting):
+        with pytest.raises(aiogpu.NodeClosedError):
+            await ended  # type: ignore[misc]
+    assert "never" not in seen
     assert dict(os.environ) == before
     assert aiogpu.get_runtime_context().worker_id == 0
-
-
-async def test_a_plain_function_starts_none_yet(node: aiogpu.Session) -> None:
-    with pytest.raises(aiogpu.NodeError, match="inside a task"):
-        await tasks.start_task_inside.remote()
 
 
 @aiogpu.remote

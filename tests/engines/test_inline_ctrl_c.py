@@ -14,6 +14,7 @@ import pytest
 
 import aiogpu
 from aiogpu.engines.inline.execute import Executor
+from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
 from tests.engines import tasks
 from tests.program import start
@@ -37,6 +38,20 @@ PROGRAM = """
     async def coroutine():
         await asyncio.sleep(0)
         press()
+
+    @aiogpu.remote
+    def parent():
+        try:
+            aiogpu.get(plain.remote())
+        finally:
+            print("parent ends", flush=True)
+
+    @aiogpu.remote
+    def parent_of_coroutine():
+        try:
+            aiogpu.get(coroutine.remote())
+        finally:
+            print("parent ends", flush=True)
 
     async def main():
         try:
@@ -64,7 +79,9 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "coroutine"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "coroutine", "parent", "parent_of_coroutine"]
+)
 @pytest.mark.parametrize(
     ("by", "times", "goes_on"),
     [
@@ -84,6 +101,7 @@ def test_it_ends_the_program(kind: str, by: str, times: int, goes_on: bool) -> N
     assert program.returncode in (-signal.SIGINT, 130), (out, err)
     assert re.search(r"^KeyboardInterrupt$", err, re.MULTILINE), err
     assert ("went on" in out) == goes_on
+    assert ("parent ends" in out) == kind.startswith("parent")
     assert "cleaned up True" in out
     assert "never retrieved" not in err
     assert "destroyed" not in err
@@ -92,7 +110,7 @@ def test_it_ends_the_program(kind: str, by: str, times: int, goes_on: bool) -> N
 def test_it_may_find_code_that_is_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program ends all the same, and does not wait for what never ran."""
 
-    def press(executor: Executor, job: Job) -> None:
+    def press(executor: Executor, job: Job, host: TaskHost) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Executor, "call", press)

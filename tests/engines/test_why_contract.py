@@ -173,7 +173,6 @@ async def test_a_task_cannot_ask(address: str) -> None:
         assert (await aiogpu.status()).total["CPU"] == 1.0
 
 
-@pytest.mark.needs("processes")
 async def test_a_plain_task_cannot_ask_either(address: str) -> None:
     def ask() -> str:
         child = tasks.add.remote(1)

@@ -14,19 +14,18 @@ from importlib import import_module
 
 from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.core.ids import TaskId
-from aiogpu.core.records import TaskRecord
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.why import Why
-from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
-from aiogpu.engines.inline.job import Job, running_job
+from aiogpu.engines.inline.job import running_job
+from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.picture import picture_inline, why_inline
 from aiogpu.engines.inline.runner import Runner
 from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.call import Receiver, Site
 
 
 class InlineEngine:
@@ -36,10 +35,6 @@ class InlineEngine:
         self._options = options
         self._loop = loop
         self._runner: Runner | None = None
-        self._is_closing = False
-        self._last_task = 0
-        # Left on sites that were found feasible.
-        self._mark = object()
 
     def __repr__(self) -> str:
         return f"<InlineEngine {self._runner!r}>"
@@ -56,13 +51,18 @@ class InlineEngine:
                     f"{type(error).__name__}: {error}. Install it, or leave it out."
                 ) from error
         ledger = await take_inventory(options)
-        self._runner = Runner(
-            self._loop,
+        node = InlineNode(
             ledger,
             Assignment(INSTALLED, ledger, os.environ),
-            Executor(self._loop, is_silent=not options.log_to_driver),
+            Executor(is_silent=not options.log_to_driver),
             options.cancel_grace,
+            self._loop.time,
         )
+        self._runner = Runner(self._loop, node)
+
+    @property
+    def _node(self) -> InlineNode:
+        return self._open_runner.node
 
     @property
     def _open_runner(self) -> Runner:
@@ -70,36 +70,40 @@ class InlineEngine:
             raise NodeClosedError("this node is not running.")
         return self._runner
 
-    def _asked(self, what: str) -> Runner:
-        """The runner, for the program; tasks are refused as in a worker."""
+    def _asked(self, what: str) -> InlineNode:
+        """The node, for the program; tasks are refused as in a worker."""
         if running_job.get() is not None:
             raise error_inside_task(what)
-        return self._open_runner
+        return self._node
+
+    @property
+    def waits(self) -> InlineEngine:
+        """A task that waits for another has to be told from one that does not."""
+        return self
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
-        runner, spec = self._open_runner, site.spec
-        if self._is_closing:
-            raise NodeClosedError("this node is being shut down.")
-        if site.checked_by is not self._mark:
-            check_site(site, runner.ledger)
-            site.checked_by = self._mark
-        check_arguments(site, payload)
-        self._last_task += 1
-        now = self._loop.time()
-        record = TaskRecord(TaskId(self._last_task), spec, spec.max_retries, now)
-        due = None if spec.timeout is None else now + spec.timeout
-        runner.add(Job(record, Call(site, payload, receiver), due))
-        return record.id
+        return self._open_runner.submit(site, payload, receiver)
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
-        if self._runner is None:
-            return
-        job = self._runner.jobs.get(TaskId(task))
-        if job is not None:
-            job.call.receiver = None
-            self._runner.stop(job)
+        if self._runner is not None:
+            self._node.cancel(task)
+
+    def begin_wait(self, task: int) -> None:
+        """Some code waits for a task now."""
+        if self._runner is not None:
+            self._node.begin_wait(task)
+
+    def end_wait(self, task: int) -> None:
+        """It waits no longer, although the task has not ended."""
+        if self._runner is not None:
+            self._node.end_wait(task)
+
+    def settle(self, task: int) -> None:
+        """A task has ended; nobody waits for it any more."""
+        if self._runner is not None:
+            self._node.settle(task)
 
     def total(self) -> dict[str, float]:
         """All resources by name."""
@@ -111,24 +115,23 @@ class InlineEngine:
 
     def status(self) -> NodeStatus:
         """Who holds what, what waits; each running task counts as a worker."""
-        runner = self._asked("aiogpu.status()")
-        return picture_inline(runner.ledger, runner.turns, self._loop.time())
+        node = self._asked("aiogpu.status()")
+        return picture_inline(node.ledger, node.turns, node.clock())
 
     def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        runner = self._asked("handle.why()")
-        job = runner.jobs.get(TaskId(task))
+        node = self._asked("handle.why()")
+        job = node.jobs.get(TaskId(task))
         if job is None:
             return None
-        return why_inline(job, runner.turns, self._loop.time())
+        return why_inline(job, node.turns, node.clock())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
-        self._is_closing = True
         if self._runner is not None:
             await self._runner.close()
 
     def abandon(self) -> None:
         """The same in haste."""
         if self._runner is not None:
-            self._runner.abandon()
+            self._node.turns.abandon()

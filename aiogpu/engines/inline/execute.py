@@ -15,6 +15,7 @@ from types import CoroutineType, coroutine
 from typing import Any
 
 from aiogpu.engines.inline.ctrl_c import CtrlC
+from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.offspring import end_started
 from aiogpu.engines.inline.outcome import Outcome
@@ -30,19 +31,28 @@ AnyCoroutine = Coroutine[Any, Any, Any]
 class Executor:
     """The functions that this process knows as a worker would, and how to run them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, is_silent: bool) -> None:
-        self._loop = loop
+    def __init__(self, is_silent: bool) -> None:
         self._is_silent = is_silent
         self._ctrl_c = CtrlC()
         self._functions: dict[int, Callable[..., Any]] = {}
 
-    def call(self, job: Job) -> Outcome | AnyCoroutine:
+    def call(self, job: Job, host: TaskHost) -> Outcome | AnyCoroutine:
         """Call the function, outside of any event loop, as in a worker.
 
         Gives the coroutine where that is what the function gives; `finish` it.
         """
-        kind = UNREADABLE
+        loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
+        try:
+            try:
+                return self._call(job)
+            finally:
+                host.close()
+        finally:
+            asyncio._set_running_loop(loop)
+
+    def _call(self, job: Job) -> Outcome | AnyCoroutine:
+        kind = UNREADABLE
         try:
             with self._step():
                 function = self._function(job.call.site)
@@ -55,8 +65,6 @@ class Executor:
                 return Outcome(Done(job.id, dump_result(value)))
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             return self._failed(job, kind, error)
-        finally:
-            asyncio._set_running_loop(self._loop)
 
     async def finish(self, job: Job, begun: AnyCoroutine) -> Outcome:
         """Await a coroutine to its end, and end what it has started."""

@@ -6,14 +6,19 @@ import asyncio
 from collections import deque
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease
+from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.records import TaskRecord
+from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call
+
+if TYPE_CHECKING:
+    from aiogpu.engines.inline.runner import Runner
 
 running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=None)
 """The job whose code asks; the asyncio tasks that it starts inherit it."""
@@ -26,24 +31,35 @@ class Job:
     Attributes:
         record: its state, as `status()` shows it.
         call: its function and arguments, and who waits for it.
+        runner: carries it on its loop.
         due: the loop's time at which its `timeout` passes, None without one.
-        children: the tasks that it has submitted and that have not begun.
+        parent: the task that has started it, None for one of the program's.
+        brood: the tasks that it has started and that have not ended.
+        children: those that wait for their turn on top of it; some are no brood of
+            its own, but what a task that has ended was not to take with it.
+        waiters: how many wait for it.
         lease: what it holds while it runs.
         surroundings: what it finds around it while it runs.
         main: runs its coroutine; None for a plain function.
         started: the asyncio tasks that its code has started.
         timer: rings when its time is up, or its patience with a cancel.
+        aside: what has begun on top of it and pauses, while its own code goes on.
     """
 
     record: TaskRecord
     call: Call
+    runner: Runner
     due: float | None = None
+    parent: Job | None = None
+    brood: dict[TaskId, Job] = field(default_factory=dict)
     children: deque[Job] = field(default_factory=deque)
+    waiters: int = 0
     lease: Lease | None = None
     surroundings: Surroundings | None = None
     main: asyncio.Task[Outcome] | None = None
     started: set[asyncio.Task[object]] = field(default_factory=set)
     timer: asyncio.Handle | None = None
+    aside: list[Job] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name} {self.record.state.value}>"
@@ -59,14 +75,30 @@ class Job:
         return self.record.spec.name
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether none of its code has run."""
+        return self.record.state is TaskState.WAITING
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its code has stopped, or never ran."""
+        return self.record.state is TaskState.ENDED
+
+    @property
     def is_about_to_end(self) -> bool:
         """Whether its code has stopped, and the loop is to tell of it next."""
         return self.main is not None and self.main.done()
 
-    def fresh_context(self) -> Context:
+    @property
+    def is_blocked(self) -> bool:
+        """Whether its code waits for a task that it has started."""
+        return any(child.waiters for child in self.brood.values())
+
+    def fresh_context(self, host: Host) -> Context:
         """An empty context, as a worker's is, but for whose it is."""
         context = Context()
         context.run(running_job.set, self)
+        context.run(host_of_task.set, host)
         return context
 
     def stop_timer(self) -> None:

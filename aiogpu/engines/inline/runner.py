@@ -1,7 +1,9 @@
-"""Carries jobs from their turn to their end, one at a time.
+"""Carries jobs from their turn to their end, one at a time, on one event loop.
 
 Nothing runs where a job is added or cancelled, but in callbacks of the loop. A job
-whose parent waits for it lies on top of it, with its surroundings and its lease.
+whose parent waits for it lies on top of it, with its surroundings and its lease. All
+runners of a node share its turns, and one loop runs inside a callback of the other,
+so that only the innermost is at work.
 """
 
 from __future__ import annotations
@@ -9,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.policy import may_retry
 from aiogpu.core.records import WorkerRecord, move_task
-from aiogpu.core.resources import CPU, Request
-from aiogpu.engines.inline.execute import Executor
+from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.surroundings import Surroundings
-from aiogpu.engines.inline.turns import Turns
-from aiogpu.errors import NodeError
-from aiogpu.runtime.assignment import Assignment
+from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Done, Failed
 
@@ -35,102 +35,96 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs the jobs of one node on its loop.
+    """Runs jobs of a node on one loop.
 
     Attributes:
-        ledger: what there is, and which job holds it.
-        jobs: all that have not ended, by id.
-        turns: which of them run, and who is next.
+        node: what it shares with the runners of other loops.
+        loop: the program's, a user's own inside a task, or one for plain code that
+            waits.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        ledger: Ledger,
-        assignment: Assignment,
-        executor: Executor,
-        cancel_grace: float,
-    ) -> None:
-        self.ledger = ledger
-        self.jobs: dict[TaskId, Job] = {}
-        self.turns = Turns()
-        self._loop = loop
-        self._assignment = assignment
-        self._executor = executor
-        self._cancel_grace = cancel_grace
+    def __init__(self, loop: asyncio.AbstractEventLoop, node: InlineNode) -> None:
+        self.node = node
+        self.loop = loop
+        self._turns = node.turns
         self._offspring = Offspring(loop)
         self._is_woken = False
+        self._is_run = False
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
         # What the loop is to call must not inherit the context of a task.
         self._context = Context()
 
     def __repr__(self) -> str:
-        return f"<Runner {len(self.jobs)} jobs, {self.turns!r}>"
+        return f"<Runner on {self.loop!r} of {self.node!r}>"
 
-    def add(self, job: Job) -> None:
-        """Let a job wait for its turn."""
-        if job.due is not None:
-            job.timer = self._loop.call_at(
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Let a task wait for its turn; see `Engine.submit`."""
+        node = self.node
+        call, parent = Call(site, payload, receiver), self._turns.parent()
+        refusal = node.refusal(call, parent)
+        record = node.new_record(site)
+        if refusal is not None:
+            call.tell(refusal)
+        elif parent is not None and parent.record.state is not TaskState.RUNNING:
+            call.tell_disowned()
+        else:
+            self._add(Job(record, call, self, parent=parent))
+        return record.id
+
+    def _add(self, job: Job) -> None:
+        timeout = job.record.spec.timeout
+        if timeout is not None:
+            job.due = self.loop.time() + timeout
+            job.timer = self.loop.call_at(
                 job.due, self._expire, job, context=self._context
             )
-        self.jobs[job.id] = job
-        self.turns.add(job)
-        self._wake()
+        self.node.jobs[job.id] = job
+        if job.parent is not None:
+            job.parent.brood[job.id] = job
+        self._turns.add(job)
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Have the next job begun soon; never here, where somebody else runs."""
-        if not self._is_woken:
+        if not self._is_woken and not self.loop.is_closed():
             self._is_woken = True
-            self._loop.call_soon(self._advance, context=self._context)
+            self.loop.call_soon(self._advance, context=self._context)
 
     def _advance(self) -> None:
         self._is_woken = False
-        job = self.turns.take()
-        if job is None:
-            return
-        if self._is_overdue(job):
-            # A plain function before it has kept the loop from ringing.
-            self._expire(job)
-        elif (lease := self._lend(job)) is None:
-            self._refuse(job)
-        else:
-            self._begin(job, lease)
+        too_large = []
+        for job in self._turns.waiting():
+            if not job.is_waiting:
+                continue  # it was stopped
+            if self._is_overdue(job):
+                # A plain function before it has kept the loop from ringing.
+                self._expire(job)
+                return
+            if self.node.lend(job):
+                self._begin(job)
+                return
+            too_large.append(job)
+        hopeless = self.node.hopeless(too_large)
+        if hopeless is not None:
+            hopeless.call.tell_deadlock(self.node.why_hopeless(hopeless))
+            self._end(hopeless)
 
     def _is_overdue(self, job: Job) -> bool:
-        return job.due is not None and self._loop.time() >= job.due
+        return job.due is not None and self.loop.time() >= job.due
 
-    def _lend(self, job: Job) -> Lease | None:
-        request = job.record.spec.shape.request
-        if self.turns.running:
-            # Its ancestors wait meanwhile: the CPUs that they hold are its own.
-            scalars = tuple(part for part in request.scalars if part[0] != CPU)
-            request = Request(scalars, request.devices, request.accelerator_type)
-        return self.ledger.take(request)
-
-    def _refuse(self, job: Job) -> None:
-        holders = ", ".join(above.name for above in self.turns.running)
-        job.call.tell(
-            NodeError(
-                f"{job.name} asks for {job.record.spec.shape.request}, and the tasks "
-                f"that wait for it hold too much of that: {holders}. It could never "
-                f"begin. Let them ask for less, or call it from the program."
-            )
-        )
-        self._end(job)
-
-    def _begin(self, job: Job, lease: Lease) -> None:
-        site, running = job.call.site, self.turns.running
-        self.turns.leave(job)
-        running.append(job)
+    def _begin(self, job: Job) -> None:
+        site, lease = job.call.site, job.lease
+        assert lease is not None, job
+        job.runner = self
+        self._turns.begin(job)
         self._is_quiet.clear()
         move_task(job.record, TaskState.RUNNING)
-        level = WorkerId(len(running))
+        level = WorkerId(len(self._turns.running))
         job.record.worker = WorkerRecord(
             level, WorkerState.BUSY, task=job.record, lease=lease
         )
-        job.lease = lease
-        bind = self._assignment.bind(lease, site.environ)
+        bind = self.node.assignment.bind(lease, site.environ)
         job.surroundings = Surroundings(
             bind.environ,
             {
@@ -154,21 +148,22 @@ class Runner:
         try:
             self._run(job)
         except BaseException:
-            if job.main is None and job.id in self.jobs:
+            if job.main is None and job.id in self.node.jobs:
                 # A Ctrl-C has found this package's own code; the program ends.
                 job.call.tell_closed()
                 self._end(job)
             raise
 
     def _run(self, job: Job) -> None:
-        context = job.fresh_context()
-        outcome = context.run(self._executor.call, job)
+        host = TaskHost(job)
+        context = job.fresh_context(host)
+        outcome = context.run(self.node.executor.call, job, host)
         if isinstance(outcome, Outcome):
             self._finish(job, outcome)
             return
         self._offspring.begin()
-        job.main = self._loop.create_task(
-            self._executor.finish(job, outcome), name=job.name, context=context
+        job.main = self.loop.create_task(
+            self.node.executor.finish(job, outcome), name=job.name, context=context
         )
         ended = partial(self._on_ended, job, outcome)
         job.main.add_done_callback(ended, context=self._context)
@@ -190,13 +185,14 @@ class Runner:
             self._finish(job, main.result())
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
+        self.disown(job)
         call, answer = job.call, outcome.answer
         if job.record.state is TaskState.RUNNING:
             is_late = self._is_overdue(job)
             if is_late:
                 call.tell_timeout()
             elif self._is_retried(job, outcome):
-                self._loop.call_soon(self._attempt, job, context=self._context)
+                self.loop.call_soon(self._attempt, job, context=self._context)
                 return
             elif type(answer) is Done and call.receiver is not None:
                 call.receiver.receive(answer.payload)
@@ -233,21 +229,33 @@ class Runner:
         elif record.state is TaskState.RUNNING:
             move_task(record, TaskState.STOPPING)
             job.stop_timer()
-            if job.main is not None:
+            if job.main is not None and not self.loop.is_closed():
                 job.main.cancel()
-                job.timer = self._loop.call_later(
-                    self._cancel_grace,
+                job.timer = self.loop.call_later(
+                    self.node.cancel_grace,
                     self._give_up,
                     job,
                     context=self._context,
                 )
+            self.disown(job)
+
+    def disown(self, job: Job) -> None:
+        """Stop what a job has started, but for what is to outlive it."""
+        brood = list(job.brood.values())
+        job.brood.clear()
+        for child in brood:
+            child.parent = None
+            if not child.record.spec.is_detached:
+                if child.record.state is not TaskState.STOPPING:
+                    child.call.tell_disowned()
+                child.runner.stop(child)
 
     def _give_up(self, job: Job) -> None:
         _log.warning(
             "! %s was cancelled %g s ago and runs on. In a worker it would be killed; "
             "here it is left behind, and its code may run beside other tasks'.",
             job.name,
-            self._cancel_grace,
+            self.node.cancel_grace,
         )
         if job.main is not None:
             job.main.cancel()
@@ -257,27 +265,68 @@ class Runner:
         """Its code has stopped, or never ran: let the next one have its turn."""
         move_task(job.record, TaskState.ENDED)
         job.stop_timer()
-        self.turns.leave(job)
-        del self.jobs[job.id]
-        for ended in self.turns.pop_ended():
+        self._turns.leave(job)
+        del self.node.jobs[job.id]
+        if job.parent is not None:
+            job.parent.brood.pop(job.id, None)
+        self.disown(job)
+        for ended in self._turns.pop_ended():
             assert ended.surroundings is not None, ended
             assert ended.lease is not None, ended
             ended.surroundings.take_off()
-            self.ledger.give_back(ended.lease)
-        if not self.turns.running:
+            self.node.ledger.give_back(ended.lease)
+        if not self._turns.running:
             self._is_quiet.set()
-        self._wake()
+        if self._is_run:
+            self.loop.stop()
+        self.wake()
+
+    def run_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Run the loop from plain code until something is done.
+
+        Args:
+            is_done: asked whenever a job has ended.
+            deadline: by `time.monotonic()`, None for no limit.
+
+        Returns:
+            Whether it was done in time.
+        """
+        self.wake()
+        self._is_run = True
+        try:
+            while not is_done():
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
+                self._run_once(deadline)
+        finally:
+            self._is_run = False
+        return deadline is None or time.monotonic() < deadline
+
+    def see_off(self, job: Job) -> None:
+        """From plain code, run the loop until a job that is being stopped has ended.
+
+        It is one of a coroutine. A user's own loop may have been closed before.
+        """
+        if not self.loop.is_closed():
+            self.run_until(lambda: job.has_ended)
+        elif not job.has_ended:
+            self._end(job)
+
+    def _run_once(self, deadline: float | None) -> None:
+        timer = None
+        if deadline is not None:
+            # Loops keep clocks of their own.
+            left = deadline - time.monotonic()
+            timer = self.loop.call_later(left, self.loop.stop, context=self._context)
+        try:
+            self.loop.run_forever()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def close(self) -> None:
         """Stop all jobs, and wait for those that take their time."""
-        for job in list(self.jobs.values()):
-            job.call.tell_closed()
-            self.stop(job)
+        self.node.close_down()
         await self._is_quiet.wait()
-
-    def abandon(self) -> None:
-        """Give the process its own variables back; there is nothing else."""
-        for job in reversed(self.turns.running):
-            assert job.surroundings is not None, job
-            job.surroundings.take_off()
-        self.turns.running.clear()

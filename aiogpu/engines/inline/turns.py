@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
 from aiogpu.core.ids import TaskId
-from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.specs import Shape
 from aiogpu.engines.inline.job import Job, running_job
 
@@ -36,11 +35,16 @@ class Turns:
     def __repr__(self) -> str:
         return f"<Turns {self.running!r}>"
 
+    def parent(self) -> Job | None:
+        """The running job whose code asks, None if it is the program's."""
+        job = running_job.get()
+        if job is None or job.has_ended or job not in self.running:
+            return None
+        return job
+
     def add(self, job: Job) -> None:
-        """Let a job wait, as the child of the running one whose code asks."""
-        parent = running_job.get()
-        is_child = parent is not None and parent in self.running
-        (parent.children if is_child and parent else self._waiting).append(job)
+        """Let a job wait."""
+        (self._waiting if job.parent is None else job.parent.children).append(job)
         self.by_shape.setdefault(job.record.spec.shape, {})[job.id] = job
 
     def leave(self, job: Job) -> None:
@@ -52,22 +56,26 @@ class Turns:
             if not jobs:
                 del self.by_shape[shape]
 
-    def take(self) -> Job | None:
-        """Remove the job whose turn it is, None without one."""
+    def waiting(self) -> Sequence[Job]:
+        """The jobs of which one may begin now, in their order; some have ended."""
         if self.running and self.running[-1].is_about_to_end:
-            return None  # it is told of in a moment, and its children are no more its
-        waiting = self.running[-1].children if self.running else self._waiting
-        while waiting:
-            job = waiting.popleft()
-            if job.record.state is TaskState.WAITING:
-                return job
-        return None
+            return ()  # it is told of in a moment, and its children are no more its
+        waiting = self._queue()
+        while waiting and not waiting[0].is_waiting:
+            waiting.popleft()
+        return waiting
+
+    def begin(self, job: Job) -> None:
+        """A job that waited has its turn."""
+        self._queue().remove(job)
+        self.leave(job)
+        self.running.append(job)
 
     def __iter__(self) -> Iterator[Job]:
         """Those that wait, in the order of their turn."""
         for line in (*(job.children for job in reversed(self.running)), self._waiting):
             for job in line:
-                if job.record.state is TaskState.WAITING:
+                if job.is_waiting:
                     yield job
 
     def position(self, job: Job) -> int:
@@ -82,18 +90,47 @@ class Turns:
     def pop_ended(self) -> list[Job]:
         """Remove the jobs that have ended and have nothing running above them."""
         popped: list[Job] = []
-        while self.running and self.running[-1].record.state is TaskState.ENDED:
+        while self.running and self.running[-1].has_ended:
             job = self.running.pop()
             popped.append(job)
-            if job.children:
-                self._adopt(job.children)
+            self.let_go(job)
         return popped
 
-    def _adopt(self, orphans: deque[Job]) -> None:
-        if self.running:
-            self.running[-1].children.extend(orphans)
-        else:
-            self._waiting = deque(
-                sorted([*self._waiting, *orphans], key=lambda job: job.id)
-            )
-        orphans.clear()
+    def let_go(self, job: Job) -> None:
+        """Give what waits on top of a job, and is not its own, to what is below."""
+        orphans = [child for child in job.children if child.is_waiting]
+        job.children.clear()
+        running = self.running
+        below = running[: running.index(job)] if job in running else running
+        if below:
+            below[-1].children.extend(orphans)
+        elif orphans:
+            merged = sorted([*self._waiting, *orphans], key=lambda job: job.id)
+            self._waiting = deque(merged)
+
+    def set_aside(self, job: Job) -> None:
+        """Have what runs above a job pause: the job's own code goes on."""
+        place = self.running.index(job) + 1
+        job.aside = self.running[place:]
+        del self.running[place:]
+        for above in reversed(job.aside):
+            assert above.surroundings is not None, above
+            above.surroundings.take_off()
+
+    def resume(self, job: Job) -> None:
+        """Have what pauses above a job go on."""
+        for above in job.aside:
+            assert above.surroundings is not None, above
+            above.surroundings.put_on()
+        self.running.extend(job.aside)
+        job.aside = []
+
+    def abandon(self) -> None:
+        """Give the process its own variables back; there is nothing else."""
+        for job in reversed(self.running):
+            assert job.surroundings is not None, job
+            job.surroundings.take_off()
+        self.running.clear()
+
+    def _queue(self) -> deque[Job]:
+        return self.running[-1].children if self.running else self._waiting

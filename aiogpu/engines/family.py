@@ -1,0 +1,70 @@
+"""What a task has started, as its own code sees it, wherever the task runs.
+
+In a worker it is known by the worker's socket (`worker.children`); where tasks share
+their program's process, by the task's host there. asyncio stays out, since plain
+functions need none.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiogpu.engines.base import Waits
+    from aiogpu.runtime.call import Receiver, Site
+
+
+class Family(Protocol):
+    """The children of a task, as its plain code may stop them and wait for them.
+
+    Attributes:
+        upsets: how many have ended without a result so far.
+    """
+
+    upsets: int
+
+    def withdraw(self, child: int) -> None:
+        """Nobody wants a child's result any more: stop it."""
+        ...
+
+    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+        """A thread or loop of the task waits for these, or for none any more."""
+        ...
+
+    def end_wait(self, waiter: object) -> None:
+        """All that it waited for has ended."""
+        ...
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Wait until something is done; False if time is up before."""
+        ...
+
+
+class Host(Family, Protocol):
+    """The node of a task that shares its program's process, as the task sees it."""
+
+    @property
+    def waits(self) -> Waits:
+        """Who is to be told of waits on an event loop."""
+        ...
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Start a child of the task; gives its number."""
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Stop a child."""
+        ...
+
+    def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits."""
+        ...
+
+
+host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
+"""The host of the task whose code asks; None in programs and in workers."""

@@ -1,0 +1,164 @@
+"""A task's way to the node that runs it, for code that has no node on its own loop.
+
+Plain code that waits runs a loop meanwhile: its children are carried on that as the
+program's tasks are on the program's. So they pause when it goes on before they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from aiogpu.core.ids import TaskId
+from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.inline.job import Job
+from aiogpu.errors import MisuseError, NodeError
+
+if TYPE_CHECKING:
+    from aiogpu.engines.inline.node import InlineNode
+    from aiogpu.engines.inline.runner import Runner
+    from aiogpu.runtime.call import Receiver, Site
+
+
+class TaskHost:
+    """The node as the code of one attempt at a task sees it; see `family.Host`.
+
+    Attributes:
+        upsets: how many children that plain code may wait for have failed so far.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._node = job.runner.node
+        self._thread = threading.get_ident()
+        self._home: Runner | None = None
+        self._runners = {job.runner.loop: job.runner}
+        self._awaited: list[Job] = []
+        self.upsets = 0
+
+    def __repr__(self) -> str:
+        return f"<TaskHost of {self._job!r}>"
+
+    @property
+    def waits(self) -> InlineNode:
+        """Who is to be told of waits on an event loop."""
+        return self._node
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Start a child of the task; gives its number.
+
+        Raises:
+            MisuseError: the task has ended.
+            NodeError: this is another thread than the task's.
+            SerializationError: the arguments are too large to be sent.
+        """
+        self._check(f"{site.spec.name}.remote()")
+        loop = asyncio._get_running_loop()
+        runner = self._at_home() if loop is None else self._beside(loop)
+        return runner.submit(site, payload, receiver)
+
+    def withdraw(self, child: int) -> None:
+        """Nobody wants a child's result any more: stop it."""
+        self.upsets += 1
+        self._node.cancel(child)
+
+    def cancel(self, task: int) -> None:
+        """Stop a child that is awaited on an event loop."""
+        self._node.cancel(task)
+
+    def why(self, name: str, task: int) -> NoReturn:
+        """Refuse: only the program asks why a task waits.
+
+        Raises:
+            NodeError: always.
+        """
+        raise error_inside_task(f"why() of the handle of {name}")
+
+    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+        """The task's code waits for these, or for none any more.
+
+        Raises:
+            NodeError: this is another thread than the task's.
+        """
+        if children:
+            self._check("aiogpu.get()")
+        self.end_wait(waiter)
+        found = [self._node.jobs.get(TaskId(child)) for child in children]
+        self._awaited = [job for job in found if job is not None]
+        for job in self._awaited:
+            job.waiters = 1
+
+    def end_wait(self, waiter: object) -> None:
+        """Nobody of the task's plain code waits any more."""
+        for job in self._awaited:
+            job.waiters = 0
+        self._awaited = []
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float | None = None
+    ) -> bool:
+        """Run the children until something is done; False if time is up before."""
+        turns = self._node.turns
+        self._end_strays()
+        turns.resume(self._job)
+        try:
+            return self._at_home().run_until(is_done, deadline)
+        finally:
+            turns.set_aside(self._job)
+
+    def close(self) -> None:
+        """End what plain code has started: its function has returned."""
+        job, turns = self._job, self._node.turns
+        job.runner.disown(job)
+        turns.let_go(job)
+        try:
+            self._end_strays()
+            turns.resume(job)
+            while (last := turns.running[-1]) is not job:
+                last.runner.see_off(last)
+        finally:
+            home, self._home = self._home, None
+            if home is not None:
+                _close(home.loop)
+
+    def _end_strays(self) -> None:
+        """End what was left unfinished by a loop of the user's that has stopped."""
+        while (last := self._node.turns.running[-1]) is not self._job:
+            last.call.tell_disowned()
+            last.runner.stop(last)
+            last.runner.see_off(last)
+
+    def _at_home(self) -> Runner:
+        """The runner for plain code that waits."""
+        if self._home is None:
+            self._home = self._beside(asyncio.new_event_loop())
+        return self._home
+
+    def _beside(self, loop: asyncio.AbstractEventLoop) -> Runner:
+        runner = self._runners.get(loop)
+        if runner is None:
+            runner = self._runners[loop] = type(self._job.runner)(loop, self._node)
+        return runner
+
+    def _check(self, what: str) -> None:
+        if self._job.has_ended:
+            raise MisuseError(
+                f"{what} was called after {self._job.name} had ended, by code that it "
+                f"has left behind."
+            )
+        if self._thread != threading.get_ident():
+            raise NodeError(
+                f"{what} was called in a thread of {self._job.name}'s own. On an "
+                f"inline node a task starts others in the thread that it runs in."
+            )
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        # What was left behind has been told of; asyncio need not do so again.
+        loop.set_exception_handler(lambda loop, context: None)
+        loop.close()
