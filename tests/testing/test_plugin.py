@@ -139,7 +139,7 @@ def test_no_mark_is_needed_in_auto_mode(project: Path) -> None:
 
 
 def test_what_is_left_behind_is_an_error(project: Path) -> None:
-    code, said = run_pytest(project, LEAKS, "--asyncio-mode=auto", "-rP")
+    code, said = run_pytest(project, LEAKS, "--asyncio-mode=auto")
     assert code == 1, said
     assert "5 passed, 3 errors" in said, said
     (pid,) = re.findall(r"the worker's pid is (\d+)", said)
