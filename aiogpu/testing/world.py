@@ -31,6 +31,7 @@ from aiogpu.core.resources import (
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import InfeasibleError
+from aiogpu.testing.clock import HandClock
 from aiogpu.testing.onlooker import Onlooker
 from aiogpu.testing.paper import NEWS, PaperTask, PaperWorker
 
@@ -44,7 +45,7 @@ class World(Onlooker):
     `revoked()` itself.
 
     Attributes:
-        now: the time, in seconds since the world began.
+        clock: the time. Move it by `advance`, which wakes the scheduler on the way.
         starts: whether a forked worker connects at once.
         exits: whether a worker that is killed, retired or done is gone at once.
         revokes: whether what is taken back is known at once.
@@ -66,13 +67,14 @@ class World(Onlooker):
         exits: bool = True,
         revokes: bool = True,
         took: float = 0.0,
+        clock: HandClock | None = None,
     ) -> None:
         types = dict(enumerate(gpu_types))
         devices = [Device(i, types.get(i)) for i in range(gpus or len(types))]
         scalars = _amounts({CPU: cpus, **(resources or {})})
         scalars.update({TYPE_PREFIX + name: UNIT for name in gpu_types})
         ledger = Ledger(scalars, [DeviceSet(GPU, devices)])
-        self.now = 0.0
+        self.clock = clock or HandClock()
         super().__init__(Scheduler(ledger, patience))
         self.starts = starts
         self.exits = exits
@@ -86,6 +88,11 @@ class World(Onlooker):
 
     def __repr__(self) -> str:
         return f"<World at {self.now:g}s: {self.scheduler!r}>"
+
+    @property
+    def now(self) -> float:
+        """The time in seconds; a world of its own begins at 0."""
+        return self.clock.now
 
     def submit(  # noqa: PLR0913 - the options that a task is given
         self,
@@ -201,7 +208,7 @@ class World(Onlooker):
         until = self.now + seconds
         while (moment := self.scheduler.deadline()) is not None and moment <= until:
             self._wake(moment)
-        self.now = until
+        self.clock.advance_to(until)
 
     def run_dry(self) -> None:
         """Let all workers start, answer and end, until nothing moves any more."""
@@ -227,7 +234,7 @@ class World(Onlooker):
         self._go_on()
 
     def _wake(self, moment: float) -> None:
-        self.now = max(self.now, moment)
+        self.clock.advance_to(moment)
         self._coming.append(events.TimePassed())
         self._go_on()
 

@@ -13,19 +13,22 @@ PAGE = (ROOT / "docs" / "testing.md").read_text()
 BLOCK = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = dict(BLOCK.findall(PAGE))
 PLAIN = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio")
+FIXTURES = ("conftest.py", "test_with_fixtures.py")
+SCOPE = "asyncio_default_fixture_loop_scope=function"
 
 
 @pytest.fixture
 def place(tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+    """What needs no plugin."""
+    for name in set(FILES) - set(FIXTURES):
+        (tmp_path / name).write_text(FILES[name])
     return tmp_path
 
 
-def run_pytest(place, *arguments, typed=""):
+def run_pytest(place, *arguments, typed="", plain=PLAIN):
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "AIO"))}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *PLAIN, *arguments],
+        [sys.executable, "-m", "pytest", *plain, *arguments],
         cwd=place,
         env=environ | {"PYTHONPATH": str(ROOT)},
         input=typed,
@@ -37,17 +40,25 @@ def run_pytest(place, *arguments, typed=""):
 
 
 def test_its_tests_pass(place):
-    assert set(FILES) == {"embedder.py", "test_embedder.py"}
     ran = run_pytest(place, "-W", "error")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "3 passed" in ran.stdout
+    assert "6 passed" in ran.stdout
+
+
+def test_its_tests_with_fixtures_pass(place):
+    for name in FIXTURES:
+        (place / name).write_text(FILES[name])
+    plain = ("-q", "-p", "no:cacheprovider", "-o", SCOPE, "--strict-markers")
+    ran = run_pytest(place, "-W", "error", plain=plain)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "9 passed" in ran.stdout
 
 
 def test_its_tests_see_a_mistake_in_the_module(place):
     module = place / "embedder.py"
     module.write_text(module.read_text().replace("model(text)", "model(text) + 1"))
     ran = run_pytest(place)
-    assert "1 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "1 failed, 5 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_a_debugger_opens_where_a_task_failed(place):

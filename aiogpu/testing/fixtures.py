@@ -1,0 +1,108 @@
+"""Fixtures for pytest and pytest-asyncio: nodes, and tests that leave nothing behind.
+
+A project enables them by `pytest_plugins = ["aiogpu.testing.fixtures"]` in its top
+`conftest.py`. They stand on the public interface alone, as its own tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import pytest_asyncio
+
+import aiogpu
+from aiogpu.testing.traces import Traces
+
+if TYPE_CHECKING:
+    from aiogpu import Session
+
+_DEFAULTS: Final = {"num_cpus": 2, "num_gpus": 1}
+_MARKER: Final = (
+    "aiogpu(num_cpus=2, num_gpus=1, **options): what `inline_node` and `local_node` "
+    "are to have; options are those of `aiogpu.init`."
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.fixture
+def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short place for nodes' directories, empty before and after the test."""
+    with tempfile.TemporaryDirectory(prefix="agt-", dir="/tmp") as place:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+        yield Path(place)
+        left = os.listdir(place)
+        if left:
+            pytest.fail(
+                f"a node has left its directory behind: {', '.join(left)}. Close it "
+                f"in the test: `async with aiogpu.init(...)`.",
+                pytrace=False,
+            )
+
+
+@pytest.fixture
+def no_leaks(runtime_directory: Path) -> Iterator[None]:
+    """No process, descriptor or mapping of aiogpu's outlives the test.
+
+    It must be set up before the test's node: put it into `pytestmark` or make it the
+    first argument of the fixture that opens the node.
+    """
+    before = Traces.take()
+    yield
+    left = Traces.take().since(before)
+    if left:
+        for directory in runtime_directory.iterdir():
+            # It is told of here; the fixture below need not do so as well.
+            left.append(f"directory {directory.name}")
+            shutil.rmtree(directory, ignore_errors=True)
+        pytest.fail(
+            "the test has left behind:\n  "
+            + "\n  ".join(left)
+            + "\nClose its node: `async with aiogpu.init(...)`, or aiogpu.shutdown().",
+            pytrace=False,
+        )
+
+
+@pytest_asyncio.fixture
+async def inline_node(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
+    """A node that runs tasks in this process, with 2 CPUs and 1 logical GPU.
+
+    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has. The test says `.remote()`,
+    and no `aiogpu.init()`, which would be a second node.
+    """
+    async with aiogpu.init(address="inline", **_options(request)) as node:
+        yield node
+
+
+@pytest_asyncio.fixture
+async def local_node(
+    request: pytest.FixtureRequest, no_leaks: None
+) -> AsyncIterator[Session]:
+    """A node with workers of its own, 2 CPUs and 1 logical GPU; it leaves nothing.
+
+    `@pytest.mark.aiogpu(num_gpus=4)` changes what it has.
+    """
+    async with aiogpu.init(address="local", **_options(request)) as node:
+        yield node
+
+
+def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The marker's options; those of a function before those of its module."""
+    options: dict[str, Any] = dict(_DEFAULTS)
+    for mark in reversed(list(request.node.iter_markers("aiogpu"))):
+        if mark.args or "address" in mark.kwargs:
+            raise pytest.UsageError(
+                f"{request.node.nodeid}: @pytest.mark.aiogpu takes options of "
+                f"aiogpu.init by name, and no address: the fixture stands for that."
+            )
+        options.update(mark.kwargs)
+    return options

@@ -1,0 +1,115 @@
+"""What nodes leave visible around this process: processes, descriptors, mappings.
+
+Read from `/proc` alone. Only what is aiogpu's is seen: its processes go by that name,
+and what runs below them was started by a task.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_PROC: Final = Path("/proc")
+_MARK: Final = "aiogpu"
+_MAPPING: Final = "memfd:aiogpu"
+
+
+class Traces(NamedTuple):
+    """What there was at a moment.
+
+    Attributes:
+        processes: those of aiogpu below this one, in words, by pid and start.
+        descriptors: what this process's own lead to, and how many to each.
+        mappings: how many pieces of aiogpu's shared memory are mapped here.
+    """
+
+    processes: dict[tuple[int, int], str]
+    descriptors: Counter[str]
+    mappings: int
+
+    @classmethod
+    def take(cls) -> Traces:
+        """What there is now."""
+        return cls(_processes(), _descriptors(), _mappings())
+
+    def since(self, before: Traces) -> list[str]:
+        """What has come since an earlier moment, each in words."""
+        new = [
+            f"process {told}"
+            for key, told in self.processes.items()
+            if key not in before.processes
+        ]
+        for target, count in (self.descriptors - before.descriptors).items():
+            new.append(f"{count} open descriptor(s) of {target}")
+        if self.mappings > before.mappings:
+            new.append(f"{self.mappings - before.mappings} mapping(s) of shared memory")
+        return new
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    start: int
+    name: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.name}) {self.command}".rstrip()
+
+    @property
+    def is_ours(self) -> bool:
+        # A zombie has no command any more, but keeps its name.
+        return _MARK in self.name or _MARK in self.command
+
+
+def _processes() -> dict[tuple[int, int], str]:
+    children: dict[int, list[_Process]] = {}
+    for entry in _PROC.iterdir():
+        process = _read_process(entry) if entry.name.isdigit() else None
+        if process is not None:
+            children.setdefault(process.parent, []).append(process)
+    found: dict[tuple[int, int], str] = {}
+    below = [(process, False) for process in children.get(os.getpid(), ())]
+    while below:
+        process, is_under_ours = below.pop()
+        is_ours = is_under_ours or process.is_ours
+        if is_ours:
+            found[process.pid, process.start] = str(process)
+        below.extend((child, is_ours) for child in children.get(process.pid, ()))
+    return found
+
+
+def _read_process(entry: Path) -> _Process | None:
+    try:
+        stat = (entry / "stat").read_text(errors="replace")
+        command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return None  # it has gone meanwhile
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return _Process(
+        pid=int(entry.name),
+        parent=int(fields[1]),
+        start=int(fields[19]),
+        name=name,
+        command=command.decode(errors="replace").strip()[:80],
+    )
+
+
+def _descriptors() -> Counter[str]:
+    targets: Counter[str] = Counter()
+    for descriptor in (_PROC / "self" / "fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except FileNotFoundError:
+            continue
+        if f"{_MARK}-" in target or "pidfd" in target:
+            targets[target] += 1
+    return targets
+
+
+def _mappings() -> int:
+    maps = (_PROC / "self" / "maps").read_text(errors="replace")
+    return sum(_MAPPING in line for line in maps.splitlines())
