@@ -22,7 +22,7 @@ from aiogpu.core.records import (
     move_task,
     move_worker,
 )
-from aiogpu.core.stopping import let_end
+from aiogpu.core.stopping import interrupt, let_end
 from aiogpu.core.watch import watch
 
 _WAITING: Final = TaskState.WAITING
@@ -86,11 +86,15 @@ def take_turn(
 ) -> None:
     """Begin with the next of those that the worker has been sent ahead.
 
-    One that was cancelled there is decided about when its queue is `Revoked`.
+    One that was cancelled there is decided about when its queue is `Revoked`; if it
+    was before, and the task is still here, it has begun.
     """
     record = worker.task = worker.queue.popleft()
     if record.state is _QUEUED:
         record.state = _RUNNING
+    elif not worker.is_revoking:
+        # It was known to have begun before the answer of the one before it came.
+        interrupt(node, record, now, effects)
     if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
         bucket = node.ready.by_shape.get(record.spec.shape)
         if bucket is not None and may_follow(node, bucket):
@@ -112,7 +116,7 @@ def hand_over(
         return False
     if not may_follow(node, bucket):
         return False
-    node.ready.pop(bucket)
+    _leave_queue(node, record, bucket)
     record.state = _RUNNING
     record.worker, worker.task = worker, record
     ahead = [record.id]
@@ -126,9 +130,19 @@ def hand_over(
 
 def may_follow(node: Node, bucket: Bucket) -> bool:
     """Whether a lease may go on in this shape without asking whose turn it is."""
-    if node.reservation is not None or node.ledger.is_overdrawn:
-        return False
-    return node.ready.is_first(bucket)
+    kept = node.reservation
+    # What is kept for this very shape's first is what the lease would give him.
+    is_free = kept is None or kept.record is bucket.head()
+    # A task that has waited took its CPUs again although others had them: those that
+    # end make up for it.
+    is_covered = not node.ledger.is_overdrawn
+    return is_free and is_covered and node.ready.is_first(bucket)
+
+
+def _leave_queue(node: Node, record: TaskRecord, bucket: Bucket) -> None:
+    node.ready.pop(bucket)
+    if node.reservation is not None and node.reservation.record is record:
+        node.reservation = None
 
 
 def refill(
@@ -147,7 +161,7 @@ def refill(
             break
         if len(queue) >= min(record.spec.pace.depth, fair):
             break
-        node.ready.pop(bucket)
+        _leave_queue(node, record, bucket)
         record.state = _QUEUED
         record.worker = worker
         queue.append(record)

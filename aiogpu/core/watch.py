@@ -105,7 +105,9 @@ def leave_task(node: Node, worker: WorkerRecord) -> None:
     """A worker holds a lease for a task that it does not run after all."""
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
-    worker.lease, worker.is_last, worker.is_revoking = None, False, False
+    worker.lease, worker.is_last = None, False
+    # What may still be under way was about what the worker has not got any more.
+    worker.is_revoking = False
     node.workers.put_idle(worker)
 
 
