@@ -102,17 +102,17 @@ class Scheduler(Node):
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
         effects: list[Effect] = []
-        by_shape = self.ready.by_shape
+        bucket = self.ready.by_shape.get(spec.shape) if self.ready.by_shape else None
         # Where others of its shape wait, it must wait as well, whatever is free;
         # where they do not, nobody who waits could use what it takes.
-        if by_shape and spec.shape in by_shape:
-            self.ready.push(record)
-        elif lease := self.take(record):
+        if bucket is None and (lease := self.take(record)):
             start(self, record, lease, now, effects)
             return effects
-        else:
-            self.ready.push(record)
+        self.ready.push(record)
+        if bucket is None:
             note_stuck(self, record, now)
+        elif self.reservation is None or bucket.head() is not record:
+            return NOTHING
         return NOTHING if self.reservation is None else self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:

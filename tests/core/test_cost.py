@@ -142,6 +142,21 @@ def test_a_task_with_a_timeout_costs_the_same():
     assert many == pytest.approx(few, abs=8 + 4 * SWEPT)
 
 
+def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():
+    """Nobody is placed anew because of one who stands behind others."""
+    calls = []
+    for passed in (0.0, 2.0):
+        node = Node(spec())
+        for _ in range(FEW):
+            node.submit()
+        node.handle(TimePassed())
+        node.now += passed
+        node.handle(TimePassed())
+        assert (node.scheduler.reservation is not None) == bool(passed)
+        calls.append(calls_of(node.submit))
+    assert calls[1] <= calls[0] + 4
+
+
 @pytest.mark.parametrize("is_last_first", [False, True])
 def test_one_that_leaves_costs_the_same(is_last_first):
     """Which of them is not even looked for."""

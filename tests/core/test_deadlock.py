@@ -11,7 +11,7 @@ def wait(w: World, parent: str, child: str, **options) -> None:
     w.wait_for(parent, child)
 
 
-def test_a_child_that_needs_what_its_parent_holds_is_told_so():
+def test_a_child_that_needs_what_its_parent_holds():
     w = World(gpus=1)
     w.submit("train", num_gpus=1)
     wait(w, "train", "evaluate", num_gpus=0.5)
