@@ -333,7 +333,7 @@ def test_closing_tells_those_who_wait_in_slices():
     slices = [w.scheduler.handle(Closing(), w.now)]
     assert not w.scheduler.is_closed
     while (moment := w.scheduler.deadline()) == w.now + ABANDON_EVERY:
-        w.now = moment
+        w.clock.advance_to(moment)
         slices.append(w.scheduler.handle(TimePassed(), moment))
         w.scheduler.check()
     told = [
