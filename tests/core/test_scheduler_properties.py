@@ -333,6 +333,6 @@ class TestNode(NodeMachine.TestCase):
 
 @pytest.mark.slow
 class TestNodeAtLength(NodeMachine.TestCase):
-    """Other stories each time. Write what it finds into `test_traces`."""
+    """Other stories each time. Write what it finds into `test_replays`."""
 
     settings = settings(SETTINGS, derandomize=False, max_examples=2_500)
