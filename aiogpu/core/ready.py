@@ -259,11 +259,10 @@ class ReadyQueue:
         if len(self.by_shape) == 1:
             return True
         head = bucket.head()
-        mine = precedence(head) if head else None
+        assert head is not None, bucket
+        mine = precedence(head)
         for group in self.by_request.values():
             first = group.first()
-            if mine is None:
-                return False
             if first is not None and first[0] < mine and concerns(group.request):
                 return False
         return True

@@ -4,8 +4,18 @@ import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode
-from aiogpu.wire.messages import TAGS, Define, Done, Failed, Forked, Keep, Log, Ready
+from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode, encode_all
+from aiogpu.wire.messages import (
+    TAGS,
+    Define,
+    Done,
+    Exit,
+    Failed,
+    Forked,
+    Keep,
+    Log,
+    Ready,
+)
 
 
 def test_a_frame_is_a_length_and_an_array():
@@ -102,3 +112,10 @@ def test_a_reader_refuses_what_is_no_message_in_a_cut_frame():
     assert reader.feed(b"\x01\0\0") == []
     with pytest.raises(ProtocolError, match="no msgpack"):
         reader.feed(b"\0\xc1")
+
+
+@pytest.mark.parametrize("size", [0, 3, LARGE, LARGE + 1])
+def test_what_goes_out_together_is_the_frames_of_each(size: int) -> None:
+    messages = [Done(1, bytes(size)), Exit(), Done(2, b"x")]
+    assert encode_all(messages) == b"".join(map(encode, messages))
+    assert encode_all([]) == b""
