@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -26,12 +25,6 @@ from tests.gate import Gate, say
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 COUNT = 300
-
-
-@aiogpu.remote
-def size_here(data: bytes) -> tuple[int, int]:
-    """The worker, and how much has come."""
-    return os.getpid(), len(data)
 
 
 @aiogpu.remote(max_retries=0)
@@ -256,17 +249,3 @@ async def test_children_sent_ahead_behind_a_parent_that_waits(ledger: Ledger) ->
         assert await results(handles) == list(range(COUNT))
     children = [1000 * n + child for n in range(1, 15) for child in range(20)]
     assert ledger.counts() == each_once([*range(COUNT), *children])
-
-
-@pytest.mark.slow
-async def test_what_has_not_arrived_yet_is_left_where_it_is() -> None:
-    """A program that holds its loop is no reason to give a healthy worker up."""
-    async with aiogpu.init(num_cpus=1):
-        worker, _ = await size_here.remote(b"")
-        for _ in range(4):
-            handle = size_here.remote(bytes(32 << 20))
-            await asyncio.sleep(0)
-            until = time.monotonic() + 1.2
-            while time.monotonic() < until:
-                pass  # as long as a worker may take to begin, and a little more
-            assert await handle == (worker, 32 << 20)

@@ -1,0 +1,85 @@
+"""The driver with a paper pool: when it takes something back, and when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from aiogpu.core.effects import Revoke
+from aiogpu.core.ids import WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources import CPU, UNIT
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.runtime.driver import Driver
+from aiogpu.wire.frames import LARGE
+from tests.runtime import sites
+
+
+class PaperOrders:
+    """Tells nobody, and notes what it was to tell."""
+
+    def __init__(self) -> None:
+        self.revoked: list[int] = []
+        self.reaches = True
+
+    def assign(self, *_: object) -> None: ...
+
+    def is_reached(self, _worker: int) -> bool:
+        return self.reaches
+
+    def revoke(self, worker: int, _below: int) -> None:
+        self.revoked.append(worker)
+
+    def begun(self, _worker: int) -> int:
+        return 0
+
+
+class Office:
+    """A driver whose one worker has been sent a task and begins nothing."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.orders = PaperOrders()
+        pool = SimpleNamespace(
+            hearing=SimpleNamespace(), orders=self.orders, spawn=lambda _worker: None
+        )
+        self.scheduler = Scheduler(Ledger({CPU: UNIT}))
+        self.driver = Driver(
+            asyncio.get_running_loop(),
+            self.scheduler,
+            pool,  # type: ignore[arg-type]
+            SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
+        )
+        receiver = SimpleNamespace()
+        self.driver.submit(sites.call().site, payload, receiver)  # type: ignore[arg-type]
+        pool.on_started(1)
+
+    async def look(self) -> None:
+        """The worker is looked at when it has had its time."""
+        record = self.scheduler.workers.get(WorkerId(1))
+        assert record is not None
+        assert record.task is not None
+        record.is_revoking, record.revocations = True, 1
+        self.driver._revoke(Revoke(WorkerId(1), 1))
+        async with asyncio.timeout(5):
+            while record.is_revoking:
+                await asyncio.sleep(0)
+
+
+async def test_what_was_not_begun_is_taken_back() -> None:
+    office = Office(b"x")
+    await office.look()
+    assert office.orders.revoked == [1]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> None:
+    """A large task, or a program that holds its loop, gives no healthy worker up."""
+    office = Office(bytes(LARGE) if is_large else b"x")
+    office.orders.reaches = is_large
+    await office.look()
+    assert office.orders.revoked == []
+    record = office.scheduler.workers.get(WorkerId(1))
+    assert record is not None
+    assert record.task is not None, "it still has its task"
