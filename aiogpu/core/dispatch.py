@@ -25,7 +25,6 @@ from aiogpu.core.records import (
 from aiogpu.core.stopping import interrupt, let_end
 from aiogpu.core.watch import watch
 
-_WAITING: Final = TaskState.WAITING
 _QUEUED: Final = TaskState.QUEUED
 _RUNNING: Final = TaskState.RUNNING
 

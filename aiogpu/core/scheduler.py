@@ -15,6 +15,7 @@ from typing import Final
 
 from aiogpu.core import events
 from aiogpu.core.audit import check
+from aiogpu.core.closing import abandon_some
 from aiogpu.core.dispatch import assign, hand_over, release, start, take_turn
 from aiogpu.core.effects import (
     NOTHING,
@@ -40,11 +41,6 @@ from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import go_on_stopping, interrupt, retire_idle, withdraw
 from aiogpu.core.timers import Alarm, AlarmKind
 from aiogpu.core.watch import count_begun, look, on_revoked, on_skipped, return_task
-
-ABANDONED: Final = 500
-"""Waiting tasks that are told of the node's end in one go."""
-ABANDON_EVERY: Final = 1e-3
-"""Seconds between two such goes, in which the loop may do other things."""
 
 _RUNNING: Final = TaskState.RUNNING
 
@@ -293,7 +289,7 @@ class Scheduler(Node):
 
     def _ring(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
         if alarm.kind is AlarmKind.CLOSE:
-            self._abandon_some(now, effects)
+            abandon_some(self, now, effects)
         elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
             worker = self.workers.get(WorkerId(alarm.subject))
             if worker is None:
@@ -319,19 +315,9 @@ class Scheduler(Node):
                 if record is not None and record.state is not TaskState.STOPPING:
                     effects.append(Abandon(record.id))
                     stop(self, record, now, effects)
-        self._abandon_some(now, effects)
+        abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects
-
-    def _abandon_some(self, now: float, effects: list[Effect]) -> None:
-        """Tell some of those that wait; there may be a million."""
-        for _ in range(ABANDONED):
-            record = self.ready.some()
-            if record is None:
-                return
-            effects.append(Abandon(record.id))
-            stop(self, record, now, effects)
-        self.timers.set(now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
         if self.ready.by_shape:

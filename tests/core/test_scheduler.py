@@ -2,6 +2,7 @@
 
 import pytest
 
+from aiogpu.core.closing import ABANDON_EVERY, ABANDONED
 from aiogpu.core.effects import (
     Abandon,
     Assign,
@@ -21,7 +22,6 @@ from aiogpu.core.events import (
 from aiogpu.core.ids import TaskId
 from aiogpu.core.policy import Patience
 from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.scheduler import ABANDON_EVERY, ABANDONED
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.timers import AT_ONCE
 from aiogpu.errors import InfeasibleError

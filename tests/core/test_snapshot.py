@@ -2,6 +2,7 @@
 
 from aiogpu.core import ready as ready_module
 from aiogpu.core import snapshot as snapshot_module
+from aiogpu.core.closing import ABANDONED
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.events import Submitted
 from aiogpu.core.holding import DeviceStatus, Holder
@@ -10,7 +11,7 @@ from aiogpu.core.ledger import Ledger
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
 from aiogpu.core.resources import LARGEST, UNIT, Request
-from aiogpu.core.scheduler import ABANDONED, Scheduler
+from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.shortage import ReservationStatus
 from aiogpu.core.snapshot import (
     LISTED,

@@ -2,11 +2,11 @@
 
 import pytest
 
+from aiogpu.core.closing import ABANDONED
 from aiogpu.core.events import Cancelled
 from aiogpu.core.holding import Holder
 from aiogpu.core.ids import TaskId
 from aiogpu.core.lane import SEARCHED
-from aiogpu.core.scheduler import ABANDONED
 from aiogpu.core.shortage import ReservationStatus
 from aiogpu.core.why import Why, why
 from aiogpu.testing import World
