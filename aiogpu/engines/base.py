@@ -24,6 +24,7 @@ class NodeOptions(NamedTuple):
         preload: modules that the zygote imports.
         log_to_driver: whether tasks' output is shown.
         cancel_grace: seconds from a cancel to the kill.
+        spare_workers: clean workers kept ready.
     """
 
     num_cpus: float | None = None
@@ -33,6 +34,7 @@ class NodeOptions(NamedTuple):
     preload: Sequence[str] = ()
     log_to_driver: bool = True
     cancel_grace: float = 2.0
+    spare_workers: int = 2
 
 
 class Waits(Protocol):

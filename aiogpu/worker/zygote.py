@@ -60,6 +60,7 @@ class Zygote:
         os.dup2(nothing, 0)
         os.close(nothing)
         kernel.adopt_orphans()
+        self._birth: Birth
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
         self._watch = Watch(ZYGOTE, 0, socket_path(setup.directory), driver)
@@ -72,6 +73,7 @@ class Zygote:
         if not is_fit:
             self._watch.close()
             return
+        self._birth = Birth(self._setup, self._page)
         gc.collect()
         gc.freeze()
         self._watch.send(Ready())
@@ -116,8 +118,8 @@ class Zygote:
         if pid == 0:
             try:
                 self._watch.leave()
-                birth = Birth(self._setup, self._page)
-                Keeper(slot, self._setup, self._watch.driver, birth.begin).run()
+                begin = self._birth.begin
+                Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException:  # noqa: BLE001 - the fork must not return
                 sys.excepthook(*sys.exc_info())
             finally:
