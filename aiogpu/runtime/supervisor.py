@@ -66,6 +66,7 @@ class Supervisor:
         parts.server = await self._loop.create_unix_server(
             lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
+        zygote.cgroup.choose(node)
         zygote.start()
 
     async def start_driver(
@@ -101,6 +102,7 @@ class Supervisor:
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
         await parts.pool.close()
         await parts.zygote.close()
+        await parts.zygote.cgroup.remove()
         if parts.server is not None:
             parts.server.close()
         await parts.console.drain(SLACK)

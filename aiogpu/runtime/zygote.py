@@ -18,6 +18,7 @@ from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.process import Process, start_interpreter
 from aiogpu.runtime.transport import Peer
 from aiogpu.wire.messages import Close, Hello, Keep, Lost, Message, Ready, Unfit
@@ -43,6 +44,7 @@ class Zygote:
         on_lost_slot: told of a slot whose keeper has died, with all below it.
         on_death: told when a life has ended and another begun, unless there is a
             problem; keepers that have not come must be asked for again.
+        cgroup: the node's, chosen before the first start.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Zygote:
         self._node = node
         self._directory = directory
         self._preload = list(preload)
+        self.cgroup = NodeCgroup(loop)
         self._page = ControlPage.create()
         self.page = ControlPage.open(self._page)
         self._process: Process | None = None
@@ -94,6 +97,7 @@ class Zygote:
             driver=os.getpid(),
             page=self._page,
             preload=self._preload,
+            cgroup=self.cgroup.path,
         )
         try:
             child = start_interpreter(setup._asdict(), self._page, writing)

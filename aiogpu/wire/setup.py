@@ -18,6 +18,7 @@ class Setup(NamedTuple):
         driver: process id of the driver.
         page: descriptor of the control page.
         preload: modules to import before the first fork.
+        cgroup: directory of the node's cgroup, "" where there is none to be had.
     """
 
     sys_path: list[str]
@@ -26,6 +27,7 @@ class Setup(NamedTuple):
     driver: int
     page: int
     preload: list[str]
+    cgroup: str = ""
 
 
 def socket_path(directory: str) -> str:

@@ -21,7 +21,8 @@ from aiogpu.wire.messages import Keep, Lost, Ready, Unfit
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
-from aiogpu.worker.keeper import Keeper, end_children
+from aiogpu.worker.cgroup import end_node, end_slot, fork_into_slot
+from aiogpu.worker.keeper import Keeper, end_children, remove_directory
 from aiogpu.worker.watch import Watch
 
 GUARDS: Final = {
@@ -84,11 +85,15 @@ class Zygote:
             self._reap()
         self._wait_for_keepers()
         self._watch.close()
-        if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
-            # Costs 4 ms to import, and is needed once in a node's life at most.
-            import shutil
+        if not self._watch.is_asked and self._driver_has_left():
+            end_node(self._setup.cgroup)
+            remove_directory(self._setup.directory)
 
-            shutil.rmtree(self._setup.directory, ignore_errors=True)
+    def _driver_has_left(self) -> bool:
+        """Whether nobody but us will clear up; its directory may have gone before."""
+        return not os.path.exists(self._setup.directory) or self._watch.driver_has_died(
+            within=2.0
+        )
 
     def _preload(self) -> bool:
         """Import what is to be shared; False if a module made us unfit."""
@@ -114,7 +119,7 @@ class Zygote:
         return True
 
     def _fork(self, slot: int) -> None:
-        pid = os.fork()
+        pid = fork_into_slot(self._setup.cgroup, slot)
         if pid == 0:
             try:
                 self._watch.leave()
@@ -136,7 +141,9 @@ class Zygote:
             if pid == 0:
                 break
             if pid in self._keepers:
-                self._lost.append(self._keepers.pop(pid))
+                slot = self._keepers.pop(pid)
+                end_slot(self._setup.cgroup, slot)
+                self._lost.append(slot)
         strays = [pid for pid in kernel.children() if pid not in self._keepers]
         for pid in strays:
             kernel.kill(pid)
