@@ -15,6 +15,7 @@ from aiogpu.wire.messages import (
     VERSION,
     Bind,
     Cancel,
+    Check,
     ChildDone,
     ChildFailed,
     Close,
@@ -29,7 +30,9 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
+    Imported,
     Keep,
+    LeftOut,
     Log,
     Lost,
     Message,
@@ -37,6 +40,7 @@ from aiogpu.wire.messages import (
     Run,
     Signal,
     Skipped,
+    Stale,
     Submit,
     Unfit,
     Wait,
@@ -51,14 +55,16 @@ GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not said who it is."""
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Ready, Unfit, Lost}),
+    ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
     KEEPER: frozenset({Forked, Ended}),
-    WORKER: frozenset({Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw}),
+    WORKER: frozenset(
+        {Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw, Imported}
+    ),
 }
 """What a peer of each role may say to the driver after its greeting."""
 
 HEARS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Keep, Close}),
+    ZYGOTE: frozenset({Keep, Check, Close}),
     KEEPER: frozenset({Fork, Signal, End, Close}),
     WORKER: frozenset(
         {Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed}

@@ -12,14 +12,14 @@ from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
 class Hello(NamedTuple):
     """First message on every connection, from the one that connects.
 
-    `id` is the slot of a keeper, the id of a worker, 0 of a zygote.
+    `id` is the slot of a keeper, the id of a worker, the generation of a zygote.
     """
 
     version: int
@@ -35,7 +35,14 @@ class Keep(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Zygote to driver: all is imported and it may fork."""
+    """Zygote to driver: all is imported and it may fork.
+
+    `modules`: top-level modules that came by that, but for the standard library's.
+    `variables`: names of the environment variables that were read meanwhile.
+    """
+
+    modules: tuple[str, ...]
+    variables: tuple[str, ...]
 
 
 class Unfit(NamedTuple):
@@ -240,6 +247,30 @@ class Log(NamedTuple):
     line: bytes
 
 
+class LeftOut(NamedTuple):
+    """Zygote to driver: this learnt module is unfit, and was not imported."""
+
+    module: str
+    reason: str
+
+
+class Check(NamedTuple):
+    """Driver to zygote: say so if what you have imported was edited since."""
+
+
+class Stale(NamedTuple):
+    """Zygote to driver: the file of this module, which it has, was edited."""
+
+    module: str
+
+
+class Imported(NamedTuple):
+    """Worker to driver: what it has imported since it said so last, and the cost."""
+
+    names: tuple[str, ...]
+    microseconds: tuple[int, ...]
+
+
 Message = (
     Hello
     | Keep
@@ -268,6 +299,10 @@ Message = (
     | Withdraw
     | ChildDone
     | ChildFailed
+    | LeftOut
+    | Check
+    | Stale
+    | Imported
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -287,6 +322,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "dict[str, float]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
+    "tuple[str, ...]": (tuple,),
 }
 
 

@@ -5,6 +5,7 @@ Both sides take the names of the node's files from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -18,6 +19,10 @@ class Setup(NamedTuple):
         driver: process id of the driver.
         page: descriptor of the control page.
         preload: modules to import before the first fork.
+        generation: which of the node's zygotes this is.
+        learns: whether workers are to say what they import.
+        learnt: further modules to import, if that leaves the zygote fit.
+        proven: those of them that were found fit before.
     """
 
     sys_path: list[str]
@@ -26,6 +31,10 @@ class Setup(NamedTuple):
     driver: int
     page: int
     preload: list[str]
+    generation: int = 0
+    learns: bool = False
+    learnt: Sequence[str] = ()
+    proven: Sequence[str] = ()
 
 
 def socket_path(directory: str) -> str:

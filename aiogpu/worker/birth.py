@@ -17,16 +17,22 @@ from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import renew_randomness
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
+from aiogpu.worker.threads import Threads
 
 
 class Birth:
     """What every worker of a node begins from."""
 
-    def __init__(self, setup: Setup, page: ControlPage) -> None:
+    def __init__(
+        self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
+    ) -> None:
         self._setup = setup
         self._page = page
+        self._imports = imports
+        self._threads = threads
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:
         """Become worker `worker` in this fork, and never return."""
@@ -41,7 +47,7 @@ class Birth:
         current.worker, current.node = worker, self._setup.node
         interrupts = Interrupts(self._page, slot)
         channel = Channel(socket_path(self._setup.directory), worker, interrupts)
-        process = Worker(channel, interrupts)
+        process = Worker(channel, interrupts, self._imports, self._threads)
         try:
             process.serve()
         except BaseException:  # noqa: BLE001 - the last word of a broken worker

@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
     "num_gpus": None,
     "resources": None,
     "accelerator_type": None,
-    "preload": (),
+    "preload": "auto",
     "log_to_driver": True,
     "cancel_grace": 2.0,
 }
@@ -95,6 +95,23 @@ def test_what_is_not(option: str, value: object, allowed: str) -> None:
     assert allowed in message
     told = next(iter(value.values())) if isinstance(value, dict) else value
     assert repr(told) in message
+
+
+@pytest.mark.parametrize(
+    ("preload", "modules", "learns"),
+    [
+        ("auto", (), True),
+        (("auto",), (), True),
+        (["numpy", "auto", "json"], ("numpy", "json"), True),
+        ((), (), False),
+        (["json"], ("json",), False),
+    ],
+)
+def test_what_is_preloaded(
+    preload: object, modules: tuple[str, ...], learns: bool
+) -> None:
+    options = checked(preload=preload)
+    assert (options.preload, options.learns) == (modules, learns)
 
 
 def test_what_was_given_is_copied() -> None:
