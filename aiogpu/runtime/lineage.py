@@ -17,7 +17,11 @@ from typing import Final
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.learning import Learning
 from aiogpu.runtime.zygote import Zygote
-from aiogpu.wire.messages import Imported, LeftOut, Message, Ready, Stale, Unfit
+from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
+from aiogpu.wire.messages import (
+    Imported,
+    Message,
+)
 
 _log: Final = logging.getLogger(__name__)
 

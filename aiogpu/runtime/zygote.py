@@ -19,7 +19,11 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
 from aiogpu.runtime.process import Process, start_interpreter
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
+from aiogpu.wire.forking import Check, Keep, Lost, Ready, Unfit
+from aiogpu.wire.messages import (
+    Close,
+    Message,
+)
 from aiogpu.wire.setup import Setup
 
 CHECKS: Final = 1.0

@@ -154,7 +154,8 @@ class Zygotes:
     def _give_up(self, lineage: Lineage) -> None:
         del self._lineages[lineage.environment]
         lineage.end()
-        self.on_superseded(lineage.current)
+        # Later, not now: the core may be speaking, and will be asked again.
+        self._loop.call_soon(self._on_superseded, lineage.current)
 
     def _make(self, environment: Environment) -> Zygote:
         zygote = Zygote(

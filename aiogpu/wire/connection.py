@@ -10,12 +10,12 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.forking import Check, Keep, LeftOut, Lost, Ready, Stale, Unfit
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
     Bind,
     Cancel,
-    Check,
     ChildDone,
     ChildFailed,
     Close,
@@ -31,18 +31,12 @@ from aiogpu.wire.messages import (
     Forked,
     Hello,
     Imported,
-    Keep,
-    LeftOut,
     Log,
-    Lost,
     Message,
-    Ready,
     Run,
     Signal,
     Skipped,
-    Stale,
     Submit,
-    Unfit,
     Wait,
     Withdraw,
 )

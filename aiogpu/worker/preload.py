@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from aiogpu.wire.messages import LeftOut, Message, Ready, Unfit
+from aiogpu.wire.forking import LeftOut, Ready, Unfit
+from aiogpu.wire.messages import (
+    Message,
+)
 from aiogpu.wire.setup import Setup
 from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 from aiogpu.worker.keeper import end_children

@@ -15,7 +15,7 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
-from aiogpu.wire.messages import Check, Keep, Lost, Stale
+from aiogpu.wire.forking import Check, Keep, Lost, Stale
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth

@@ -13,8 +13,17 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
+from aiogpu.wire.forking import Ready
 from aiogpu.wire.frames import HEADER, encode
-from aiogpu.wire.messages import TAGS, VERSION, Cancel, Done, Exit, Hello, Ready, Run
+from aiogpu.wire.messages import (
+    TAGS,
+    VERSION,
+    Cancel,
+    Done,
+    Exit,
+    Hello,
+    Run,
+)
 
 
 def test_every_message_is_said_by_one_side_to_one_kind_of_peer():

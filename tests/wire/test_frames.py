@@ -4,6 +4,7 @@ import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.wire.forking import Keep
 from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode, encode_all
 from aiogpu.wire.messages import (
     TAGS,
@@ -12,7 +13,6 @@ from aiogpu.wire.messages import (
     Exit,
     Failed,
     Forked,
-    Keep,
     Log,
 )
 
