@@ -31,6 +31,9 @@ SET_LATER: Final = frozenset(
 )
 """Thread counts: a worker sets them by the libraries' own setters."""
 
+OF_DEVICES: Final = ("_VISIBLE_DEVICES", "_DEVICE_ORDER")
+"""Suffixes of what says which devices there are: a zygote must see none."""
+
 ALIASES: Final = {
     "cupy": ("CUPY_",),
     "huggingface_hub": ("HF_",),
@@ -61,5 +64,7 @@ def early_variables(
     return tuple(
         (name, value)
         for name, value in environment
-        if (name in names or name.startswith(prefixes)) and name not in SET_LATER
+        if (name in names or name.startswith(prefixes))
+        and name not in SET_LATER
+        and not name.endswith(OF_DEVICES)
     )

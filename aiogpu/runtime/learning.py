@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-DEAR: Final = 100_000
+DEAR: Final = 50_000
 """Microseconds of an import that is learnt when it is seen once."""
 NOT_CHEAP: Final = 5_000
 """Microseconds of an import that is learnt when a second worker pays them too."""
@@ -25,9 +25,7 @@ DEVICE_MODULES: Final = frozenset(
         "deepspeed",
         "flash_attn",
         "numba.cuda",
-        "nvidia_smi",
         "pycuda",
-        "pynvml",
         "tensorrt",
         "triton",
         "vllm",

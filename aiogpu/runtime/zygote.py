@@ -45,14 +45,15 @@ class Surroundings:
         node: the node's id.
         directory: where its socket and pipes are.
         page: descriptor of the control page.
-        place: descriptor of the working directory.
+        place: descriptor of the working directory, None where we may not even
+            enter it.
         learns: whether workers report what they import.
     """
 
     node: str
     directory: str
     page: int
-    place: int
+    place: int | None
     learns: bool
     environ: Mapping[str, str]
     sys_path: Sequence[str]
@@ -60,11 +61,15 @@ class Surroundings:
     @classmethod
     def take(cls, node: str, directory: str, learns: bool) -> Surroundings:
         """What they are now, with a new control page."""
+        try:
+            place = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            place = None
         return cls(
             node=node,
             directory=directory,
             page=ControlPage.create(),
-            place=os.open(".", os.O_PATH | os.O_CLOEXEC),
+            place=place,
             learns=learns,
             environ=dict(os.environ),
             # Python ignores what else there may be, such as a Path.
@@ -74,7 +79,8 @@ class Surroundings:
     def close(self) -> None:
         """Close the descriptors."""
         os.close(self.page)
-        os.close(self.place)
+        if self.place is not None:
+            os.close(self.place)
 
 
 class Zygote:
@@ -176,7 +182,7 @@ class Zygote:
                 around.page,
                 writing,
                 {**around.environ, **own},
-                f"/proc/self/fd/{around.place}",
+                None if around.place is None else f"/proc/self/fd/{around.place}",
             )
         except NodeStartError:
             os.close(reading)

@@ -31,17 +31,17 @@ class Files:
                 is_doubtful = since <= written <= now
                 self._written[path] = (name, 0 if is_doubtful else written)
 
-    def edited(self) -> str | None:
-        """A module whose file has changed since this was asked last, if any.
+    def edited(self) -> list[str]:
+        """Modules whose files have changed since this was asked last.
 
         One whose file has gone has not changed.
         """
-        found = None
+        found = []
         for path, (name, before) in self._written.items():
             written = _written(path)
             if written not in (0, before):
                 self._written[path] = (name, written)
-                found = name
+                found.append(name)
         return found
 
 

@@ -88,9 +88,9 @@ class Zygote:
             shutil.rmtree(self._setup.directory, ignore_errors=True)
 
     def _check(self, files: Files) -> None:
-        module = files.edited()
-        if module is not None:
-            self._watch.send(Stale(module))
+        modules = files.edited()
+        if modules:
+            self._watch.send(Stale(modules[0]))
 
     def _fork(self, slot: int) -> None:
         pid = os.fork()
