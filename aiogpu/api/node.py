@@ -94,7 +94,7 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     num_gpus: int | None = None,
     resources: Mapping[str, float] | None = None,
     accelerator_type: str | None = None,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] = "auto",
     log_to_driver: bool = True,
     cancel_grace: float = 2.0,
     spare_workers: int = 2,
@@ -111,7 +111,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
             since resources are logical.
         resources: custom resources by name, such as `{"license": 2}`.
         accelerator_type: type of the node's GPUs where it is not detected.
-        preload: modules that are imported once, before workers are forked.
+        preload: modules that are imported once, before workers are forked. "auto"
+            is for those that workers turn out to import at a cost; `("numpy",
+            "auto")` for both, `()` for none.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
         spare_workers: clean processes that stand ready for tasks that get one of

@@ -45,7 +45,9 @@ class LocalEngine:
         """Detect what there is while the zygote starts; see `Engine.open`."""
         options = self._options
         try:
-            await self._supervisor.start_zygote(options.preload, options.log_to_driver)
+            await self._supervisor.start_zygote(
+                options.preload, options.log_to_driver, options.learns
+            )
             scheduler, assignment = await build_node(options)
             self._driver = await self._supervisor.start_driver(
                 scheduler,

@@ -18,9 +18,11 @@ from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import renew_randomness
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
 from aiogpu.worker.rehearsal import rehearse
+from aiogpu.worker.threads import Threads
 
 ROUNDS: Final = 20
 """Rehearsals in the zygote: CPython adapts code to its use in the first few."""
@@ -31,12 +33,14 @@ SILENCE: Final = 2e-3
 class Birth:
     """What every worker of a node begins from; made in the zygote."""
 
-    def __init__(self, setup: Setup, page: ControlPage) -> None:
+    def __init__(
+        self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
+    ) -> None:
         self._setup = setup
         self._path = socket_path(setup.directory)
         self._interrupts = Interrupts(page)
         self._channel = Channel(self._interrupts)
-        self._worker = Worker(self._channel, self._interrupts)
+        self._worker = Worker(self._channel, self._interrupts, imports, threads)
         rehearse(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:

@@ -16,7 +16,8 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 
-_IMPORT: Final = "<frozen importlib._bootstrap>"
+IMPORT: Final = "<frozen importlib._bootstrap>"
+"""The file name of all code that imports."""
 
 
 class Interrupts:
@@ -91,7 +92,7 @@ def _imports(frame: FrameType | None) -> bool:
     this process any more; but the worker goes on.
     """
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == IMPORT:
             return True
         frame = frame.f_back
     return False

@@ -19,11 +19,20 @@ from aiogpu.wire.messages import Bind, Define, Exit, Run
 from aiogpu.wire.payload import dump_arguments, dump_reference
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context, current
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
+from aiogpu.worker.threads import Threads
 
 TASKS: Final = 2
 """In each rehearsal: the first of a site, and one that finds it known."""
+
+
+class Unmoved(Threads):
+    """Leaves the libraries alone: in the zygote they must not start threads."""
+
+    def adapt(self, cpus: float) -> None:
+        """Nothing."""
 
 
 def nothing(*_args: object, **_kwargs: object) -> None:
@@ -65,4 +74,4 @@ def _play(page: ControlPage) -> None:
                 ]
             )
         )
-        Worker(channel, interrupts).serve()
+        Worker(channel, interrupts, Imports(), Unmoved()).serve()
