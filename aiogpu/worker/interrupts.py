@@ -41,9 +41,12 @@ class Interrupts:
         """Never interrupt frames that run this code."""
         self._own.update(own)
 
-    def install(self, slot: int) -> None:
-        """Handle the signal from now on, for the worker in that slot."""
+    def attend(self, slot: int) -> None:
+        """Look at the words of this slot."""
         self._slot = slot
+
+    def install(self) -> None:
+        """Handle the signal from now on; it means nothing where no task runs."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 

@@ -104,9 +104,9 @@ class Worker:
         330 ms with torch, and the kernel takes everything back anyway.
         """
         try:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            if atexit._ncallbacks():
+                atexit._run_exitfuncs()
+            self._stdio.flush()
             self._stdio.end_lines()
         finally:
             os._exit(0)
