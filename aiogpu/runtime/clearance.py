@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -50,7 +51,7 @@ class Clearance:
         loop: asyncio.AbstractEventLoop,
         device_sets: Iterable[DeviceSet],
         accelerators: Iterable[Accelerator],
-        limit: float = LIMIT,
+        limit: float | None = None,
     ) -> None:
         """Start the thread, if there is any device to ask about.
 
@@ -59,13 +60,14 @@ class Clearance:
             device_sets: the node's devices. Those without a vendor's id are logical,
                 and nobody is asked about them.
             accelerators: whose drivers to ask.
-            limit: seconds to wait for a device before it is set aside.
+            limit: seconds to wait for a device before it is set aside; `LIMIT` if
+                None.
         """
         self.on_settled: Callable[[WorkerId, bool], None]
         self.on_set_aside: Callable[[WorkerId, str], None]
         self.on_recovered: Callable[[str, int], None]
         self._loop = loop
-        self._limit = limit
+        self._limit = LIMIT if limit is None else limit
         watches = {vendor.kind: vendor.watch() for vendor in accelerators}
         self._devices = {
             (devices.kind, index): device
@@ -79,9 +81,10 @@ class Clearance:
         self._keys: dict[WorkerId, tuple[Key, ...]] = {}
         self._aside: dict[Key, set[WorkerId]] = {}
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._ended = loop.create_future()
         self._thread: threading.Thread | None = None
         if self._devices:
-            inspection = Inspection(asked, self._devices, limit)
+            inspection = Inspection(asked, self._devices, self._limit)
             self._thread = threading.Thread(
                 target=self._run,
                 args=(inspection,),
@@ -149,16 +152,27 @@ class Clearance:
             if (kind, index) in self._devices
         }
 
-    def close(self) -> None:
-        """Let the drivers go; waits for them for a second at most."""
+    def quit(self) -> None:
+        """Let the thread end by itself; nothing is told any more."""
         for timer in self._waiting.values():
             timer.cancel()
         self._waiting.clear()
         self._keys.clear()
-        if self._thread is not None:
-            self._orders.put(None)
-            self._thread.join(CLOSE_LIMIT)
-            self._thread = None
+        self._orders.put(None)
+
+    async def close(self) -> None:
+        """Let the drivers go; waits for them for a second at most."""
+        self.quit()
+        if self._thread is None:
+            return
+        await asyncio.wait([self._ended], timeout=CLOSE_LIMIT)
+        if self._ended.done():
+            self._thread.join()
+        self._thread = None
+
+    def _note_ended(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     def _on_mute(self, worker: WorkerId) -> None:
         devices = self._devices
@@ -180,6 +194,7 @@ class Clearance:
             case Stuck(_, reason) if timer is not None:
                 for key in self._keys[worker]:
                     self._aside.setdefault(key, set()).add(worker)
+                _log.warning("! set aside until it recovers: %s", reason)
                 self.on_set_aside(worker, reason)
             case Cleared(_, _, is_verified) if timer is not None:
                 del self._keys[worker]
@@ -197,6 +212,7 @@ class Clearance:
         holders.discard(worker)
         if not holders:
             del self._aside[key]
+            _log.warning("! %s %s has recovered", key[0], self._devices[key].id)
             self.on_recovered(*key)
 
     def _give_up(self) -> None:
@@ -218,6 +234,8 @@ class Clearance:
                 self._loop.call_soon_threadsafe(self._give_up)
         finally:
             inspection.close()
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._note_ended)
 
     def _next_order(self, due: float | None) -> Order | None:
         """What to do next; None to end."""

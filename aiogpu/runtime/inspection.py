@@ -240,7 +240,7 @@ class Inspection:
         if sample.problem is None:
             self._problems.pop(key, None)
             return sample
-        if sample.problem not in self._problems.values():
+        if not sample.is_lost and sample.problem not in self._problems.values():
             _log.warning(
                 "! %s cannot be asked what is on it: %s. While that is so, its shares "
                 "come back when their processes have ended, and nobody verifies it.",

@@ -86,7 +86,7 @@ async def test_a_free_device_settles() -> None:
     assert await heard.next() == ("settled", TWO, True)
     # Each was looked at on opening; a part is not looked at when it begins.
     assert watch.looks == {0: 4, 1: 1}
-    heard.clearance.close()
+    await heard.clearance.close()
     assert watch.calls == ["open", "close"]
 
 
@@ -100,7 +100,7 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
     assert "1 workers waited for, 0 devices set aside" in repr(heard.clearance)
     watch.on[0] = IDLE
     assert await heard.next() == ("settled", ONE, True)
-    heard.clearance.close()
+    await heard.clearance.close()
 
 
 async def test_past_the_limit_it_is_set_aside_and_recovers(
@@ -119,7 +119,7 @@ async def test_past_the_limit_it_is_set_aside_and_recovers(
     assert told == {("set aside", ONE, reason), ("set aside", TWO, reason)}
     watch.on[0] = IDLE
     assert await heard.next() == ("recovered", "GPU", 0), "once, though two held it"
-    heard.clearance.close()
+    await heard.clearance.close()
     assert heard.told.empty()
 
 
@@ -129,7 +129,7 @@ async def test_nobody_is_asked_about_logical_devices() -> None:
     assert threads() == []
     heard.clearance.begin(ONE, WHOLE)
     assert not heard.clearance.end(ONE, WHOLE, [PID])
-    heard.clearance.close()
+    await heard.clearance.close()
     assert watch.calls == []
 
 
@@ -139,7 +139,7 @@ async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> Non
     assert heard.clearance.end(ONE, lease((0, UNIT), (1, UNIT)), [PID])
     assert await heard.next() == ("settled", ONE, True)
     assert not heard.clearance.end(TWO, lease((1, UNIT)), [PID])
-    heard.clearance.close()
+    await heard.clearance.close()
 
 
 async def test_what_holds_no_device_is_not_asked_about() -> None:
@@ -147,7 +147,7 @@ async def test_what_holds_no_device_is_not_asked_about() -> None:
     cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}))
     heard.clearance.begin(ONE, cpu)
     assert not heard.clearance.end(ONE, cpu, [PID])
-    heard.clearance.close()
+    await heard.clearance.close()
 
 
 class Hanging(PaperWatch):
@@ -180,7 +180,7 @@ async def test_a_driver_that_hangs_holds_nobody_up(
     assert (await heard.next())[:2] == ("set aside", TWO)
     watch.is_free.set()
     assert await heard.next() == ("recovered", "GPU", 0)
-    heard.clearance.close()
+    await heard.clearance.close()
 
 
 async def test_closing_does_not_wait_for_a_driver_that_hangs(
@@ -191,7 +191,7 @@ async def test_closing_does_not_wait_for_a_driver_that_hangs(
     heard = listen(watch)
     assert heard.clearance.end(ONE, WHOLE, [PID])
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
-    heard.clearance.close()
+    await heard.clearance.close()
     assert thread.is_alive()
     watch.is_free.set()
     await asyncio.get_running_loop().run_in_executor(None, thread.join, 20)
@@ -217,7 +217,7 @@ async def test_a_bug_ends_the_watch_and_is_told(
     await asyncio.get_running_loop().run_in_executor(None, join_all)
     assert not heard.clearance.end(TWO, PART, [PID]), "nobody is there to be asked"
     assert "devices are not watched any more" in caplog.text
-    heard.clearance.close()
+    await heard.clearance.close()
 
 
 def test_a_loop_that_was_closed_is_told_nothing() -> None:
@@ -227,6 +227,6 @@ def test_a_loop_that_was_closed_is_told_nothing() -> None:
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
     assert clearance.end(ONE, WHOLE, [PID])
     loop.close()
-    clearance.close()
+    clearance.quit()
     thread.join(20)
     assert not thread.is_alive()
