@@ -66,6 +66,18 @@ class NvmlWatch:
         else:
             self._nvml = nvml
 
+    @property
+    def driver_version(self) -> str | None:
+        """The driver's version, such as "570.86.15"; None if NVML does not say."""
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        try:
+            version: str = nvml.nvmlSystemGetDriverVersion()
+        except nvml.NVMLError:
+            return None
+        return version
+
     def close(self) -> None:
         """Let NVML go; what was not open stays so."""
         nvml, self._nvml = self._nvml, None

@@ -24,7 +24,7 @@ task.__module__ = "__main__"
 
 async def main():
     begin = time.perf_counter()
-    async with aiogpu.init(num_cpus=1, num_gpus=0):
+    async with aiogpu.init(address="local", num_cpus=1, num_gpus=0):
         opened = time.perf_counter()
         remote = aiogpu.remote(task)
         await remote.remote()
