@@ -101,7 +101,7 @@ STUCK = """
             status = await until(lambda status: status.devices[0].aside)
             print(status.devices[0].aside)
             print(str(status).splitlines()[-1])
-            print(status.devices[0].free, status.available["GPU"], status.workers)
+            print(status.devices[0].free, status.available["GPU"], settling(status))
             following = visible.options(num_gpus=0.25).remote()
             print(*str(await following.why()).splitlines(), sep="|")
             other = asyncio.ensure_future(following)
@@ -125,7 +125,7 @@ def test_past_the_limit_a_gpu_is_set_aside_with_the_reason(
         f"(1073741824 bytes)"
     )
     assert line == f"  set aside: {aside}"
-    assert state == "0.0 0.0 ()"
+    assert state == "0.0 0.0 []"
     told, share_left, reason = why.split("|")
     assert told.endswith("for {CPU: 1, GPU: 0.25}")
     assert share_left == "  GPU 0.25: 0 of 1 free (0: set aside)"

@@ -16,20 +16,14 @@ LIMIT: Final = 120.0
 
 IMPORT: Final = """
 import importlib, json, os, sys, time
-from aiogpu.worker.zygote import GUARDS, unfit_to_fork
+from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 
 os.environ.update(GUARDS)
 begin = time.perf_counter()
 module = importlib.import_module(sys.argv[1])
 seconds = time.perf_counter() - begin
-reason = unfit_to_fork()
-if reason is None and sys.argv[1] == "torch":
-    child = os.fork()
-    if child == 0:
-        os._exit(bool(module.cuda._is_in_bad_fork()))
-    if os.waitpid(child, 0)[1]:
-        reason = "it has touched CUDA, which no fork can use then"
-print(json.dumps([seconds, str(getattr(module, "__version__", "")), reason]))
+version = str(getattr(module, "__version__", ""))
+print(json.dumps([seconds, version, unfit_to_fork()]))
 """
 """Imports as a zygote does, and proves what a zygote proves."""
 

@@ -15,6 +15,7 @@ from aiogpu.errors import NodeStartError
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.checks.trial import TrialError, try_out
 from aiogpu.runtime.cpus import usable_cpus
+from aiogpu.runtime.hierarchy import PROC, UNIFIED, find_hierarchy
 from aiogpu.runtime.paths import create_directory, remove_directory
 
 PER_WORKER: Final = 4
@@ -23,6 +24,11 @@ RESERVE: Final = 32
 """Descriptors for a node itself."""
 FEW: Final = 64
 """Workers below which a limit is worth a word."""
+MEMORY_FILES: Final = (
+    (UNIFIED, "memory.max"),
+    ("memory", "memory.limit_in_bytes"),
+)
+"""Where each version of cgroups writes its limit."""
 UNLIMITED: Final = 1 << 60
 """Version 1 of cgroups writes a number near 2**63 for no limit."""
 
@@ -122,11 +128,9 @@ def check_cpus(
     yield Finding("cpus", Level.OK, f"{usable:g} to share out{told}")
 
 
-def check_memory(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> Iterator[Finding]:
+def check_memory(proc: Path = PROC) -> Iterator[Finding]:
     """How much memory there is before the kernel ends something, by which measure."""
-    limits = dict(_memory_limits(proc, cgroups))
+    limits = dict(_memory_limits(proc))
     if not limits:
         yield Finding(
             "memory",
@@ -140,29 +144,15 @@ def check_memory(
     yield Finding("memory", Level.OK, f"{limits[source] / 2**30:.1f} GiB by {source}")
 
 
-def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
+def _memory_limits(proc: Path) -> Iterator[tuple[str, int]]:
     with suppress(OSError):
         for line in (proc / "meminfo").read_text().splitlines():
             if line.startswith("MemTotal:"):
                 yield str(proc / "meminfo"), int(line.split()[1]) << 10
-    try:
-        groups = (proc / "self/cgroup").read_text(errors="surrogateescape")
-    except OSError:
-        return
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots, name = [cgroups, cgroups / "unified"], "memory.max"
-        elif "memory" in controllers.split(","):
-            roots, name = [cgroups / "memory"], "memory.limit_in_bytes"
-        else:
-            continue
-        for root in roots:
-            folder = root / path.lstrip("/")
-            # In a container the path may be the host's; then only the root is ours.
-            for file in [each / name for each in (folder, *folder.parents)]:
-                if file.is_relative_to(root):
-                    yield from _limit(file)
+    for controller, name in MEMORY_FILES:
+        hierarchy = find_hierarchy(controller, proc)
+        for group in hierarchy.groups if hierarchy else ():
+            yield from _limit(group / name)
 
 
 def _limit(file: Path) -> Iterator[tuple[str, int]]:
