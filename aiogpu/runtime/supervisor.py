@@ -68,6 +68,8 @@ class Supervisor:
         )
         zygote.cgroup.choose(node)
         zygote.start()
+        # While the zygote starts: nothing can have died yet.
+        pool.autopsy.begin()
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check
@@ -103,6 +105,7 @@ class Supervisor:
         await parts.pool.close()
         await parts.zygote.close()
         await parts.zygote.cgroup.remove()
+        parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
         await parts.console.drain(SLACK)
@@ -113,6 +116,7 @@ class Supervisor:
         """Give up at once, where no loop runs any more; workers see us end."""
         parts, self._parts = self._parts, None
         if parts is not None:
+            parts.pool.autopsy.close()
             remove_directory(parts.directory)
 
     @property
