@@ -76,6 +76,8 @@ class Supervisor:
             lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
         zygotes.start()
+        # While the zygote starts: nothing can have died yet.
+        pool.autopsy.begin()
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check
@@ -118,6 +120,7 @@ class Supervisor:
         await parts.pool.close()
         await parts.zygotes.close()
         await parts.zygotes.cgroup.remove()
+        parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
         await parts.console.drain(SLACK)
@@ -128,6 +131,7 @@ class Supervisor:
         """Give up at once, where no loop runs any more; workers see us end."""
         parts, self._parts = self._parts, None
         if parts is not None:
+            parts.pool.autopsy.close()
             remove_directory(parts.directory)
         if self._clearance is not None:
             self._clearance.quit()
