@@ -103,6 +103,7 @@ class Lineage:
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self._next is not None:
             self._next.end()
         self.current.retire()
