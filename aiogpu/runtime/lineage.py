@@ -140,20 +140,31 @@ class Lineage:
     def _on_ready(self, zygote: Zygote) -> None:
         self.learning.prove(zygote.learnt)
         if zygote is self._next:
-            old, self.current, self._next = self.current, zygote, None
-            _log.debug("zygote %d follows %d", zygote.generation, old.generation)
-            old.retire()
-            self.on_superseded(old)
+            self._next = None
+            self._follow(zygote)
         elif not self._ready.done():
             self._ready.set_result(None)
         if self._is_wanted:
             self._renew_soon()
+
+    def _follow(self, zygote: Zygote) -> None:
+        """Let it serve in the place of the old one, if there is anything in it."""
+        old = self.current
+        gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
+        if not gained and old.ready is not None and not old.is_stale:
+            zygote.end()
+            return
+        self.current = zygote
+        _log.debug("zygote %d follows %d", zygote.generation, old.generation)
+        old.retire()
+        self.on_superseded(old)
 
     def _on_message(self, zygote: Zygote, message: Message) -> None:
         if isinstance(message, LeftOut):
             self._leave_out(message.module, message.reason)
         elif isinstance(message, Stale) and zygote is self.current:
             _log.info("%s was edited; another zygote imports it anew", message.module)
+            zygote.is_stale = True
             self._renew_soon()
 
     def _leave_out(self, module: str, reason: str) -> None:

@@ -98,6 +98,7 @@ class Zygote:
         status: its wait status, once it has ended.
         last: its last lines of output, once it has ended.
         is_over: it has ended, and all that it said was read.
+        is_stale: something that it has imported was edited since.
         problem: why none follows it, None while it lives or one does.
         on_ready, on_end: told of it.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
@@ -123,6 +124,7 @@ class Zygote:
         self.status = 0
         self.last: tuple[str, ...] = ()
         self.is_over = False
+        self.is_stale = False
         self.problem: Exception | None = None
         self.on_ready: Callable[[Zygote], None]
         self.on_end: Callable[[Zygote], None]

@@ -30,7 +30,7 @@ class PaperProcess:
         self.unfit: Unfit | None = None
         self.problem: Exception | None = None
         self.status, self.last = 0, ("last words",)
-        self.is_closing = self.is_over = False
+        self.is_closing = self.is_over = self.is_stale = False
         self.calls: list[str] = []
         self.fault: Exception | None = None
         self.on_ready: Any = None
@@ -174,6 +174,16 @@ async def test_what_is_left_out_is_named_once(
         "themselves"
     )
     assert family.lineage.learning.proven == {"good"}
+
+
+async def test_a_generation_that_adds_nothing_does_not_serve(family: Family) -> None:
+    family.lineage.hear(SLOW)
+    follower = await family.follower()
+    follower.on_message(follower, LeftOut("slow", "it left 1 threads running"))
+    follower.become_ready()
+    assert follower.calls == ["start", "end"]
+    follower.die(0)
+    assert (family.current, family.told) == (0, [])
 
 
 async def test_a_generation_spoilt_by_one_module_is_made_without_it(
