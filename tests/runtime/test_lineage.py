@@ -30,7 +30,7 @@ class PaperProcess:
         self.unfit: Unfit | None = None
         self.problem: Exception | None = None
         self.status, self.last = 0, ("last words",)
-        self.is_closing = self.is_over = self.is_stale = False
+        self.is_closing = self.is_over = self.is_stale = self.is_late = False
         self.calls: list[str] = []
         self.fault: Exception | None = None
         self.on_ready: Any = None
@@ -333,6 +333,25 @@ async def test_a_learnt_module_that_spoils_a_first_one() -> None:
     family.last.die(0, Unfit("slow", "it opened /dev/nvidia0", False))
     assert family.last.learnt == ()
     assert family.lineage.problem is None
+    family.lineage.end()
+
+
+async def test_an_interpreter_that_is_unfit_from_the_start() -> None:
+    """A sitecustomize may start a thread; starting again would not help."""
+    family = Family(("named",))
+    family.last.die(0, Unfit("cloudpickle", "it left 1 threads running", False))
+    with pytest.raises(NodeStartError, match="cannot be forked here: it left 1 thr"):
+        await family.lineage.ready()
+    assert len(family.made) == 1
+    family.lineage.end()
+
+
+async def test_imports_that_never_end() -> None:
+    family = Family(("named", "other"))
+    family.last.is_late = True
+    family.last.die()
+    with pytest.raises(PreloadError, match="'named', 'other', and the imports did not"):
+        await family.lineage.ready()
     family.lineage.end()
 
 
