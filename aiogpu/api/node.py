@@ -97,6 +97,7 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     preload: Sequence[str] = "auto",
     log_to_driver: bool = True,
     cancel_grace: float = 2.0,
+    spare_workers: int = 2,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` it, or `async with` it.
@@ -115,6 +116,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
             "auto")` for both, `()` for none.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
+        spare_workers: clean processes that stand ready for tasks that get one of
+            their own (those with GPUs, or `max_calls`), once there are such tasks.
+            Each takes a few megabytes; 0 has every process forked when it is needed.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
@@ -131,6 +135,7 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         preload=preload,
         log_to_driver=log_to_driver,
         cancel_grace=cancel_grace,
+        spare_workers=spare_workers,
     )
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(check_text("address", address) or default_address(), options, shared)

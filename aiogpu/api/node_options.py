@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from aiogpu.api.options import check_resources, check_seconds, check_text
 from aiogpu.core.resources import quantity
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 
+MOST_SPARES: Final = 1024
+"""Clean workers that may be asked for; each is a process."""
 AUTO = "auto"
 """In `preload`: modules that workers import again and again, as they are learnt."""
 
@@ -22,6 +25,7 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     preload: object,
     log_to_driver: object,
     cancel_grace: object,
+    spare_workers: object,
 ) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
     modules = _check_preload(preload)
@@ -34,6 +38,7 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         learns=AUTO in modules,
         log_to_driver=check_flag("log_to_driver", log_to_driver),
         cancel_grace=check_seconds("cancel_grace", cancel_grace),
+        spare_workers=_check_spares(spare_workers),
     )
 
 
@@ -52,6 +57,19 @@ def _check_gpus(value: object) -> int | None:
         raise OptionError(
             f"init(num_gpus={value!r}): a node has a whole number of GPUs; give an "
             f"int from 0, or leave it out to detect them."
+        )
+    return value
+
+
+def _check_spares(value: object) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not 0 <= value <= MOST_SPARES
+    ):
+        raise OptionError(
+            f"init(spare_workers={value!r}): give a whole number from 0, for none, to "
+            f"{MOST_SPARES}."
         )
     return value
 

@@ -25,6 +25,7 @@ class NodeOptions(NamedTuple):
         learns: whether it imports more, as workers turn out to need them.
         log_to_driver: whether tasks' output is shown.
         cancel_grace: seconds from a cancel to the kill.
+        spare_workers: clean workers kept ready.
     """
 
     num_cpus: float | None = None
@@ -35,6 +36,7 @@ class NodeOptions(NamedTuple):
     learns: bool = True
     log_to_driver: bool = True
     cancel_grace: float = 2.0
+    spare_workers: int = 2
 
 
 class Waits(Protocol):

@@ -130,5 +130,6 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     patience = Patience(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
+        spare_workers=options.spare_workers,
     )
     return Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)

@@ -181,12 +181,19 @@ class Pool:
         if self._is_closing:
             self._remove_slot(slot)
         elif slot.zygote.is_over and self._slots.holds(slot):
-            # Its zygote has died before it: nobody else will report this, and nobody
-            # adopts what the worker leaves. Its process group is all we can reach.
-            if slot.worker is not None and slot.worker.pid:
-                with suppress(ProcessLookupError):
-                    self._send_signal(-slot.worker.pid, signal.SIGKILL)
-            self._lose(slot)
+            self._end_orphans(slot)
+
+    def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
+        """End what a slot's keeper has left, whose zygote has died too.
+
+        Nobody else will report it, and nobody adopts it. Where there is no cgroup the
+        worker's process group is all we can reach.
+        """
+        if slot.worker is not None and slot.worker.pid:
+            with suppress(ProcessLookupError):
+                self._send_signal(-slot.worker.pid, signal.SIGKILL)
+        lose = partial(self._lose, slot, is_reused)
+        self._zygotes.cgroup.end_slot(slot.index, lose)
 
     def _on_lost_slot(self, index: int) -> None:
         """The slot's keeper has died, or was closed; all below it has ended."""
@@ -290,7 +297,7 @@ class Pool:
             worker = slot.worker
             if worker is not None and not worker.pid and zygote.problem is None:
                 self._move(worker)
-            self._lose(slot, is_reused=False)
+            self._end_orphans(slot, is_reused=False)
 
     def _move(self, worker: LiveWorker) -> None:
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.surroundings import Surroundings
@@ -63,7 +64,9 @@ class Supervisor:
         directory = create_directory()
         console = Console(self._loop, log_to_driver)
         node = os.path.basename(directory)
-        surroundings = Surroundings.take(node, directory, learns)
+        cgroup = NodeCgroup(self._loop)
+        cgroup.choose(node)
+        surroundings = Surroundings.take(node, directory, cgroup, learns)
         zygotes = Zygotes(self._loop, console, surroundings, preload)
         pool = Pool(self._loop, zygotes, console, directory)
         self._parts = parts = Parts(directory, console, zygotes, pool)
@@ -105,6 +108,7 @@ class Supervisor:
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
         await parts.pool.close()
         await parts.zygotes.close()
+        await parts.zygotes.cgroup.remove()
         if parts.server is not None:
             parts.server.close()
         await parts.console.drain(SLACK)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aiogpu.memory.page import ControlPage
+from aiogpu.runtime.node_cgroup import NodeCgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Surroundings:
         page: descriptor of the control page.
         place: descriptor of the working directory, None where we may not even
             enter it.
+        cgroup: the node's, chosen before the first start.
         learns: whether workers report what they import.
     """
 
@@ -30,12 +32,15 @@ class Surroundings:
     directory: str
     page: int
     place: int | None
+    cgroup: NodeCgroup
     learns: bool
     environ: Mapping[str, str]
     sys_path: Sequence[str]
 
     @classmethod
-    def take(cls, node: str, directory: str, learns: bool) -> Surroundings:
+    def take(
+        cls, node: str, directory: str, cgroup: NodeCgroup, learns: bool
+    ) -> Surroundings:
         """What they are now, with a new control page."""
         try:
             place = os.open(".", os.O_PATH | os.O_CLOEXEC)
@@ -46,6 +51,7 @@ class Surroundings:
             directory=directory,
             page=ControlPage.create(),
             place=place,
+            cgroup=cgroup,
             learns=learns,
             environ=dict(os.environ),
             # Python ignores what else there may be, such as a Path.

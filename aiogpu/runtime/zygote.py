@@ -126,6 +126,7 @@ class Zygote:
             driver=os.getpid(),
             page=around.page,
             preload=list(self.preload),
+            cgroup=around.cgroup.path,
             generation=self.generation,
             learns=around.learns,
             learnt=list(self.learnt),

@@ -33,6 +33,7 @@ class Zygotes:
 
     Attributes:
         page: the control page, which they all share.
+        cgroup: the node's.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
         on_death: told of a zygote that has died; keepers that have not come from it
             must be asked for again, unless it has a problem.
@@ -56,6 +57,7 @@ class Zygotes:
         self._preload = tuple(preload)
         self._surroundings = surroundings
         self.page = ControlPage.open(surroundings.page)
+        self.cgroup = surroundings.cgroup
         self._generations = count()
         self._zygotes: dict[int, Zygote] = {}
         self._lineages: dict[Environment, Lineage] = {}

@@ -19,6 +19,7 @@ class Setup(NamedTuple):
         driver: process id of the driver.
         page: descriptor of the control page.
         preload: modules to import before the first fork.
+        cgroup: directory of the node's cgroup, "" where there is none to be had.
         generation: which of the node's zygotes this is.
         learns: whether workers are to say what they import.
         learnt: further modules to import, if that leaves the zygote fit.
@@ -31,6 +32,7 @@ class Setup(NamedTuple):
     driver: int
     page: int
     preload: list[str]
+    cgroup: str = ""
     generation: int = 0
     learns: bool = False
     learnt: Sequence[str] = ()

@@ -44,7 +44,7 @@ class Executor:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
         self._raised: BaseException | None = None
-        interrupts.install(self._attempt.__code__)
+        interrupts.spare(self._attempt.__code__)
 
     def define(self, message: Define) -> None:
         """Learn a site; its function is not unpickled before a task needs it."""

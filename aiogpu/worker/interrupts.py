@@ -29,7 +29,7 @@ class Interrupts:
             two steps of his.
     """
 
-    def __init__(self, page: ControlPage, slot: int) -> None:
+    def __init__(self, page: ControlPage, slot: int = 0) -> None:
         self.entered = 0
         self._page = page
         self._slot = slot
@@ -37,9 +37,13 @@ class Interrupts:
         self._is_pending = False
         self._own: set[CodeType] = set()
 
-    def install(self, *own: CodeType) -> None:
-        """Handle the signal from now on; frames of `own` are never interrupted."""
+    def spare(self, *own: CodeType) -> None:
+        """Never interrupt frames that run this code."""
         self._own.update(own)
+
+    def install(self, slot: int) -> None:
+        """Handle the signal from now on, for the worker in that slot."""
+        self._slot = slot
         signal.signal(signal.SIGINT, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 

@@ -37,7 +37,12 @@ class Worker:
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts, threads)
-        current.children = self._children = Children(channel)
+        self._children = Children(channel)
+
+    def begin(self) -> None:
+        """Take over this process: what user code sees and does is this worker's."""
+        current.children = self._children
+        self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:

@@ -19,9 +19,10 @@ from aiogpu.wire.forking import Check, Keep, Lost, Stale
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
+from aiogpu.worker.cgroup import end_node, end_slot, fork_into_slot
 from aiogpu.worker.files import Files
 from aiogpu.worker.imports import Imports
-from aiogpu.worker.keeper import Keeper, end_children
+from aiogpu.worker.keeper import Keeper, end_children, remove_directory
 from aiogpu.worker.preload import Preload
 from aiogpu.worker.threads import Threads
 from aiogpu.worker.watch import Watch
@@ -50,6 +51,7 @@ class Zygote:
         os.dup2(nothing, 0)
         os.close(nothing)
         kernel.adopt_orphans()
+        self._birth: Birth
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
         self._watch = Watch(
@@ -67,6 +69,7 @@ class Zygote:
             return
         files = Files(began)
         self._threads.scan()
+        self._birth = Birth(self._setup, self._page, self._imports, self._threads)
         if self._setup.learns:
             self._imports.watch()
         gc.collect()
@@ -81,11 +84,15 @@ class Zygote:
             self._reap()
         self._wait_for_keepers()
         self._watch.close()
-        if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
-            # Costs 4 ms to import, and is needed once in a node's life at most.
-            import shutil
+        if not self._watch.is_asked and self._driver_has_left():
+            end_node(self._setup.cgroup)
+            remove_directory(self._setup.directory)
 
-            shutil.rmtree(self._setup.directory, ignore_errors=True)
+    def _driver_has_left(self) -> bool:
+        """Whether nobody but us will clear up; its directory may have gone before."""
+        return not os.path.exists(self._setup.directory) or self._watch.driver_has_died(
+            within=2.0
+        )
 
     def _check(self, files: Files) -> None:
         modules = files.edited()
@@ -93,12 +100,12 @@ class Zygote:
             self._watch.send(Stale(modules[0]))
 
     def _fork(self, slot: int) -> None:
-        pid = os.fork()
+        pid = fork_into_slot(self._setup.cgroup, slot)
         if pid == 0:
             try:
                 self._watch.leave()
-                birth = Birth(self._setup, self._page, self._imports, self._threads)
-                Keeper(slot, self._setup, self._watch.driver, birth.begin).run()
+                begin = self._birth.begin
+                Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException:  # noqa: BLE001 - the fork must not return
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -115,7 +122,9 @@ class Zygote:
             if pid == 0:
                 break
             if pid in self._keepers:
-                self._lost.append(self._keepers.pop(pid))
+                slot = self._keepers.pop(pid)
+                end_slot(self._setup.cgroup, slot)
+                self._lost.append(slot)
         strays = [pid for pid in kernel.children() if pid not in self._keepers]
         for pid in strays:
             kernel.kill(pid)

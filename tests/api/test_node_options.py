@@ -21,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "preload": "auto",
     "log_to_driver": True,
     "cancel_grace": 2.0,
+    "spare_workers": 2,
 }
 
 
@@ -49,6 +50,8 @@ def test_the_defaults() -> None:
         ("log_to_driver", False, False),
         ("cancel_grace", 1, 1.0),
         ("cancel_grace", 0.05, 0.05),
+        ("spare_workers", 0, 0),
+        ("spare_workers", 1024, 1024),
     ],
 )
 def test_what_is_allowed(option: str, value: object, held: object) -> None:

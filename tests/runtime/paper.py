@@ -148,6 +148,28 @@ class PaperPage:
         self.revoked[slot] = below
 
 
+class PaperCgroup:
+    """Notes which slots' groups were ended; calls back when told to."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.holds_back = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def end_slot(self, slot: int, then: Callable[[], None]) -> None:
+        self.ended.append(slot)
+        if self.holds_back:
+            self._waiting.append(then)
+        else:
+            then()
+
+    def let_go(self) -> None:
+        """Say that all groups are empty."""
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then()
+
+
 class PaperZygote:
     """Notes for which slots keepers are wanted of it."""
 
@@ -170,6 +192,7 @@ class PaperZygotes:
 
     def __init__(self) -> None:
         self.page = PaperPage()
+        self.cgroup = PaperCgroup()
         self.kept: list[int] = []
         self.peers: list[object] = []
         self.current = PaperZygote(self.kept)
