@@ -16,8 +16,8 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygote import Surroundings
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.setup import socket_path
 

@@ -30,7 +30,6 @@ class Threads:
         self._scanned: tuple[str, ...] = ()
         self._controller: Any = None
         self._set: dict[str, int] = {}
-        self._torch = 1
         self._is_users: bool | None = None
         self._cpus = 0
 
