@@ -70,11 +70,12 @@ async def test_each_ends_as_a_result_or_as_cancelled(
         pid = await tasks.pid.remote()
         longest = await counts_of_a_call(task)
         for number in range(CANCELS):
-            handle = task.remote(number, hand.randrange(LONGEST))
+            until = hand.randrange(hand.choice((10, 100, LONGEST)))
+            handle = task.remote(number, until)
             for _ in range(hand.randrange(3)):
                 await asyncio.sleep(0)
-            wait(hand.randrange(longest))
-            for _ in range(hand.randrange(2)):
+            wait(hand.randrange(2 * longest))
+            for _ in range(hand.randrange(4)):
                 await asyncio.sleep(0)
             handle.cancel()
             (end,) = await asyncio.gather(handle, return_exceptions=True)
