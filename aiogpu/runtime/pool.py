@@ -37,6 +37,8 @@ from aiogpu.wire.messages import (
 
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
+LIVES_ON: Final = 0.1
+"""Seconds after which a worker whose connection was closed is taken to be alive."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds that keepers get to end, before they are killed."""
 
@@ -224,10 +226,18 @@ class Pool:
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None
-        if worker.status is None:
-            # It may have closed its descriptors and live on.
-            self.kill(worker.id)
         self._check_gone(worker)
+        if not worker.is_gone:
+            # How it has ended, if it has, is known in a moment.
+            self._loop.call_later(LIVES_ON, self._end_silent, worker)
+
+    def _end_silent(self, worker: LiveWorker) -> None:
+        if worker.status is None and not worker.is_gone and not self._is_closing:
+            worker.reason = (
+                "it had closed its connection to the node and lived on (os.execv, "
+                "os.closerange?)"
+            )
+            self.kill(worker.id)
 
     def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
         if worker.is_gone:

@@ -15,6 +15,7 @@ from aiogpu.worker.children import Children
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
+from aiogpu.worker.footing import Footing
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
 
@@ -28,6 +29,7 @@ class Worker:
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts)
+        self._footing = Footing(interrupts.restore)
         current.children = self._children = Children(channel)
         os.register_at_fork(after_in_child=self._leave)
 
@@ -78,6 +80,7 @@ class Worker:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         self._children.end_task()
         restore()
+        self._footing.restore()
         self._stdio.restore()
         return True
 

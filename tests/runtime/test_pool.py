@@ -125,12 +125,27 @@ async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     pool.retire(1)
     assert worker.taken() == [Exit()]
     worker.on_lost()
-    assert keeper.taken() == [End(1)], "it may have closed its descriptors only"
+    assert keeper.taken() == []
     keeper.on_messages([Ended(1, 0)])
     assert house.told[1:] == [("gone", 1, Death(4711, 0))]
     pool.spawn(2)
     assert keeper.taken() == [Fork(2)], "its keeper serves again"
     assert house.zygote.kept == [0]
+
+
+async def test_one_that_closes_its_connection_and_lives_on(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.pool.LIVES_ON", 0.0)
+    keeper, worker = house.start()
+    keeper.taken()
+    worker.on_lost()
+    while not (orders := keeper.taken()):
+        await asyncio.sleep(0)
+    assert orders == [End(1)]
+    keeper.on_messages([Ended(1, 9)])
+    ((_, _, death),) = house.told[1:]
+    assert "lived on" in death.reason
 
 
 async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> None:
