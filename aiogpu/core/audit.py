@@ -8,7 +8,7 @@ from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
 
-WITHOUT_WORKER: Final = (TaskState.WAITING,)
+WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.DELAYED)
 ON_A_BUSY_ONE: Final = (
     TaskState.QUEUED,
     TaskState.RUNNING,
@@ -27,6 +27,8 @@ def check(node: Node) -> None:
     waiting = [record for record in records if record.state is TaskState.WAITING]
     assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
     assert len(node.ready) == len(waiting), node.ready
+    delayed = [record for record in records if record.state is TaskState.DELAYED]
+    assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
     for record in records:
         _check_task(record)
         _check_kin(node, record)

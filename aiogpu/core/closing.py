@@ -18,7 +18,7 @@ ABANDON_EVERY: Final = 1e-3
 def abandon_some(node: Node, now: float, effects: list[Effect]) -> None:
     """Tell some of those that wait, and more of them a moment later."""
     for _ in range(ABANDONED):
-        record = node.ready.some()
+        record = node.ready.some() or next(iter(node.delayed.values()), None)
         if record is None:
             return
         effects.append(Abandon(record.id))

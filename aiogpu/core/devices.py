@@ -15,11 +15,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from aiogpu.core.resources import UNIT
 
 Share = tuple[int, int]
 """Index of a device in its set, and the amount taken of it in parts."""
+
+
+Warm = tuple[int, Sequence[int]]
+"""Single devices as a mask, and sets of several as a mask each."""
+COLD: Final[Warm] = (0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,10 @@ class DeviceSet:
         devices: the devices, by index.
         free: the free parts of each device, by index; others only read it.
         free_mask: the devices of which nothing is taken; others only read it.
+        aside: why a device is given to nobody for now, by index; others only read it.
+        aside_mask: those devices.
+        unverified: devices, by index, of which a share was given back although
+            nobody could see that the memory behind it is free.
     """
 
     def __init__(self, kind: str, devices: Sequence[Device]) -> None:
@@ -61,6 +71,9 @@ class DeviceSet:
             if device.type is not None:
                 self._of_type[device.type] = self.mask_of_type(device.type) | bit
         self.free_mask = sum(self._bits)
+        self.aside: dict[int, str] = {}
+        self.aside_mask = 0
+        self.unverified: set[int] = set()
         # The rest, unless nothing is free of it: masks by free amount, none of them
         # empty, and the amounts in order.
         self._at: dict[int, int] = {}
@@ -76,7 +89,7 @@ class DeviceSet:
     def could_serve(self, amount: int, mask: int) -> bool:
         """Whether the devices of a mask, chosen for `amount`, are free for it now."""
         part = min(amount, UNIT)
-        return all(
+        return not mask & self.aside_mask and all(
             free >= part for index, free in enumerate(self.free) if mask >> index & 1
         )
 
@@ -91,8 +104,12 @@ class DeviceSet:
         *,
         spread: bool = False,
         barred: int = 0,
+        warm: Warm = COLD,
     ) -> tuple[Share, ...] | None:
         """Say which shares would serve `amount` now, None if it must wait.
+
+        Of devices that are equally good, a warm one goes first, then the lowest; all
+        sets of whole devices are equally good.
 
         Args:
             amount: in parts; above one device a multiple of `UNIT`.
@@ -100,30 +117,49 @@ class DeviceSet:
             spread: a fraction goes to the emptiest device instead of the fullest
                 that has room for it. Whole devices are the same either way.
             barred: mask of devices that may not be used.
+            warm: devices for each of which something is ready, and sets of them.
         """
         allowed = self._of_type.get(accelerator_type, 0)
+        barred |= self.aside_mask
         if barred:
             allowed &= ~barred
         found = self.free_mask & allowed
-        if amount >= UNIT:
-            return self._lowest(amount // UNIT, found)
-        if not (spread and found):
+        if amount > UNIT:
+            return self._lowest(amount // UNIT, found, warm[1])
+        if amount < UNIT and not (spread and found):
             with_room = self._levels[bisect_left(self._levels, amount) :]
             for level in reversed(with_room) if spread else with_room:
                 if filed := self._at[level] & allowed:
                     found = filed
                     break
+        found = found & warm[0] or found
         return (((found & -found).bit_length() - 1, amount),) if found else None
 
-    def _lowest(self, wanted: int, mask: int) -> tuple[Share, ...] | None:
+    def _lowest(
+        self, wanted: int, mask: int, warm_sets: Sequence[int]
+    ) -> tuple[Share, ...] | None:
         if mask.bit_count() < wanted:
             return None
+        for warm in warm_sets:
+            if warm.bit_count() == wanted and not warm & ~mask:
+                mask = warm
+                break
         whole: list[Share] = []
         for _ in range(wanted):
             index = (mask & -mask).bit_length() - 1
             whole.append((index, UNIT))
             mask ^= self._bits[index]
         return tuple(whole)
+
+    def set_aside(self, index: int, reason: str) -> None:
+        """Give a device to nobody until it is back; who has a share of it keeps it."""
+        self.aside[index] = reason
+        self.aside_mask |= self._bits[index]
+
+    def put_back(self, index: int) -> None:
+        """Give a device out again; nothing happens where it was not set aside."""
+        if self.aside.pop(index, None) is not None:
+            self.aside_mask ^= self._bits[index]
 
     def take(self, shares: Iterable[Share]) -> None:
         """Take shares that `choose` has named and nobody has taken since."""
@@ -165,3 +201,5 @@ class DeviceSet:
         filed.pop(0, None)
         assert filed == self._at, (self.free, self._at)
         assert sorted(filed) == self._levels, (self.free, self._levels)
+        aside = [bit for index, bit in enumerate(self._bits) if index in self.aside]
+        assert sum(aside) == self.aside_mask, (self.aside, self.aside_mask)

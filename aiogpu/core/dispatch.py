@@ -34,20 +34,33 @@ def start(
 ) -> None:
     """Find a worker for a task: an idle one that fits, or a new one."""
     spec, workers = record.spec, node.workers
-    worker = None
+    environment = spec.shape.environment
+    if spec.max_calls:
+        node.spares.want()
     if spec.max_calls != 1:
-        worker = workers.take_idle(binding_of(spec, lease))
-    if worker is None:
-        worker = workers.take_idle(None)
+        worker = workers.take_bound(binding_of(spec, lease))
+        if worker is not None:
+            effects.append(assign(node, record, worker, lease, now))
+            return
+    worker = workers.take_clean(environment)
     if worker is not None:
         effects.append(assign(node, record, worker, lease, now))
-        return
-    worker = workers.take_unclaimed()
-    if worker is None:
-        worker = workers.create()
-        effects.append(Spawn(worker.id))
-    move_task(record, TaskState.STARTING)
-    record.worker, worker.task, worker.lease = worker, record, lease
+    else:
+        worker = workers.take_unclaimed(environment)
+        if worker is None:
+            worker = workers.create(environment)
+            effects.append(Spawn(worker.id, environment))
+        move_task(record, TaskState.STARTING)
+        record.worker, worker.task, worker.lease = worker, record, lease
+    refill_spares(node, effects)
+
+
+def refill_spares(node: Node, effects: list[Effect]) -> None:
+    """Have clean workers forked until there are as many as are wanted."""
+    for _ in range(node.spares.missing(node.workers.spares(()))):
+        spare = node.workers.create(())
+        node.workers.put_unclaimed(spare)
+        effects.append(Spawn(spare.id))
 
 
 def assign(

@@ -8,13 +8,15 @@ from typing import Final
 
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease
+from aiogpu.core.specs import Environment
 
 
 @dataclass(slots=True)
 class Spawn:
-    """Fork a worker."""
+    """Fork a worker for tasks with these variables."""
 
     worker: WorkerId
+    environment: Environment = ()
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.specs import TaskSpec
+from aiogpu.core.specs import Environment, TaskSpec
 
 
 @dataclass(slots=True)
@@ -46,6 +46,16 @@ class TaskFinished:
 
 
 @dataclass(slots=True)
+class WorkerSpoilt:
+    """A worker is unfit for another task: it ends by itself after the one it runs.
+
+    Told before that one is `TaskFinished`.
+    """
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
 class TaskWaits:
     """A task's code waits until these tasks have ended, all of them.
 
@@ -82,11 +92,47 @@ class WorkerGone:
     """A worker's process and all that it started have ended.
 
     `began` is the last of its tasks that it had begun, None if none of those whose
-    answer has not come.
+    answer has not come. `settles`: whether its devices are free is still to be seen;
+    one of `Settled` and `SetAside` follows.
     """
 
     worker: WorkerId
     began: TaskId | None = None
+    settles: bool = False
+
+
+@dataclass(slots=True)
+class Settled:
+    """The devices of a worker that has gone are free.
+
+    `is_verified`: that was seen; otherwise nobody here can see it.
+    """
+
+    worker: WorkerId
+    is_verified: bool = True
+
+
+@dataclass(slots=True)
+class SetAside:
+    """The devices of a worker that has gone do not become free, and why."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A device that was set aside is free again."""
+
+    kind: str
+    index: int
+
+
+@dataclass(slots=True)
+class Outdated:
+    """Clean workers of this environment were forked from what is old by now."""
+
+    environment: Environment
 
 
 @dataclass(slots=True)
@@ -104,10 +150,15 @@ Event = (
     | Cancelled
     | WorkerStarted
     | TaskFinished
+    | WorkerSpoilt
     | TaskWaits
     | TaskSkipped
     | Revoked
     | WorkerGone
+    | Settled
+    | SetAside
+    | Recovered
+    | Outdated
     | TimePassed
     | Closing
 )

@@ -38,6 +38,8 @@ def _standing(why: Why) -> str:
             return f"runs on {_worker(why)}{_for(why.runs_for)}"
         case "blocked":
             return f"waits for {_children(why)}; meanwhile it holds no CPU"
+        case "delayed":
+            return "has failed before, and is tried again in a while"
         case "stopping":
             return f"is being stopped; its code on {_worker(why)} has not ended yet"
     return f"has ended: {why.outcome}" if why.outcome else "has ended"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from aiogpu.core.devices import DeviceSet, Share
+from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.resources import CPU, UNIT, Request, number
 
@@ -56,6 +56,7 @@ class Ledger:
         request: Request,
         barred: Mapping[str, int] | None = None,
         kept: Mapping[str, int] | None = None,
+        warm: Warm = COLD,
     ) -> Lease | None:
         """Take all that is asked for, or nothing and answer None.
 
@@ -63,6 +64,8 @@ class Ledger:
             request: what is asked for.
             barred: by kind, a mask of devices that this request may not use.
             kept: by name, parts of scalars that this request must leave free.
+            warm: devices that are as good as others, but for which something is
+                ready; of a request's only kind of devices.
         """
         free = self.free
         for name, amount in request.scalars:
@@ -74,7 +77,7 @@ class Ledger:
                     return None
         shares: tuple[tuple[Share, ...], ...] = ()
         if request.devices:
-            chosen = self._choose(request, barred)
+            chosen = self._choose(request, barred, warm)
             if chosen is None:
                 return None
             shares = chosen
@@ -88,7 +91,7 @@ class Ledger:
         return lease
 
     def _choose(
-        self, request: Request, barred: Mapping[str, int] | None
+        self, request: Request, barred: Mapping[str, int] | None, warm: Warm
     ) -> tuple[tuple[Share, ...], ...] | None:
         found: list[tuple[Share, ...]] = []
         for kind, amount in request.devices:
@@ -98,6 +101,7 @@ class Ledger:
                 request.accelerator_type,
                 spread=request.spread,
                 barred=barred.get(kind, 0) if barred else 0,
+                warm=warm,
             )
             if not chosen:
                 return None
@@ -180,7 +184,13 @@ class Ledger:
         """What is free now in the user's terms; 0.0 where nothing is."""
         available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
-            available[kind] = number(sum(devices.free))
+            available[kind] = number(
+                sum(
+                    free
+                    for index, free in enumerate(devices.free)
+                    if index not in devices.aside
+                )
+            )
         return available
 
     def check(self) -> None:

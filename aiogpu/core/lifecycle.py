@@ -24,6 +24,8 @@ class TaskState(Enum):
     """Sent to a worker; its code may be running."""
     BLOCKED = "blocked"
     """Its code waits for tasks that it has started; it holds no CPU meanwhile."""
+    DELAYED = "delayed"
+    """It has failed and will wait again, some time later; holds nothing."""
     STOPPING = "stopping"
     """Nobody wants its result any more; its code may still be running."""
     ENDED = "ended"
@@ -43,6 +45,8 @@ class WorkerState(Enum):
     """Runs one task; others of its shape may be queued behind it."""
     ENDING = "ending"
     """Gets no more work; its process has not ended yet."""
+    SETTLING = "settling"
+    """All its processes have ended; its devices were not seen free of them yet."""
     GONE = "gone"
     """Its process and all that it started have ended."""
 
@@ -67,14 +71,17 @@ TASK_LEADS_TO: Final = {
         TaskState.BLOCKED,
         TaskState.STOPPING,
         TaskState.WAITING,
+        TaskState.DELAYED,
         TaskState.ENDED,
     ),
     TaskState.BLOCKED: (
         TaskState.RUNNING,
         TaskState.STOPPING,
         TaskState.WAITING,
+        TaskState.DELAYED,
         TaskState.ENDED,
     ),
+    TaskState.DELAYED: (TaskState.WAITING, TaskState.ENDED),
     TaskState.STOPPING: (TaskState.ENDED,),
     TaskState.ENDED: (),
 }
@@ -87,7 +94,13 @@ WORKER_LEADS_TO: Final = {
         WorkerState.GONE,
     ),
     WorkerState.IDLE: (WorkerState.BUSY, WorkerState.ENDING, WorkerState.GONE),
-    WorkerState.BUSY: (WorkerState.IDLE, WorkerState.ENDING, WorkerState.GONE),
-    WorkerState.ENDING: (WorkerState.GONE,),
+    WorkerState.BUSY: (
+        WorkerState.IDLE,
+        WorkerState.ENDING,
+        WorkerState.SETTLING,
+        WorkerState.GONE,
+    ),
+    WorkerState.ENDING: (WorkerState.SETTLING, WorkerState.GONE),
+    WorkerState.SETTLING: (WorkerState.GONE,),
     WorkerState.GONE: (),
 }

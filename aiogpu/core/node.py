@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.devices import COLD
+from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.records import Kin, TaskRecord, move_task
+from aiogpu.core.spares import Spares
 from aiogpu.core.table import Table
 from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
@@ -28,6 +31,8 @@ class Node:
 
     Attributes:
         reservation: what is kept for a task that has waited long, None for none.
+        delayed: tasks that have failed and will wait again some time later.
+        spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
     """
 
@@ -37,18 +42,26 @@ class Node:
         self.ready = ReadyQueue()
         self.workers = Workers()
         self.tasks: Table[TaskRecord] = Table()
+        self.delayed: dict[TaskId, TaskRecord] = {}
         self.timers = Timers()
         self.reservation: Reservation | None = None
         self.is_closing = False
-        self.most_idle = self.patience.idle_workers
+        self.spares = Spares(self.patience.spare_workers)
+        self.most_idle = self.patience.idle_workers + self.spares.target
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for, unless it is kept for another."""
         reservation = self.reservation
-        request = record.spec.shape.request
+        spec = record.spec
+        request = spec.shape.request
+        warm = COLD
+        if len(request.devices) == 1 and spec.max_calls != 1:
+            key = spec.shape.environment, request.devices[0][0]
+            warmth = self.workers.warmth
+            warm = warmth.single(*key), warmth.several(*key)
         if reservation is None or reservation.lets_pass(record):
-            return self.ledger.take(request)
-        return self.ledger.take(request, reservation.barred, reservation.kept)
+            return self.ledger.take(request, warm=warm)
+        return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
     def grace_of(self, record: TaskRecord) -> float:
         """Seconds from the first interrupt of a task to the kill of its worker."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiogpu.core.records import TaskRecord
-from aiogpu.core.specs import UNLIMITED
-
 STARTS_ALLOWED = 3
 """Workers in a row that may end before taking a task, until it is given up."""
 
@@ -21,26 +18,30 @@ class Patience:
         exit_grace: what a worker gets for its `atexit` functions.
         idle_workers: workers that may wait for work; above it, the one that
             has waited longest is retired.
+        spare_workers: clean ones kept ready beside them, once a task has taken a
+            process of its own.
         long: a task that runs longer is not one to queue behind.
         unheard: a worker that has not begun its task by then is given up.
         reserve_after: a task that has been the first of those who ask for the same
             for longer, and does not fit, has what it needs kept for it.
+        retry_after: from a task's second failure to the next try; the first one is
+            at once, each later one takes twice as long as the one before it.
+        retry_at_last: the longest such wait.
     """
 
     cancel_grace: float = 2.0
     interrupt_every: float = 0.05
     exit_grace: float = 5.0
     idle_workers: int = 8
+    spare_workers: int = 0
     long: float = 0.01
     unheard: float = 1.0
     reserve_after: float = 1.0
+    retry_after: float = 0.1
+    retry_at_last: float = 10.0
 
-
-def may_retry(record: TaskRecord) -> bool:
-    """Use up one retry of the task; False if it has none left."""
-    if record.retries_left == UNLIMITED:
-        return True
-    if record.retries_left == 0:
-        return False
-    record.retries_left -= 1
-    return True
+    def retry_delay(self, retries: int) -> float:
+        """How long a task waits before it is tried again for the n-th time."""
+        if retries <= 1:
+            return 0.0
+        return min(self.retry_after * 2.0 ** min(retries - 2, 30), self.retry_at_last)

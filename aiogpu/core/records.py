@@ -65,6 +65,7 @@ class TaskRecord:
         id: also its place in the order of submission.
         retries_left: -1 is without end.
         since: when it was submitted.
+        retries: how often it was tried again.
         starts_failed: workers in a row that ended before they took the task.
         kin: None for a task without parent and children.
         stop: None unless it is being stopped.
@@ -76,6 +77,7 @@ class TaskRecord:
     since: float = 0.0
     state: TaskState = TaskState.WAITING
     worker: WorkerRecord | None = None
+    retries: int = 0
     starts_failed: int = 0
     kin: Kin | None = None
     stop: Stop | None = None
@@ -86,6 +88,7 @@ class WorkerRecord:
     """One worker process, from the wish for it until all of it has ended.
 
     Attributes:
+        environment: of the tasks that it may serve.
         binding: None while nothing has been assigned to it.
         task: what it runs, or will run once it has started.
         queue: tasks of the same shape that it was sent ahead; they take over the
@@ -103,6 +106,7 @@ class WorkerRecord:
     """
 
     id: WorkerId
+    environment: Environment = ()
     state: WorkerState = WorkerState.STARTING
     binding: Binding | None = None
     task: TaskRecord | None = None

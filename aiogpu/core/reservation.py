@@ -107,7 +107,7 @@ def reserve(
     are_ready = True
     for kind, amount in request.devices:
         devices = node.ledger.device_sets[kind]
-        usable = devices.mask_of_type(request.accelerator_type)
+        usable = devices.mask_of_type(request.accelerator_type) & ~devices.aside_mask
         chosen = _choose(devices, amount, usable, _by_device(holds, kind))
         if chosen is None:
             return None

@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from aiogpu.core import events
+from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
 from aiogpu.core.closing import abandon_some
-from aiogpu.core.dispatch import assign, hand_over, release, start, take_turn
-from aiogpu.core.effects import (
-    NOTHING,
-    Abandon,
-    Disown,
-    Effect,
-    Expire,
-    Forget,
-    Kill,
-    Lose,
-    Settle,
+from aiogpu.core.departure import depart, set_aside, settle, settle_all
+from aiogpu.core.dispatch import (
+    assign,
+    hand_over,
+    refill_spares,
+    release,
+    start,
+    take_turn,
 )
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -35,12 +34,19 @@ from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.placement import note_stuck, place
-from aiogpu.core.policy import STARTS_ALLOWED, Patience, may_retry
+from aiogpu.core.policy import Patience
 from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.retry import may_retry
+from aiogpu.core.retry import retry as retry_later
 from aiogpu.core.specs import TaskSpec
-from aiogpu.core.stopping import go_on_stopping, interrupt, retire_idle, withdraw
-from aiogpu.core.timers import Alarm, AlarmKind
-from aiogpu.core.watch import count_begun, look, on_revoked, on_skipped, return_task
+from aiogpu.core.stopping import (
+    interrupt,
+    retire_clean,
+    retire_idle,
+    withdraw,
+)
+from aiogpu.core.timers import AlarmKind
+from aiogpu.core.watch import on_revoked, on_skipped, spoil
 
 _RUNNING: Final = TaskState.RUNNING
 
@@ -53,12 +59,17 @@ class Scheduler(Node):
         self._ways: Final[dict[type[Event], Callable[..., Sequence[Effect]]]] = {
             events.Submitted: self._on_submitted,
             events.TaskFinished: self._on_finished,
+            events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
             events.Cancelled: self._on_cancelled,
             events.WorkerStarted: self._on_worker_started,
             events.WorkerGone: self._on_worker_gone,
+            events.Settled: self._on_settled,
+            events.SetAside: self._on_set_aside,
+            events.Recovered: self._on_recovered,
+            events.Outdated: self._on_outdated,
             events.TimePassed: self._on_time_passed,
             events.Closing: self._on_closing,
         }
@@ -158,7 +169,7 @@ class Scheduler(Node):
         if worker.lease.is_lent:
             self.ledger.resume(worker.lease)
         if was_wanted and retry and not self.is_closing and may_retry(record):
-            self.wait_again(record)
+            retry_later(self, record, now)
         else:
             self.end(record)
             effects.append(Settle(record.id) if was_wanted else Forget(record.id))
@@ -181,6 +192,14 @@ class Scheduler(Node):
         release(self, worker, now)
         if by_shape or self.workers.idle > self.most_idle:
             self._place(now, effects)
+
+    def _on_spoilt(self, event: events.WorkerSpoilt, now: float) -> Sequence[Effect]:
+        worker = self.workers.get(event.worker)
+        if worker is None or worker.state is not WorkerState.BUSY:
+            return NOTHING
+        effects: list[Effect] = []
+        spoil(self, worker, effects)
+        return self._place(now, effects)
 
     def _on_waits(self, event: events.TaskWaits, now: float) -> Sequence[Effect]:
         record = self.tasks.get(event.task)
@@ -230,6 +249,7 @@ class Scheduler(Node):
         worker = self.workers.get(event.worker)
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
+        self.spares.note_start(True)
         record, lease = worker.task, worker.lease
         if record is not None and lease is not None:
             record.starts_failed = 0
@@ -239,76 +259,42 @@ class Scheduler(Node):
 
     def _on_worker_gone(self, event: events.WorkerGone, now: float) -> Sequence[Effect]:
         worker = self.workers.get(event.worker)
-        if worker is None:
+        if worker is None or worker.state is WorkerState.SETTLING:
             return NOTHING
-        inflight = [worker.task, *worker.queue] if worker.task else []
-        begun = count_begun(inflight, event.began)
-        is_new = worker.state is WorkerState.STARTING
-        if worker.lease is not None:
-            self.ledger.give_back(worker.lease)
-        worker.lease = worker.task = None
-        worker.queue.clear()
-        self.workers.remove(worker)
         effects: list[Effect] = []
-        for record in reversed(inflight[max(begun, 1) :]):
-            return_task(self, record, effects)
-        for number, record in enumerate(inflight[: max(begun, 1)]):
-            record.worker = None
-            has_run = not is_new and number < begun
-            self._survive(record, worker.id, has_run, now, effects)
+        depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
-    def _survive(
-        self,
-        record: TaskRecord,
-        worker: WorkerId,
-        has_run: bool,
-        now: float,
-        effects: list[Effect],
-    ) -> None:
-        """Decide about a task whose worker has gone."""
-        was_wanted = record.state is not TaskState.STOPPING
-        if has_run:
-            try_again = was_wanted and not self.is_closing and may_retry(record)
-        else:
-            record.starts_failed += 1
-            try_again = was_wanted and record.starts_failed < STARTS_ALLOWED
-        if try_again:
-            self.wait_again(record)
-        else:
-            self.end(record)
-            effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
-        if record.kin is not None:
-            part(self, record, now, effects)
+    def _on_settled(self, event: events.Settled, now: float) -> Sequence[Effect]:
+        settle(self, event)
+        return self._place(now, [])
+
+    def _on_set_aside(self, event: events.SetAside, now: float) -> Sequence[Effect]:
+        set_aside(self, event)
+        return self._place(now, [])
+
+    def _on_recovered(self, event: events.Recovered, now: float) -> Sequence[Effect]:
+        self.ledger.device_sets[event.kind].put_back(event.index)
+        return self._place(now, [])
+
+    def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
+        effects: list[Effect] = []
+        retire_clean(self, event.environment, now, effects)
+        if not self.is_closing:
+            refill_spares(self, effects)
+        return effects
 
     def _on_time_passed(self, _: events.TimePassed, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
         for alarm in self.timers.due(now):
-            self._ring(alarm, now, effects)
+            ring(self, alarm, now, effects)
         return self._place(now, effects)
-
-    def _ring(self, alarm: Alarm, now: float, effects: list[Effect]) -> None:
-        if alarm.kind is AlarmKind.CLOSE:
-            abandon_some(self, now, effects)
-        elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
-            worker = self.workers.get(WorkerId(alarm.subject))
-            if worker is None:
-                return
-            if alarm.kind is AlarmKind.END:
-                effects.append(Kill(worker.id))
-            else:
-                look(self, worker, alarm.when, now, effects)
-        elif record := self.tasks.get(TaskId(alarm.subject)):
-            if alarm.kind is AlarmKind.STOP:
-                go_on_stopping(self, record, now, effects)
-            elif record.state is not TaskState.STOPPING:
-                effects.append(Expire(record.id))
-                stop(self, record, now, effects)
 
     def _on_closing(self, _: events.Closing, now: float) -> Sequence[Effect]:
         self.is_closing = True
         self.most_idle = 0
         self.reservation = None
+        settle_all(self)
         effects: list[Effect] = []
         for worker in list(self.workers):
             for record in [worker.task, *worker.queue]:

@@ -108,13 +108,18 @@ def find_lacks(node: Node, record: TaskRecord) -> Iterator[Lack]:
         barred = rival.barred.get(kind, 0) if rival else 0
         if devices.choose(asked, wanted, barred=barred) is None:
             mask = devices.mask_of_type(wanted)
-            kept = _free(devices, barred & mask)
+            given = mask & ~devices.aside_mask
+            kept = _free(devices, barred & given)
             is_claimed = bool(barred & mask)
-            yield Lack(kind, asked, _free(devices, mask), kept, mask, is_claimed)
+            yield Lack(kind, asked, _free(devices, given), kept, mask, is_claimed)
 
 
 def _free(devices: DeviceSet, mask: int) -> int:
     return sum(free for index, free in enumerate(devices.free) if mask >> index & 1)
+
+
+def _told(devices: DeviceSet, index: int, free: int) -> str:
+    return "set aside" if index in devices.aside else f"{number(free):g}"
 
 
 def rival_of(node: Node, record: TaskRecord) -> Reservation | None:
@@ -154,7 +159,7 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
         if lack.mask:
             devices = node.ledger.device_sets[lack.name]
             shares = (
-                f"{device.id}: {number(free):g}"
+                f"{device.id}: {_told(devices, index, free)}"
                 for index, (device, free) in enumerate(
                     zip(devices.devices, devices.free, strict=True)
                 )

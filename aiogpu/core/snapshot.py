@@ -22,6 +22,7 @@ from aiogpu.core.resources import Request
 from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
 from aiogpu.core.wording import listing
 
+DELAYED: Final = "has failed before, and is tried again in a while"
 LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
 
@@ -33,7 +34,8 @@ class TaskStatus:
     Attributes:
         id: the task's number.
         name: its name.
-        state: "waiting", "starting", "queued", "running", "blocked" or "stopping";
+        state: "waiting", "starting", "queued", "running", "blocked", "delayed" or
+            "stopping";
             `aiogpu.core.lifecycle.TaskState` says what each means.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
@@ -193,7 +195,8 @@ def _queue_of(node: Node, now: float) -> Queue:
     return Queue(
         count=len(node.tasks) - held,
         first=[
-            (record, reasons.of(record)) for record in islice(ready.in_turn(), LISTED)
+            *((one, reasons.of(one)) for one in islice(ready.in_turn(), LISTED)),
+            *((one, DELAYED) for one in islice(node.delayed.values(), LISTED)),
         ],
         shapes=[
             shape_status(head, bucket.size, now - bucket.oldest(), reasons.of(head))

@@ -14,6 +14,7 @@ from aiogpu.core.records import (
     move_task,
     move_worker,
 )
+from aiogpu.core.specs import Environment
 from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import revoke
 
@@ -26,6 +27,10 @@ def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) 
     if record.state is TaskState.WAITING:
         node.end(record)
         node.ready.discard(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.DELAYED:
+        del node.delayed[record.id]
+        node.end(record)
         effects.append(Forget(record.id))
     elif record.state is TaskState.STARTING:
         _unclaim(node, record)
@@ -88,7 +93,17 @@ def go_on_stopping(
 def retire_idle(node: Node, now: float, effects: list[Effect]) -> None:
     """Retire those that have been idle longest, if there are too many."""
     while node.workers.idle > node.most_idle:
-        worker = node.workers.pop_longest_idle()
+        worker = node.workers.pop_idle(node.spares.target)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def retire_clean(
+    node: Node, environment: Environment, now: float, effects: list[Effect]
+) -> None:
+    """Retire the workers that wait for their first task."""
+    for worker in node.workers.clean(environment):
+        node.workers.leave_idle(worker)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))
 

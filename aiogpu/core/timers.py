@@ -31,6 +31,8 @@ class AlarmKind(Enum):
     """A worker that was told to exit has had its time."""
     LOOK = "look"
     """A worker is looked at: has it come any further?"""
+    RETRY = "retry"
+    """A task that has failed is to be tried again."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 

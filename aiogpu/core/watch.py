@@ -66,6 +66,13 @@ def on_revoked(
         _return_head(node, worker, now, effects)
 
 
+def spoil(node: Node, worker: WorkerRecord, effects: list[Effect]) -> None:
+    """A worker ends by itself now, and runs nothing of what it was sent ahead."""
+    worker.is_last = True
+    while worker.queue:
+        return_task(node, worker.queue.pop(), effects)
+
+
 def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
     """How many of a worker's tasks it has begun, if that one is the last."""
     for number, record in enumerate(inflight, start=1):

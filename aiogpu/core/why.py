@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 
 from aiogpu.core.explain import explain
 from aiogpu.core.holding import Holdings
+from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.reservation import Reservation, reserve
@@ -34,8 +35,8 @@ class Why:
         task: its number; 0 while its node is opening.
         state: "opening" (the node is), "waiting", "starting" (its worker is being
             forked), "queued" (sent ahead to a worker that runs another), "running",
-            "blocked" (it waits for tasks that it has started), "stopping" or
-            "ended".
+            "blocked" (it waits for tasks that it has started), "delayed" (it has
+            failed and is tried again soon), "stopping" or "ended".
         seconds: since it was submitted; None where the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among those that wait for the same, 1 for the first;
@@ -88,6 +89,14 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
         pids: process ids of the live workers.
         now: the moment for which it is said.
     """
+    if record.state is TaskState.DELAYED:
+        return Why(
+            name=record.spec.name,
+            task=record.id,
+            state=record.state.value,
+            seconds=now - record.since,
+            request=record.spec.shape.request.as_numbers(),
+        )
     if record.worker is None:
         return _waiting(node, record, Holdings(node.workers, pids, now))
     return _on_worker(record, record.worker, Holdings((), pids, now))

@@ -18,6 +18,7 @@ from aiogpu.core.events import (
     Cancelled,
     Closing,
     Event,
+    Outdated,
     Revoked,
     TaskSkipped,
     TaskWaits,
@@ -27,6 +28,7 @@ from aiogpu.core.events import (
 )
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
@@ -68,6 +70,7 @@ class Driver:
         self._closed = loop.create_future()
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
+        pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self._on_answer
         pool.hearing.on_skipped = self._on_skipped
         pool.hearing.name_of = self._name_of
@@ -202,8 +205,11 @@ class Driver:
         self.feed(WorkerGone(WorkerId(worker), began))
         del self._deaths[WorkerId(worker)]
 
+    def _on_outdated(self, environment: Environment) -> None:
+        self.feed(Outdated(environment))
+
     def _spawn(self, effect: effects.Spawn) -> None:
-        self._pool.spawn(effect.worker)
+        self._pool.spawn(effect.worker, effect.environment)
 
     def _assign(self, effect: effects.Assign) -> None:
         call = self._calls[effect.task]

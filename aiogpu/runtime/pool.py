@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from aiogpu.core.specs import Environment
+from aiogpu.errors import NodeError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.hearing import Hearing
@@ -23,6 +25,7 @@ from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.connection import KEEPER, ZYGOTE
 from aiogpu.wire.messages import (
     Close,
@@ -32,6 +35,7 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
+    Imported,
     Message,
 )
 
@@ -49,6 +53,8 @@ class Pool:
     Attributes:
         workers: live workers by id.
         on_started, on_gone: told of what happens, set by the driver.
+        on_outdated: told of an environment, set by the driver, if workers for it
+            that were not assigned yet come from a zygote that another has replaced.
         hearing: takes what workers say.
         orders: tells workers what to do.
     """
@@ -56,7 +62,7 @@ class Pool:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        zygote: Zygote,
+        zygotes: Zygotes,
         console: Console,
         directory: str,
         send_signal: Callable[[int, int], None] = os.kill,
@@ -64,17 +70,21 @@ class Pool:
         self.workers: dict[int, LiveWorker] = {}
         self.on_started: Callable[[int], None]
         self.on_gone: Callable[[int, Death], None]
+        self.on_outdated: Callable[[Environment], None] = _unheard
         self.hearing = Hearing(console)
-        self.orders = Orders(self.workers, zygote.page)
+        self.hearing.on_imported = self._on_imported
+        self.orders = Orders(self.workers, zygotes.page)
         self._loop = loop
-        self._zygote = zygote
+        self._zygotes = zygotes
         self._console = console
         self._send_signal = send_signal
-        self._slots = Slots(loop, zygote, console, directory)
+        self._slots = Slots(loop, console, directory)
         self._is_closing = False
         self._closed = loop.create_future()
-        zygote.on_lost_slot = self._on_lost_slot
-        zygote.on_death = self._on_zygote_death
+        zygotes.is_busy = self._slots.is_busy
+        zygotes.on_lost_slot = self._on_lost_slot
+        zygotes.on_death = self._on_zygote_death
+        zygotes.on_superseded = self._on_superseded
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self._slots)} slots>"
@@ -87,24 +97,30 @@ class Pool:
     def greeted(self, peer: Peer, hello: Hello) -> None:
         """Route a connection that has said what it is."""
         if hello.role == ZYGOTE:
-            self._zygote.greeted(peer, hello)
+            self._zygotes.greeted(peer, hello)
         elif hello.role == KEEPER:
             self._on_new_keeper(peer, hello)
         else:
             self._on_worker(peer, hello)
 
-    def spawn(self, worker_id: int) -> None:
-        """Have a worker forked, in a free slot or a new one."""
-        if self._zygote.problem is not None:
-            self._fail_spawn(worker_id, str(self._zygote.problem))
-            return
+    def spawn(self, worker_id: int, environment: Environment = ()) -> None:
+        """Have a worker forked, in a free slot or a new one.
+
+        Args:
+            worker_id: how the core calls it.
+            environment: variables of `runtime_env` that its tasks will have.
+        """
         try:
-            slot = self._slots.take()
+            slot = self._slots.take(self._zygotes.serving(environment))
+        except NodeError as error:
+            self._fail_spawn(worker_id, str(error))
+            return
         except OSError as error:
             self._fail_spawn(worker_id, f"no slot can be made: {error}")
             return
         timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
-        slot.worker = self.workers[worker_id] = LiveWorker(worker_id, slot, timer)
+        worker = LiveWorker(worker_id, slot, timer, environment)
+        slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
@@ -166,13 +182,20 @@ class Pool:
         self._slots.withdraw(slot)
         if self._is_closing:
             self._remove_slot(slot)
-        elif slot.generation != self._zygote.generation and self._slots.holds(slot):
-            # Its zygote has died before it: nobody else will report this, and nobody
-            # adopts what the worker leaves. Its process group is all we can reach.
-            if slot.worker is not None and slot.worker.pid:
-                with suppress(ProcessLookupError):
-                    self._send_signal(-slot.worker.pid, signal.SIGKILL)
-            self._lose(slot)
+        elif slot.zygote.is_over and self._slots.holds(slot):
+            self._end_orphans(slot)
+
+    def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
+        """End what a slot's keeper has left, whose zygote has died too.
+
+        Nobody else will report it, and nobody adopts it. Where there is no cgroup the
+        worker's process group is all we can reach.
+        """
+        if slot.worker is not None and slot.worker.pid:
+            with suppress(ProcessLookupError):
+                self._send_signal(-slot.worker.pid, signal.SIGKILL)
+        lose = partial(self._lose, slot, is_reused)
+        self._zygotes.cgroup.end_slot(slot.index, lose)
 
     def _on_lost_slot(self, index: int) -> None:
         """The slot's keeper has died, or was closed; all below it has ended."""
@@ -192,8 +215,8 @@ class Pool:
             worker.reason = "the keeper process of its slot died"
             if worker.pid:
                 worker.status = int(signal.SIGKILL)
-            elif self._zygote.problem is not None:
-                worker.reason = str(self._zygote.problem)
+            elif slot.zygote.problem is not None:
+                worker.reason = str(slot.zygote.problem)
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
@@ -252,7 +275,7 @@ class Pool:
         if slot.keeper is not None:
             self._slots.put_back(slot)
         last = tuple(slot.output.last)
-        begun = self._zygote.page.begun(slot.index)
+        begun = self._zygotes.page.begun(slot.index)
         death = Death(worker.pid, worker.status, last, worker.reason, begun)
         tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
@@ -262,19 +285,34 @@ class Pool:
         del self.workers[worker_id]
         self.on_gone(worker_id, death)
 
-    def _on_zygote_death(self) -> None:
+    def _on_imported(self, worker: LiveWorker, imported: Imported) -> None:
+        self._zygotes.hear(worker.slot.zygote, imported)
+
+    def _on_superseded(self, zygote: Zygote) -> None:
+        """Workers that wait in slots of this zygote are not as fresh as they could be.
+
+        Those that run go on.
+        """
+        self._slots.close_free(zygote)
+        workers = [slot.worker for slot in self._slots if slot.zygote is zygote]
+        for environment in {worker.environment for worker in workers if worker}:
+            self.on_outdated(environment)
+
+    def _on_zygote_death(self, zygote: Zygote) -> None:
         """Have the workers whose keepers may never come forked in other slots."""
-        self._slots.close_free()
-        for slot in [slot for slot in self._slots if slot.keeper is None]:
+        self._slots.close_free(zygote)
+        for slot in self._slots:
+            if slot.zygote is not zygote or slot.keeper is not None:
+                continue
             worker = slot.worker
-            if worker is not None and not worker.pid and self._zygote.problem is None:
+            if worker is not None and not worker.pid and zygote.problem is None:
                 self._move(worker)
-            self._lose(slot, is_reused=False)
+            self._end_orphans(slot, is_reused=False)
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self._slots.add()
-        except OSError as error:
+            slot = self._slots.add(self._zygotes.serving(worker.environment))
+        except (NodeError, OSError) as error:
             worker.reason = f"no slot can be made: {error}"
             self._check_gone(worker, is_certain=True)
         else:
@@ -299,3 +337,7 @@ class Pool:
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)
         if self._slots:
             await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
+
+
+def _unheard(_environment: Environment) -> None:
+    """Nobody has spares yet."""

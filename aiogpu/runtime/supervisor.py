@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygote import Surroundings
+from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.setup import socket_path
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Parts:
 
     directory: str
     console: Console
-    zygote: Zygote
+    zygotes: Zygotes
     pool: Pool
     server: asyncio.AbstractServer | None = None
 
@@ -48,7 +50,9 @@ class Supervisor:
         self._parts: Parts | None = None
         self.driver: Driver | None = None
 
-    async def start_zygote(self, preload: Sequence[str], log_to_driver: bool) -> None:
+    async def start_zygote(
+        self, preload: Sequence[str], log_to_driver: bool, learns: bool = False
+    ) -> None:
         """Make the directory and the socket, and start the zygote.
 
         It is not waited for: the caller has a ledger to find out meanwhile. After
@@ -60,13 +64,16 @@ class Supervisor:
         directory = create_directory()
         console = Console(self._loop, log_to_driver)
         node = os.path.basename(directory)
-        zygote = Zygote(self._loop, console, node, directory, preload)
-        pool = Pool(self._loop, zygote, console, directory)
-        self._parts = parts = Parts(directory, console, zygote, pool)
+        cgroup = NodeCgroup(self._loop)
+        cgroup.choose(node)
+        surroundings = Surroundings.take(node, directory, cgroup, learns)
+        zygotes = Zygotes(self._loop, console, surroundings, preload)
+        pool = Pool(self._loop, zygotes, console, directory)
+        self._parts = parts = Parts(directory, console, zygotes, pool)
         parts.server = await self._loop.create_unix_server(
             lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
-        zygote.start()
+        zygotes.start()
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check
@@ -84,7 +91,7 @@ class Supervisor:
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.nest import Nest
 
-        await self._parts.zygote.ready()
+        await self._parts.zygotes.ready()
         pool = self._parts.pool
         self.driver = Driver(self._loop, scheduler, pool, assignment)
         pool.hearing.on_nested = Nest(self.driver, check).on_message
@@ -100,7 +107,8 @@ class Supervisor:
             patience = self.driver.scheduler.patience
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
         await parts.pool.close()
-        await parts.zygote.close()
+        await parts.zygotes.close()
+        await parts.zygotes.cgroup.remove()
         if parts.server is not None:
             parts.server.close()
         await parts.console.drain(SLACK)

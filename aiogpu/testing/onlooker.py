@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.ids import WorkerId
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.resources import GPU, UNIT
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.testing.paper import News, PaperTask, PaperWorker
@@ -54,6 +54,12 @@ class Onlooker:
         """Tasks that hold nothing yet."""
         return self._in_state(TaskState.WAITING)
 
+    @property
+    def unsettled(self) -> list[WorkerId]:
+        """Workers that have gone and whose devices were not seen free yet."""
+        settling = WorkerState.SETTLING
+        return [one.id for one in self.scheduler.workers if one.state is settling]
+
     def _in_state(self, state: TaskState) -> set[str]:
         return {r.spec.name for r in self.scheduler.tasks.values() if r.state is state}
 
@@ -94,7 +100,8 @@ class Onlooker:
     def check(self) -> None:
         """Assert that the scheduler's picture is sound, and agrees with this one."""
         self.scheduler.check()
-        assert {worker.id for worker in self.scheduler.workers} == set(self.workers)
+        known_workers = {worker.id for worker in self.scheduler.workers}
+        assert known_workers == {*self.workers, *self.unsettled}
         states = (
             *(TaskState.QUEUED, TaskState.RUNNING, TaskState.BLOCKED),
             TaskState.STOPPING,

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from aiogpu.core import effects
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.records import Binding
-from aiogpu.core.specs import TaskSpec
+from aiogpu.core.specs import Environment, TaskSpec
 
 News = Literal["settled", "expired", "lost", "deadlocked", "disowned", "abandoned"]
 """What a task's owner can be told."""
@@ -55,6 +55,7 @@ class PaperWorker:
     """A worker process as an onlooker sees it.
 
     Attributes:
+        environment: of the tasks that it was forked for.
         has_started: whether it has connected.
         is_ending: whether it gets no more work.
         is_stopped: whether it begins nothing, as under SIGSTOP.
@@ -68,6 +69,7 @@ class PaperWorker:
     """
 
     id: WorkerId
+    environment: Environment = ()
     has_started: bool = False
     is_ending: bool = False
     is_stopped: bool = False
@@ -101,6 +103,12 @@ class PaperWorker:
         if self.task is not None:
             self.void.popleft()
             self.sent.append(self.task)
+
+    def drop_queue(self) -> None:
+        """Keep what runs alone."""
+        self.void.clear()
+        while len(self.sent) > 1:
+            self.sent.pop()
 
     def forget_void(self, number: int) -> None:
         """It is known what was dropped; of one that was skipped it is told yet."""

@@ -1,7 +1,7 @@
 """What nodes leave visible around this process: processes, descriptors, mappings.
 
-Read from `/proc` alone. Only what is aiogpu's is seen: its processes go by that name,
-and what runs below them was started by a task.
+And cgroups. Read from `/proc` and `/sys` alone. Only what is aiogpu's is seen: its
+processes go by that name, and what runs below them was started by a task.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 from collections import Counter
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from aiogpu.runtime.node_cgroup import find_cgroup
 
 _PROC: Final = Path("/proc")
 _MARK: Final = "aiogpu"
@@ -23,16 +25,18 @@ class Traces(NamedTuple):
         processes: those of aiogpu below this one, in words, by pid and start.
         descriptors: what this process's own lead to, and how many to each.
         mappings: how many pieces of aiogpu's shared memory are mapped here.
+        groups: the cgroups of this process's nodes.
     """
 
     processes: dict[tuple[int, int], str]
     descriptors: Counter[str]
     mappings: int
+    groups: frozenset[str] = frozenset()
 
     @classmethod
     def take(cls) -> Traces:
         """What there is now."""
-        return cls(_processes(), _descriptors(), _mappings())
+        return cls(_processes(), _descriptors(), _mappings(), _groups())
 
     def since(self, before: Traces) -> list[str]:
         """What has come since an earlier moment, each in words."""
@@ -45,6 +49,7 @@ class Traces(NamedTuple):
             new.append(f"{count} open descriptor(s) of {target}")
         if self.mappings > before.mappings:
             new.append(f"{self.mappings - before.mappings} mapping(s) of shared memory")
+        new += [f"cgroup {name}" for name in sorted(self.groups - before.groups)]
         return new
 
 
@@ -113,3 +118,14 @@ def _descriptors() -> Counter[str]:
 def _mappings() -> int:
     maps = (_PROC / "self" / "maps").read_text(errors="replace")
     return sum(_MAPPING in line for line in maps.splitlines())
+
+
+def _groups() -> frozenset[str]:
+    place = find_cgroup().directory
+    if place is None:
+        return frozenset()
+    return frozenset(
+        name
+        for name in os.listdir(place)
+        if name.startswith(f"{_MARK}-") and name.endswith(f"-{os.getpid()}")
+    )

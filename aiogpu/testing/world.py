@@ -29,7 +29,7 @@ from aiogpu.core.resources import (
     quantity,
 )
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.specs import Environment, Shape, TaskSpec
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.onlooker import Onlooker
@@ -49,6 +49,7 @@ class World(Onlooker):
         starts: whether a forked worker connects at once.
         exits: whether a worker that is killed, retired or done is gone at once.
         revokes: whether what is taken back is known at once.
+        settles: whether the devices of a worker that has gone must be seen free.
         took: seconds that each task says it took.
         effects: what the scheduler answered to the last call, in order.
         retired: ids of workers that were told to exit, in order.
@@ -79,6 +80,7 @@ class World(Onlooker):
         self.starts = starts
         self.exits = exits
         self.revokes = revokes
+        self.settles = False
         self.took = took
         self.effects: list[effects.Effect] = []
         self.retired: list[WorkerId] = []
@@ -198,7 +200,20 @@ class World(Onlooker):
         self._happen(self._gone(self.workers[self.worker_of(whom)]))
 
     def _gone(self, worker: PaperWorker) -> events.WorkerGone:
-        return events.WorkerGone(worker.id, worker.began.id if worker.began else None)
+        began = worker.began.id if worker.began else None
+        settles = self.settles and worker.binding is not None
+        return events.WorkerGone(worker.id, began, settles)
+
+    def spoil(self, whom: str | int) -> None:
+        """A worker will end by itself after the task that it runs."""
+        worker = self.workers[self.worker_of(whom)]
+        worker.is_ending = True
+        worker.drop_queue()
+        self._happen(events.WorkerSpoilt(worker.id))
+
+    def tell(self, event: events.Event) -> None:
+        """Something else happens."""
+        self._happen(event)
 
     def close(self) -> None:
         """The node shuts down."""
@@ -215,6 +230,9 @@ class World(Onlooker):
     def run_dry(self) -> None:
         """Let all workers start, answer and end, until nothing moves any more."""
         self.starts = self.exits = self.revokes = True
+        self.settles = False
+        for unsettled in self.unsettled:
+            self._coming.append(events.Settled(unsettled))
         for worker in self.workers.values():
             worker.is_stopped = False
             worker.begin()
@@ -225,9 +243,11 @@ class World(Onlooker):
             elif worker.is_ending and worker.task is None:
                 self._leave(worker)
         self._go_on()
-        while running := [w.task for w in self.workers.values() if w.task]:
-            self.finish(running[0].spec.name)
-        while (moment := self.scheduler.deadline()) is not None:
+        while True:
+            while running := [w.task for w in self.workers.values() if w.task]:
+                self.finish(running[0].spec.name)
+            if (moment := self.scheduler.deadline()) is None:
+                return
             self._wake(moment)
 
     def _happen(self, *happened: events.Event) -> None:
@@ -259,8 +279,8 @@ class World(Onlooker):
 
     def _apply(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Spawn(worker):
-                self._fork(worker)
+            case effects.Spawn(worker, environment):
+                self._fork(worker, environment)
             case effects.Assign():
                 self._send(effect)
             case effects.Ahead(worker, tasks):
@@ -281,8 +301,8 @@ class World(Onlooker):
             case _:
                 self._tell(effect)
 
-    def _fork(self, worker: WorkerId) -> None:
-        self.workers[worker] = PaperWorker(worker)
+    def _fork(self, worker: WorkerId, environment: Environment) -> None:
+        self.workers[worker] = PaperWorker(worker, environment)
         if self.starts:
             self._coming.append(events.WorkerStarted(worker))
 
@@ -312,6 +332,7 @@ class World(Onlooker):
         binding = binding_of(task.spec, assign.lease)
         state = (worker.has_started, worker.is_ending, len(worker.sent))
         assert state == (True, False, 0), assign
+        assert task.spec.shape.environment == worker.environment, assign
         assert assign.is_first == (worker.binding is None), assign
         assert assign.is_first or worker.binding == binding, assign
         assert assign.is_first or task.spec.max_calls != 1, assign

@@ -18,7 +18,8 @@ from typing import Final
 from aiogpu.memory.page import ControlPage
 
 _SIGINT: Final = int(signal.SIGINT)
-_IMPORT: Final = "<frozen importlib._bootstrap>"
+IMPORT: Final = "<frozen importlib._bootstrap>"
+"""The file name of all code that imports."""
 
 
 class Interrupts:
@@ -30,7 +31,7 @@ class Interrupts:
             two steps of his.
     """
 
-    def __init__(self, page: ControlPage, slot: int) -> None:
+    def __init__(self, page: ControlPage, slot: int = 0) -> None:
         self.entered = 0
         self._page = page
         self._slot = slot
@@ -39,9 +40,13 @@ class Interrupts:
         self._own: set[CodeType] = set()
         self._handler = self._on_signal
 
-    def install(self, *own: CodeType) -> None:
-        """Handle the signal from now on; frames of `own` are never interrupted."""
+    def spare(self, *own: CodeType) -> None:
+        """Never interrupt frames that run this code."""
         self._own.update(own)
+
+    def install(self, slot: int) -> None:
+        """Handle the signal from now on, for the worker in that slot."""
+        self._slot = slot
         signal.signal(signal.SIGINT, self._handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
@@ -96,7 +101,7 @@ def _imports(frame: FrameType | None) -> bool:
     this process any more; but the worker goes on.
     """
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == IMPORT:
             return True
         frame = frame.f_back
     return False

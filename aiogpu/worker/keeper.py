@@ -2,7 +2,9 @@
 
 A keeper adopts every process that its worker orphans, so it alone can say when a
 worker and all that it started have ended: when `waitpid` knows no child any more.
-It imports nothing of the user's and runs none of his code.
+Where there is a cgroup it lives in one of its own, which holds what forks faster
+than it can be killed and what may not be signalled. It imports nothing of the
+user's and runs none of his code.
 """
 
 from __future__ import annotations
@@ -10,15 +12,21 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from itertools import count
+from typing import Final
 
 from aiogpu.wire.connection import KEEPER
 from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal
 from aiogpu.wire.setup import Setup, output_path, socket_path
 from aiogpu.worker import kernel
+from aiogpu.worker.cgroup import SlotCgroup
 from aiogpu.worker.watch import Watch
 
 WorkerMain = Callable[[int, int, int], None]
 """Runs a worker in a fresh fork: its id, its slot, the keeper's process id."""
+
+PATIENCE: Final = 64
+"""Children that are ended one by one before all are ended in one step."""
 
 
 class Keeper:
@@ -28,11 +36,14 @@ class Keeper:
         self, slot: int, setup: Setup, driver: int, worker_main: WorkerMain
     ) -> None:
         self._slot = slot
+        self._directory = setup.directory
         self._worker_main = worker_main
         self._worker: int | None = None
         self._pid = 0
+        self._zygote = os.getppid()
         kernel.set_process_name(f"aiogpu-keep-{slot}")
         kernel.adopt_orphans()
+        self._cgroup = SlotCgroup(setup.cgroup, slot)
         for stream in (1, 2):
             # Without O_NONBLOCK a driver that died meanwhile would hang us here.
             output = os.open(
@@ -51,7 +62,12 @@ class Keeper:
             self._reap()
         if self._worker is not None:
             kernel.kill(self._pid)
-        end_children()
+        self._end_rest()
+        if os.getppid() != self._zygote:
+            self._cgroup.remove()
+            if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
+                # Zygote and driver have gone: nobody else is left to do so.
+                remove_directory(self._directory)
         self._watch.close()
 
     def _obey(self, message: Message) -> None:
@@ -69,6 +85,7 @@ class Keeper:
         if pid == 0:
             try:
                 self._watch.leave()
+                self._cgroup.forget()
                 os.close(self._watch.driver)
                 self._worker_main(worker, self._slot, me)
             finally:
@@ -85,16 +102,39 @@ class Keeper:
             if pid == 0:
                 return
             if pid == self._pid and self._worker is not None:
-                end_children()
+                self._end_rest()
                 self._watch.send(Ended(self._worker, status))
                 self._worker, self._pid = None, 0
 
+    def _end_rest(self) -> None:
+        end_children(self._cgroup.end_others)
+        if self._cgroup.has_others:
+            self._cgroup.end_others()
+            end_children(self._cgroup.end_others)
 
-def end_children() -> None:
-    """Kill all children, and those that come by their deaths, until none is left."""
-    while True:
-        for pid in kernel.children():
-            kernel.kill(pid)
+
+def remove_directory(path: str) -> None:
+    """Remove a node's directory, whose driver cannot any more."""
+    # Costs 4 ms to import, and is needed once in a node's life at most.
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _nothing() -> None:
+    """There is no other way to end them."""
+
+
+def end_children(end_others: Callable[[], None] = _nothing) -> None:
+    """Kill all children, and those that come by their deaths, until none is left.
+
+    Args:
+        end_others: ends also those that may not be signalled, or fork too fast.
+    """
+    for attempt in count(1):
+        killed = [kernel.kill(pid) for pid in kernel.children()]
+        if attempt % PATIENCE == 0 or not all(killed):
+            end_others()
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

@@ -16,21 +16,35 @@ from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.footing import Footing
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
+from aiogpu.worker.threads import Threads
 
 
 class Worker:
     """One worker process; made in a fresh fork of a keeper."""
 
-    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        interrupts: Interrupts,
+        imports: Imports,
+        threads: Threads,
+    ) -> None:
         self._channel = channel
         self._interrupts = interrupts
+        self._imports = imports
         self._stdio = Stdio(channel)
         self._is_foreign = False
-        self._executor = Executor(channel, interrupts)
+        self._executor = Executor(channel, interrupts, threads)
         self._footing = Footing(interrupts.restore)
-        current.children = self._children = Children(channel)
+        self._children = Children(channel)
+
+    def begin(self) -> None:
+        """Take over this process: what user code sees and does is this worker's."""
+        current.children = self._children
+        self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -78,6 +92,8 @@ class Worker:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+        if self._imports.found:
+            self._channel.send(self._imports.take())
         self._children.end_task()
         restore()
         self._footing.restore()

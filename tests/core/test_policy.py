@@ -3,10 +3,12 @@
 import pytest
 
 from aiogpu.core.ids import TaskId
-from aiogpu.core.policy import may_retry
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import Request
+from aiogpu.core.retry import may_retry
+from aiogpu.core.snapshot import snapshot
 from aiogpu.core.specs import UNLIMITED, Shape, TaskSpec
+from aiogpu.core.why import why
 from aiogpu.testing import World
 
 
@@ -29,6 +31,7 @@ def test_a_task_whose_worker_dies_is_tried_again_and_then_lost(retries):
     w.submit("a", max_retries=retries)
     for _ in range(retries):
         w.die("a")
+        w.advance(1)
         assert w.running == {"a"}
     w.die("a")
     assert w.told == {"a": "lost"}
@@ -50,6 +53,7 @@ def test_deaths_and_failures_use_up_the_same_retries():
     w.submit("a", max_retries=2)
     w.finish("a", retry=True)
     w.die("a")
+    w.advance(1)
     w.die("a")
     assert w.told == {"a": "lost"}
 
@@ -60,8 +64,55 @@ def test_a_retry_goes_ahead_of_those_that_came_later():
         w.submit(name)
     w.die("a")
     assert w.running == {"a"}
+
+
+def test_a_second_retry_lets_others_go_first_for_a_while():
+    w = World(cpus=1)
+    for name in "abc":
+        w.submit(name)
+    w.die("a")
     w.finish("a", retry=True)
+    assert w.running == {"b"}
+    assert w.scheduler.deadline() == pytest.approx(0.1)
+    w.advance(0.1)
+    w.finish("b")
     assert w.running == {"a"}
+
+
+def test_each_retry_waits_twice_as_long_as_the_one_before():
+    w = World()
+    w.submit("a", max_retries=-1)
+    waits = []
+    for _ in range(10):
+        w.finish("a", retry=True)
+        before = w.now
+        while w.running != {"a"}:
+            w.advance(w.scheduler.deadline() - w.now)
+        waits.append(round(w.now - before, 6))
+    assert waits == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10]
+
+
+def test_a_delayed_task_can_be_cancelled_expire_or_be_abandoned():
+    w = World()
+    for name, timeout in (("a", None), ("b", 0.05), ("c", None)):
+        w.submit(name, timeout=timeout)
+        w.finish(name, retry=True)
+        w.finish(name, retry=True)
+    assert not w.running
+    record = w.scheduler.tasks[w.tasks["a"].id]
+    told = str(why(w.scheduler, record, {}, w.now))
+    assert told == "a has failed before, and is tried again in a while."
+    assert [task.state for task in snapshot(w.scheduler, {}, w.now).tasks] == [
+        "delayed"
+    ] * 3
+    w.cancel("a")
+    assert w.forgotten == {"a"}
+    w.advance(0.06)
+    assert w.told == {"b": "expired"}
+    w.close()
+    w.advance(1)
+    assert w.told == {"b": "expired", "c": "abandoned"}
+    assert w.scheduler.is_closed
 
 
 def test_a_retry_waits_like_everyone_where_its_place_was_taken():

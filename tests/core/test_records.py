@@ -46,7 +46,7 @@ def test_a_task_moves_where_its_table_leads(before, after):
 @pytest.mark.parametrize("before", WorkerState)
 @pytest.mark.parametrize("after", WorkerState)
 def test_a_worker_moves_where_its_table_leads(before, after):
-    record = WorkerRecord(WorkerId(7), before)
+    record = WorkerRecord(WorkerId(7), state=before)
     if after in WORKER_LEADS_TO[before]:
         move_worker(record, after)
         assert record.state is after

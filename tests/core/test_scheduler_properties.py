@@ -16,12 +16,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from aiogpu.core import events
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import CPU, UNIT
+from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -55,6 +56,8 @@ PATIENCE = st.builds(
     exit_grace=st.sampled_from([0, 1.0]),
     idle_workers=st.integers(0, 3),
     reserve_after=st.sampled_from([0, 0.3, 1.0]),
+    spare_workers=st.integers(0, 3),
+    retry_after=st.sampled_from([0.0, 0.1, 1.0]),
 )
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
@@ -125,6 +128,7 @@ class NodeMachine(RuleBasedStateMachine):
     def begin(
         self, starts: bool, exits: bool, revokes: bool, patience: Patience
     ) -> None:
+        self.before = set()
         self.w = Judge(
             cpus=4,
             gpu_types=TYPES,
@@ -218,6 +222,34 @@ class NodeMachine(RuleBasedStateMachine):
     def die(self, data):
         self.w.die(data.draw(st.sampled_from(sorted(self.w.workers))))
 
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data(), retry=st.booleans())
+    def spoil(self, data, retry):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        self.w.spoil(name)
+        self.w.finish(name, retry=retry)
+
+    @rule(settles=st.booleans())
+    def change_how_devices_settle(self, settles):
+        self.w.settles = settles
+
+    @precondition(lambda self: self.w.unsettled)
+    @rule(data=st.data(), how=st.sampled_from(["seen", "unseen", "never"]))
+    def settle(self, data, how):
+        worker = data.draw(st.sampled_from(self.w.unsettled))
+        if how == "never":
+            self.w.tell(events.SetAside(worker, "it is stuck"))
+        else:
+            self.w.tell(events.Settled(worker, how == "seen"))
+
+    @rule(index=st.integers(0, len(TYPES) - 1))
+    def recover(self, index):
+        self.w.tell(events.Recovered(GPU, index))
+
+    @rule(environment=st.sampled_from([(), (("X", "1"),)]))
+    def outdate(self, environment):
+        self.w.tell(events.Outdated(environment))
+
     @rule(seconds=st.sampled_from([0, 0.1, 0.5, 2.0, 30.0]))
     def advance(self, seconds):
         self.w.advance(seconds)
@@ -292,18 +324,32 @@ class NodeMachine(RuleBasedStateMachine):
             if worker.is_ending and worker.id not in self.w.retired:
                 record = self.w.scheduler.workers.get(worker.id)
                 assert record.lease is not None, record
+        for worker in self.w.unsettled:
+            assert self.w.scheduler.workers.get(worker).lease is not None
+
+    @invariant()
+    def nobody_is_placed_on_what_was_set_aside(self):
+        """Who had a share of it keeps that; a new lease has none."""
+        gpus = self.w.scheduler.ledger.device_sets[GPU]
+        for lease in self.w.scheduler.ledger.leases.values():
+            held = {index for shares in lease.shares for index, _ in shares}
+            assert lease.id in self.before or not held & set(gpus.aside), lease
+        self.before = set(self.w.scheduler.ledger.leases)
 
     @invariant()
     def no_more_workers_idle_than_are_wanted(self):
         scheduler = self.w.scheduler
-        wanted = 0 if scheduler.is_closing else scheduler.patience.idle_workers
-        assert scheduler.workers.idle <= wanted
+        patience = scheduler.patience
+        wanted = patience.idle_workers + patience.spare_workers
+        assert scheduler.workers.idle <= (0 if scheduler.is_closing else wanted)
 
     def teardown(self):
         w = self.w
+        scheduler = w.scheduler
+        for index in range(len(TYPES)):
+            w.tell(events.Recovered(GPU, index))
         w.run_dry()
         w.check()
-        scheduler = w.scheduler
         assert scheduler.ledger.available() == scheduler.ledger.totals()
         assert not scheduler.ledger.leases
         assert not scheduler.tasks

@@ -136,6 +136,7 @@ def test_a_call_that_is_retried_counts():
     w.finish("a", retry=True)
     assert w.worker_of("a") == worker
     w.finish("a", retry=True)
+    w.advance(0.1)
     assert w.worker_of("a") != worker
 
 
@@ -233,10 +234,11 @@ def test_a_starting_worker_whose_task_left_may_die():
 
 def test_nobody_can_be_sent_home_where_nobody_is_idle():
     workers = Workers()
-    assert workers.take_idle(None) is None
-    assert workers.take_unclaimed() is None
+    assert workers.take_clean(()) is None
+    assert workers.take_bound(((), ())) is None
+    assert workers.take_unclaimed(()) is None
     with pytest.raises(KeyError, match="no worker is idle"):
-        workers.pop_longest_idle()
+        workers.pop_idle(0)
 
 
 def test_workers_show_how_many_there_are():

@@ -275,6 +275,36 @@ def leave_process(path: str, name: str) -> int:
     return child.pid
 
 
+def daemonise(path: str, name: str) -> bool:
+    """Leave a daemon as Unix daemons are made: two forks, a session, no descriptors.
+
+    Returns:
+        Whether this is the daemon.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        os.waitpid(child, 0)
+        os.read(reading, 1)  # until the daemon has closed all
+        os.close(reading)
+        return False
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+    say(path, name)
+    os.closerange(0, 1000)
+    return True
+
+
+@aiogpu.remote
+def leave_daemon_and_wait(path: str) -> str:
+    if daemonise(path, "daemon"):
+        threading.Event().wait()
+    return pass_gate(path, "task")
+
+
 @aiogpu.remote
 def output(lines: list[str]) -> None:
     for line in lines:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import aiogpu
 from aiogpu.testing.traces import Traces
+from tests.cgroups import PLACE, needs_cgroup
 from tests.engines import tasks
 
 
@@ -75,4 +76,18 @@ async def test_a_node_has_all_of_them_and_leaves_none(no_leaks: None) -> None:
         assert any(f"process {pid} (" in told for told in seen), seen
         assert any("mapping" in told for told in seen)
         assert any("descriptor" in told for told in seen)
+    assert Traces.take().since(before) == []
+
+
+@needs_cgroup
+def test_cgroups_of_this_process() -> None:
+    before = Traces.take()
+    ours, others = (f"aiogpu-test-{pid}" for pid in (os.getpid(), os.getppid()))
+    for name in (ours, others):
+        os.mkdir(f"{PLACE.directory}/{name}")
+    try:
+        assert Traces.take().since(before) == [f"cgroup {ours}"]
+    finally:
+        for name in (ours, others):
+            os.rmdir(f"{PLACE.directory}/{name}")
     assert Traces.take().since(before) == []

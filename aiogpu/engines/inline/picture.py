@@ -30,7 +30,7 @@ def picture_inline(ledger: Ledger, turns: Turns, now: float) -> NodeStatus:
     """
     workers = [job.record.worker for job in turns.running if job.record.worker]
     if not workers:
-        workers = [WorkerRecord(WorkerId(1), WorkerState.IDLE)]
+        workers = [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
     queue = Queue(
         count=sum(len(jobs) for jobs in turns.by_shape.values()),
         first=[

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.policy import may_retry
 from aiogpu.core.records import WorkerRecord, move_task
+from aiogpu.core.retry import may_retry
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.node import InlineNode
@@ -122,7 +122,7 @@ class Runner:
         move_task(job.record, TaskState.RUNNING)
         level = WorkerId(len(self._turns.running))
         job.record.worker = WorkerRecord(
-            level, WorkerState.BUSY, task=job.record, lease=lease
+            level, state=WorkerState.BUSY, task=job.record, lease=lease
         )
         bind = self.node.assignment.bind(lease, site.environ)
         job.surroundings = Surroundings(

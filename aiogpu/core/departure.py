@@ -1,0 +1,119 @@
+"""What becomes of a worker that has gone: of its tasks, and of what they held.
+
+Its tasks are decided about at once. Its lease is given back when its devices are
+seen free; until then the worker is `SETTLING`, a name without a process.
+"""
+
+from __future__ import annotations
+
+from aiogpu.core.effects import Effect, Forget, Lose
+from aiogpu.core.events import SetAside, Settled, WorkerGone
+from aiogpu.core.family import part
+from aiogpu.core.ids import WorkerId
+from aiogpu.core.ledger import Lease
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.policy import STARTS_ALLOWED
+from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
+from aiogpu.core.retry import may_retry, retry
+from aiogpu.core.watch import count_begun, return_task
+
+
+def depart(
+    node: Node,
+    worker: WorkerRecord,
+    event: WorkerGone,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Take a worker whose processes have ended off the books."""
+    inflight = [worker.task, *worker.queue] if worker.task else []
+    begun = count_begun(inflight, event.began)
+    is_new = worker.state is WorkerState.STARTING
+    if is_new and not inflight:
+        node.spares.note_start(False)
+    worker.task = None
+    worker.queue.clear()
+    if event.settles and worker.lease is not None and not node.is_closing:
+        if worker.lease.is_lent:
+            node.ledger.resume(worker.lease)
+        move_worker(worker, WorkerState.SETTLING)
+    else:
+        _remove(node, worker)
+    for record in reversed(inflight[max(begun, 1) :]):
+        return_task(node, record, effects)
+    for number, record in enumerate(inflight[: max(begun, 1)]):
+        record.worker = None
+        has_run = not is_new and number < begun
+        if not (_has_another_run if has_run else _has_another_start)(node, record):
+            _lose(node, record, worker.id, effects)
+        elif has_run:
+            retry(node, record, now)
+        else:
+            node.wait_again(record)
+        if record.kin is not None:
+            part(node, record, now, effects)
+
+
+def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
+    lease, worker.lease = worker.lease, None
+    if lease is not None:
+        node.ledger.give_back(lease)
+    node.workers.remove(worker)
+    return lease
+
+
+def _has_another_start(_: Node, record: TaskRecord) -> bool:
+    """Whether a task whose worker ended before it had begun gets another one."""
+    record.starts_failed += 1
+    is_wanted = record.state is not TaskState.STOPPING
+    return is_wanted and record.starts_failed < STARTS_ALLOWED
+
+
+def _has_another_run(node: Node, record: TaskRecord) -> bool:
+    """Whether a task that its worker's end has hit is tried again."""
+    is_wanted = record.state is not TaskState.STOPPING
+    return is_wanted and not node.is_closing and may_retry(record)
+
+
+def _lose(
+    node: Node, record: TaskRecord, worker: WorkerId, effects: list[Effect]
+) -> None:
+    was_wanted = record.state is not TaskState.STOPPING
+    node.end(record)
+    effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
+
+
+def settle(node: Node, event: Settled) -> None:
+    """Give back what a worker held whose devices are free."""
+    worker = node.workers.get(event.worker)
+    if worker is None or worker.state is not WorkerState.SETTLING:
+        return
+    lease = _remove(node, worker)
+    assert lease is not None, worker
+    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        unverified = node.ledger.device_sets[kind].unverified
+        for index, _ in shares:
+            if event.is_verified:
+                unverified.discard(index)
+            else:
+                unverified.add(index)
+
+
+def set_aside(node: Node, event: SetAside) -> None:
+    """Give nobody the devices that a worker held and that do not become free."""
+    worker = node.workers.get(event.worker)
+    if worker is None or worker.state is not WorkerState.SETTLING:
+        return
+    lease = _remove(node, worker)
+    assert lease is not None, worker
+    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        for index, _ in shares:
+            node.ledger.device_sets[kind].set_aside(index, event.reason)
+
+
+def settle_all(node: Node) -> None:
+    """The node closes: nobody will ask for what is still unsettled."""
+    for worker in list(node.workers):
+        if worker.state is WorkerState.SETTLING:
+            _remove(node, worker)
