@@ -167,9 +167,11 @@ class Driver:
         """Stop everything; returns when the last worker is gone, or time is up.
 
         Time is up when nothing more has ended for that long: a million owners are
-        told in a few seconds.
+        told in a few seconds. Tasks that were given longer to stop have it.
         """
         self.feed(Closing())
+        specs = [record.spec for record in self.scheduler.tasks.values()]
+        timeout += max((spec.cancel_grace or 0.0 for spec in specs), default=0.0)
         left = None
         while left != (left := len(self._calls)) and not self._closed.done():
             await asyncio.wait([self._closed], timeout=timeout)
