@@ -27,6 +27,7 @@ from aiogpu.core.events import (
     TaskWaits,
     TimePassed,
     WorkerGone,
+    WorkerSpoilt,
     WorkerStarted,
 )
 from aiogpu.core.ids import TaskId, WorkerId
@@ -82,6 +83,7 @@ class Driver:
         pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self._on_answer
         pool.hearing.on_skipped = self._on_skipped
+        pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Spawn: self._spawn,
@@ -199,6 +201,9 @@ class Driver:
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
             self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
+
+    def _on_spoilt(self, worker: int) -> None:
+        self.feed(WorkerSpoilt(WorkerId(worker)))
 
     def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
         """A task waits until these have ended, or for none any more."""

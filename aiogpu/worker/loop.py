@@ -70,7 +70,8 @@ class Worker:
         while True:
             message = self._channel.next()
             if type(message) is Run:
-                if self._run(message) and message.is_last:
+                has_run = self._run(message)
+                if has_run and (message.is_last or self._executor.is_spoilt):
                     return
             elif type(message) is Define:
                 self._executor.define(message)
