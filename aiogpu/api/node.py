@@ -94,9 +94,10 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     num_gpus: int | None = None,
     resources: Mapping[str, float] | None = None,
     accelerator_type: str | None = None,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] = "auto",
     log_to_driver: bool = True,
     cancel_grace: float = 2.0,
+    spare_workers: int = 2,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` it, or `async with` it.
@@ -110,9 +111,14 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
             since resources are logical.
         resources: custom resources by name, such as `{"license": 2}`.
         accelerator_type: type of the node's GPUs where it is not detected.
-        preload: modules that are imported once, before workers are forked.
+        preload: modules that are imported once, before workers are forked. "auto"
+            is for those that workers turn out to import at a cost; `("numpy",
+            "auto")` for both, `()` for none.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
+        spare_workers: clean processes that stand ready for tasks that get one of
+            their own (those with GPUs, or `max_calls`), once there are such tasks.
+            Each takes a few megabytes; 0 has every process forked when it is needed.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
@@ -129,6 +135,7 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         preload=preload,
         log_to_driver=log_to_driver,
         cancel_grace=cancel_grace,
+        spare_workers=spare_workers,
     )
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(check_text("address", address) or default_address(), options, shared)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from aiogpu.api.options import check_resources, check_seconds, check_text
 from aiogpu.core.resources import quantity
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
+
+MOST_SPARES: Final = 1024
+"""Clean workers that may be asked for; each is a process."""
+AUTO = "auto"
+"""In `preload`: modules that workers import again and again, as they are learnt."""
 
 
 def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
@@ -19,16 +25,20 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     preload: object,
     log_to_driver: object,
     cancel_grace: object,
+    spare_workers: object,
 ) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
+    modules = _check_preload(preload)
     return NodeOptions(
         num_cpus=_check_cpus(num_cpus),
         num_gpus=_check_gpus(num_gpus),
         resources=_check_custom(resources),
         accelerator_type=check_text("accelerator_type", accelerator_type),
-        preload=_check_preload(preload),
+        preload=tuple(name for name in modules if name != AUTO),
+        learns=AUTO in modules,
         log_to_driver=check_flag("log_to_driver", log_to_driver),
         cancel_grace=check_seconds("cancel_grace", cancel_grace),
+        spare_workers=_check_spares(spare_workers),
     )
 
 
@@ -51,6 +61,19 @@ def _check_gpus(value: object) -> int | None:
     return value
 
 
+def _check_spares(value: object) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not 0 <= value <= MOST_SPARES
+    ):
+        raise OptionError(
+            f"init(spare_workers={value!r}): give a whole number from 0, for none, to "
+            f"{MOST_SPARES}."
+        )
+    return value
+
+
 def _check_custom(value: object) -> Mapping[str, float]:
     if value is None:
         return {}
@@ -60,6 +83,8 @@ def _check_custom(value: object) -> Mapping[str, float]:
 
 
 def _check_preload(value: object) -> tuple[str, ...]:
+    if value == AUTO:
+        return (AUTO,)
     if (
         isinstance(value, str)
         or not isinstance(value, Sequence)
@@ -67,7 +92,8 @@ def _check_preload(value: object) -> tuple[str, ...]:
     ):
         raise OptionError(
             f"preload={value!r} must be a sequence of module names, such as "
-            f"preload=('numpy',)."
+            f"preload=('numpy',), or 'auto', or a sequence that holds 'auto' too; "
+            f"preload=() is for no module at all."
         )
     return tuple(value)
 

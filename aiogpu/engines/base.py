@@ -22,8 +22,10 @@ class NodeOptions(NamedTuple):
         resources: custom resources in whole units.
         accelerator_type: declared for all devices of a logical node.
         preload: modules that the zygote imports.
+        learns: whether it imports more, as workers turn out to need them.
         log_to_driver: whether tasks' output is shown.
         cancel_grace: seconds from a cancel to the kill.
+        spare_workers: clean workers kept ready.
     """
 
     num_cpus: float | None = None
@@ -31,8 +33,10 @@ class NodeOptions(NamedTuple):
     resources: Mapping[str, float] = {}
     accelerator_type: str | None = None
     preload: Sequence[str] = ()
+    learns: bool = True
     log_to_driver: bool = True
     cancel_grace: float = 2.0
+    spare_workers: int = 2
 
 
 class Waits(Protocol):

@@ -45,7 +45,9 @@ class LocalEngine:
         """Detect what there is while the zygote starts; see `Engine.open`."""
         options = self._options
         try:
-            await self._supervisor.start_zygote(options.preload, options.log_to_driver)
+            await self._supervisor.start_zygote(
+                options.preload, options.log_to_driver, options.learns
+            )
             scheduler, assignment = await build_node(options)
             self._driver = await self._supervisor.start_driver(
                 scheduler,
@@ -128,5 +130,6 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     patience = Patience(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
+        spare_workers=options.spare_workers,
     )
     return Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from aiogpu.core.specs import Environment
+from aiogpu.errors import NodeError
 from aiogpu.runtime import cause
 from aiogpu.runtime.autopsy import Autopsy, Findings
 from aiogpu.runtime.console import Console
@@ -25,6 +27,7 @@ from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.connection import KEEPER, ZYGOTE
 from aiogpu.wire.messages import (
     Close,
@@ -34,6 +37,7 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
+    Imported,
     Message,
 )
 
@@ -51,6 +55,8 @@ class Pool:
     Attributes:
         workers: live workers by id.
         on_started, on_gone: told of what happens, set by the driver.
+        on_outdated: told of an environment, set by the driver, if workers for it
+            that were not assigned yet come from a zygote that another has replaced.
         hearing: takes what workers say.
         orders: tells workers what to do.
         autopsy: finds out what the kernel knows of a death.
@@ -59,7 +65,7 @@ class Pool:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        zygote: Zygote,
+        zygotes: Zygotes,
         console: Console,
         directory: str,
         send_signal: Callable[[int, int], None] = os.kill,
@@ -67,18 +73,22 @@ class Pool:
         self.workers: dict[int, LiveWorker] = {}
         self.on_started: Callable[[int], None]
         self.on_gone: Callable[[int, Death], None]
+        self.on_outdated: Callable[[Environment], None] = _unheard
         self.hearing = Hearing(console)
-        self.orders = Orders(self.workers, zygote.page)
+        self.hearing.on_imported = self._on_imported
+        self.orders = Orders(self.workers, zygotes.page)
         self.autopsy = Autopsy()
         self._loop = loop
-        self._zygote = zygote
+        self._zygotes = zygotes
         self._console = console
         self._send_signal = send_signal
-        self._slots = Slots(loop, zygote, console, directory)
+        self._slots = Slots(loop, console, directory)
         self._is_closing = False
         self._closed = loop.create_future()
-        zygote.on_lost_slot = self._on_lost_slot
-        zygote.on_death = self._on_zygote_death
+        zygotes.is_busy = self._slots.is_busy
+        zygotes.on_lost_slot = self._on_lost_slot
+        zygotes.on_death = self._on_zygote_death
+        zygotes.on_superseded = self._on_superseded
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self._slots)} slots>"
@@ -91,24 +101,30 @@ class Pool:
     def greeted(self, peer: Peer, hello: Hello) -> None:
         """Route a connection that has said what it is."""
         if hello.role == ZYGOTE:
-            self._zygote.greeted(peer, hello)
+            self._zygotes.greeted(peer, hello)
         elif hello.role == KEEPER:
             self._on_new_keeper(peer, hello)
         else:
             self._on_worker(peer, hello)
 
-    def spawn(self, worker_id: int) -> None:
-        """Have a worker forked, in a free slot or a new one."""
-        if self._zygote.problem is not None:
-            self._fail_spawn(worker_id, str(self._zygote.problem))
-            return
+    def spawn(self, worker_id: int, environment: Environment = ()) -> None:
+        """Have a worker forked, in a free slot or a new one.
+
+        Args:
+            worker_id: how the core calls it.
+            environment: variables of `runtime_env` that its tasks will have.
+        """
         try:
-            slot = self._slots.take()
+            slot = self._slots.take(self._zygotes.serving(environment))
+        except NodeError as error:
+            self._fail_spawn(worker_id, str(error))
+            return
         except OSError as error:
             self._fail_spawn(worker_id, f"no slot can be made: {error}")
             return
         timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
-        slot.worker = self.workers[worker_id] = LiveWorker(worker_id, slot, timer)
+        worker = LiveWorker(worker_id, slot, timer, environment)
+        slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
@@ -174,7 +190,7 @@ class Pool:
         self._slots.withdraw(slot)
         if self._is_closing:
             self._remove_slot(slot)
-        elif slot.generation != self._zygote.generation and self._slots.holds(slot):
+        elif slot.zygote.is_over and self._slots.holds(slot):
             self._end_orphans(slot)
 
     def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
@@ -187,7 +203,7 @@ class Pool:
             with suppress(ProcessLookupError):
                 self._send_signal(-slot.worker.pid, signal.SIGKILL)
         lose = partial(self._lose, slot, is_reused)
-        self._zygote.cgroup.end_slot(slot.index, lose)
+        self._zygotes.cgroup.end_slot(slot.index, lose)
 
     def _on_lost_slot(self, index: int) -> None:
         """The slot's keeper has died, or was closed; all below it has ended."""
@@ -208,7 +224,7 @@ class Pool:
                 worker.status = int(signal.SIGKILL)
                 worker.cause = cause.KEEPER_DIED
             else:
-                problem = self._zygote.problem
+                problem = slot.zygote.problem
                 worker.reason = str(problem or "the keeper process of its slot died")
             if worker.peer is not None:
                 worker.peer.cut_off()
@@ -261,7 +277,7 @@ class Pool:
         if slot.keeper is not None:
             self._slots.put_back(slot)
         last = tuple(slot.output.last)
-        begun = self._zygote.page.begun(slot.index)
+        begun = self._zygotes.page.begun(slot.index)
         findings = Findings()
         if cause.is_kernels(worker.status, worker.cause):
             findings = self.autopsy.examine(worker.pid)
@@ -282,19 +298,34 @@ class Pool:
         del self.workers[worker_id]
         self.on_gone(worker_id, death)
 
-    def _on_zygote_death(self) -> None:
+    def _on_imported(self, worker: LiveWorker, imported: Imported) -> None:
+        self._zygotes.hear(worker.slot.zygote, imported)
+
+    def _on_superseded(self, zygote: Zygote) -> None:
+        """Workers that wait in slots of this zygote are not as fresh as they could be.
+
+        Those that run go on.
+        """
+        self._slots.close_free(zygote)
+        workers = [slot.worker for slot in self._slots if slot.zygote is zygote]
+        for environment in {worker.environment for worker in workers if worker}:
+            self.on_outdated(environment)
+
+    def _on_zygote_death(self, zygote: Zygote) -> None:
         """Have the workers whose keepers may never come forked in other slots."""
-        self._slots.close_free()
-        for slot in [slot for slot in self._slots if slot.keeper is None]:
+        self._slots.close_free(zygote)
+        for slot in self._slots:
+            if slot.zygote is not zygote or slot.keeper is not None:
+                continue
             worker = slot.worker
-            if worker is not None and not worker.pid and self._zygote.problem is None:
+            if worker is not None and not worker.pid and zygote.problem is None:
                 self._move(worker)
             self._end_orphans(slot, is_reused=False)
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self._slots.add()
-        except OSError as error:
+            slot = self._slots.add(self._zygotes.serving(worker.environment))
+        except (NodeError, OSError) as error:
             worker.reason = f"no slot can be made: {error}"
             self._check_gone(worker, is_certain=True)
         else:
@@ -319,3 +350,7 @@ class Pool:
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)
         if self._slots:
             await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
+
+
+def _unheard(_environment: Environment) -> None:
+    """Nobody has spares yet."""

@@ -10,7 +10,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from aiogpu.errors import NodeStartError
@@ -57,7 +57,11 @@ class Process:
 
 
 def start_interpreter(
-    fields: dict[str, object], page: int, output: int
+    fields: dict[str, object],
+    page: int,
+    output: int,
+    environ: Mapping[str, str] | None = None,
+    directory: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
 
@@ -67,6 +71,8 @@ def start_interpreter(
         fields: plain values, as marshal takes them.
         page: descriptor that the child inherits under the same number.
         output: descriptor that becomes its stdout and stderr.
+        environ: its variables, this process's unless given.
+        directory: where it starts, where this process is unless given.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -87,6 +93,8 @@ def start_interpreter(
             stdin=source,
             stdout=output,
             stderr=output,
+            env=environ,
+            cwd=directory,
             pass_fds=(page,),
             start_new_session=True,
         )

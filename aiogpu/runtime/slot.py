@@ -12,6 +12,7 @@ from aiogpu.wire.messages import Define, Failed, Forget, Message
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
+    from aiogpu.runtime.zygote import Zygote
 
 SITES_KEPT: Final = 1024
 """Sites that a worker remembers; a program that makes ever new ones is bounded."""
@@ -23,6 +24,7 @@ class LiveWorker:
 
     Attributes:
         start_timer: rings if it has not connected in time.
+        environment: variables of `runtime_env` for which it is wanted.
         peer: its connection, None before and after.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
@@ -37,6 +39,7 @@ class LiveWorker:
     id: int
     slot: Slot
     start_timer: asyncio.Handle
+    environment: tuple[tuple[str, str], ...] = ()
     pid: int = 0
     peer: Peer | None = None
     sites: set[int] = field(default_factory=set)
@@ -74,14 +77,14 @@ class Slot:
 
     Attributes:
         index: its place on the control page.
-        generation: the life of the zygote that forked its keeper.
+        zygote: the one that forks its keeper.
         keeper: its connection, None before the keeper has greeted and after.
         keeper_pid: its process id, 0 before it has greeted.
         worker: the worker that it keeps now.
     """
 
     index: int
-    generation: int
+    zygote: Zygote
     output: Output
     keeper: Peer | None = None
     keeper_pid: int = 0

@@ -28,12 +28,10 @@ class Slots:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        zygote: Zygote,
         console: Console,
         directory: str,
     ) -> None:
         self._loop = loop
-        self._zygote = zygote
         self._console = console
         self._directory = directory
         self._slots: dict[int, Slot] = {}
@@ -56,12 +54,27 @@ class Slots:
         """Whether this very slot has not been forgotten."""
         return self._slots.get(slot.index) is slot
 
-    def take(self) -> Slot:
-        """A free slot, or a new one; raises `OSError` if none can be made."""
-        return self._free.pop() if self._free else self.add()
+    def is_busy(self, zygote: Zygote) -> bool:
+        """Whether a worker is in a slot of this zygote."""
+        return any(
+            slot.zygote is zygote and slot.worker is not None
+            for slot in self._slots.values()
+        )
 
-    def add(self) -> Slot:
-        """Make a slot and ask for its keeper.
+    def take(self, zygote: Zygote) -> Slot:
+        """A free slot of this zygote, or a new one.
+
+        Raises:
+            OSError: none can be made.
+        """
+        for slot in reversed(self._free):
+            if slot.zygote is zygote:
+                self._free.remove(slot)
+                return slot
+        return self.add(zygote)
+
+    def add(self, zygote: Zygote) -> Slot:
+        """Make a slot and ask the zygote for its keeper.
 
         Raises:
             OSError: its pipes cannot be made, or there are too many slots.
@@ -79,14 +92,13 @@ class Slots:
         except OSError:
             self._free_indices.append(index)
             raise
-        slot = self._slots[index] = Slot(index, self._zygote.generation, output)
-        self._zygote.keep(index)
+        slot = self._slots[index] = Slot(index, zygote, output)
+        zygote.keep(index)
         return slot
 
     def put_back(self, slot: Slot) -> None:
         """Keep a slot whose worker has ended for the next one, or close its keeper."""
-        is_orphan = slot.generation != self._zygote.generation
-        if len(self._free) < SPARE_SLOTS and not is_orphan:
+        if len(self._free) < SPARE_SLOTS and slot.zygote.takes_work:
             self._free.append(slot)
         elif slot.keeper is not None:
             slot.keeper.send(Close())
@@ -96,12 +108,13 @@ class Slots:
         if slot in self._free:
             self._free.remove(slot)
 
-    def close_free(self) -> None:
-        """Close the keepers that have no worker.
+    def close_free(self, zygote: Zygote) -> None:
+        """Close the keepers of this zygote that have no worker.
 
-        Their zygote has died: what they leave when they die, nobody would adopt.
+        It serves no more. If it has died, nobody would adopt what they leave.
         """
-        idle, self._free = self._free, []
+        idle = [slot for slot in self._free if slot.zygote is zygote]
+        self._free = [slot for slot in self._free if slot.zygote is not zygote]
         for slot in idle:
             if slot.keeper is not None:
                 slot.keeper.send(Close())
@@ -110,6 +123,7 @@ class Slots:
         """Remove a slot from all books; its index stays taken."""
         del self._slots[slot.index]
         self.withdraw(slot)
+        slot.zygote.release(slot.index)
 
     def reuse_index(self, slot: Slot) -> None:
         """A forgotten slot's pipes are closed: another may have its index."""

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.setup import socket_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
+    from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
 
@@ -35,7 +38,7 @@ class Parts:
 
     directory: str
     console: Console
-    zygote: Zygote
+    zygotes: Zygotes
     pool: Pool
     server: asyncio.AbstractServer | None = None
 
@@ -46,9 +49,12 @@ class Supervisor:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._parts: Parts | None = None
+        self._clearance: Clearance | None = None
         self.driver: Driver | None = None
 
-    async def start_zygote(self, preload: Sequence[str], log_to_driver: bool) -> None:
+    async def start_zygote(
+        self, preload: Sequence[str], log_to_driver: bool, learns: bool = False
+    ) -> None:
         """Make the directory and the socket, and start the zygote.
 
         It is not waited for: the caller has a ledger to find out meanwhile. After
@@ -60,14 +66,16 @@ class Supervisor:
         directory = create_directory()
         console = Console(self._loop, log_to_driver)
         node = os.path.basename(directory)
-        zygote = Zygote(self._loop, console, node, directory, preload)
-        pool = Pool(self._loop, zygote, console, directory)
-        self._parts = parts = Parts(directory, console, zygote, pool)
+        cgroup = NodeCgroup(self._loop)
+        cgroup.choose(node)
+        surroundings = Surroundings.take(node, directory, cgroup, learns)
+        zygotes = Zygotes(self._loop, console, surroundings, preload)
+        pool = Pool(self._loop, zygotes, console, directory)
+        self._parts = parts = Parts(directory, console, zygotes, pool)
         parts.server = await self._loop.create_unix_server(
             lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
-        zygote.cgroup.choose(node)
-        zygote.start()
+        zygotes.start()
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
 
@@ -84,12 +92,17 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
+        from aiogpu.runtime.clearance import Clearance
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.nest import Nest
 
-        await self._parts.zygote.ready()
+        devices = scheduler.ledger.device_sets.values()
+        # Before the zygote is ready: a driver may take seconds to start.
+        clearance = Clearance(self._loop, devices, assignment.accelerators)
+        self._clearance = clearance
+        await self._parts.zygotes.ready()
         pool = self._parts.pool
-        self.driver = Driver(self._loop, scheduler, pool, assignment)
+        self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         pool.hearing.on_nested = Nest(self.driver, check).on_message
         return self.driver
 
@@ -102,9 +115,11 @@ class Supervisor:
         if self.driver is not None:
             patience = self.driver.scheduler.patience
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
+        if self._clearance is not None:
+            await self._clearance.close()
         await parts.pool.close()
-        await parts.zygote.close()
-        await parts.zygote.cgroup.remove()
+        await parts.zygotes.close()
+        await parts.zygotes.cgroup.remove()
         parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
@@ -118,6 +133,8 @@ class Supervisor:
         if parts is not None:
             parts.pool.autopsy.close()
             remove_directory(parts.directory)
+        if self._clearance is not None:
+            self._clearance.quit()
 
     @property
     def pids(self) -> dict[int, int]:

@@ -1,87 +1,115 @@
-"""The driver's half of the zygote: start it, hear that it is ready, start it again.
+"""The driver's half of one zygote: start it, ask it for keepers, see it end.
 
-Its death ends no running worker. It is started again a few times in a short while
-at most; after that whatever still needs a new worker fails, and says why.
+What follows from its end is not decided here; see `runtime.lineage`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
-from aiogpu.errors import NodeStartError, PreloadError
-from aiogpu.memory.page import ControlPage
+from aiogpu.errors import NodeStartError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
-from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.process import Process, start_interpreter
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.messages import Close, Hello, Keep, Lost, Message, Ready, Unfit
+from aiogpu.wire.forking import Check, Keep, Lost, Ready, Unfit
+from aiogpu.wire.messages import (
+    Close,
+    Message,
+)
 from aiogpu.wire.setup import Setup
 
-_log: Final = logging.getLogger(__name__)
-
-INTENSITY: Final = 3
+CHECKS: Final = 1.0
+"""Seconds after which it is asked again whether modules were edited."""
+IMPORT_LIMIT: Final = 60.0
+"""Seconds that a zygote gets for each module that it is to import."""
 LAST_WORD: Final = 0.5
 """Seconds after a zygote's end in which what it sent before is still read."""
 PATIENCE: Final = 5.0
 """Seconds that a zygote gets to end by itself."""
-PERIOD: Final = 10.0
-"""At most `INTENSITY` restarts in `PERIOD` seconds."""
 
 
 class Zygote:
-    """The node's zygote, through all its lives.
+    """One zygote process, from its start to its end.
 
     Attributes:
-        problem: why there is none any more, None while there is or will be.
-        generation: counts its lives; keepers of an earlier one are orphans.
+        generation: its number; no two of a node share one.
+        environment: variables that it is exec'd with, beside the program's own.
+        preload: modules that the user has named.
+        learnt: modules that were learnt.
+        proven: those of them that need no probe.
+        slots: those whose keepers it was asked for, until they are forgotten.
+        ready: what it said when it could be forked, None before.
+        unfit: what it said before it gave up, None if it did not.
+        status: its wait status, once it has ended.
+        last: its last lines of output, once it has ended.
+        is_over: it has ended, and all that it said was read.
+        is_late: it was killed since its imports did not end.
+        is_stale: something that it has imported was edited since.
+        problem: why none follows it, None while it lives or one does.
+        on_ready, on_end: told of it.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
-        on_death: told when a life has ended and another begun, unless there is a
-            problem; keepers that have not come must be asked for again.
-        cgroup: the node's, chosen before the first start.
+        on_message: told all else that it says.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         console: Console,
-        node: str,
-        directory: str,
-        preload: Sequence[str],
+        surroundings: Surroundings,
+        generation: int,
+        environment: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        self.generation = generation
+        self.environment = environment
+        self.preload: tuple[str, ...] = ()
+        self.learnt: tuple[str, ...] = ()
+        self.proven: tuple[str, ...] = ()
+        self.slots: set[int] = set()
+        self.ready: Ready | None = None
+        self.unfit: Unfit | None = None
+        self.status = 0
+        self.last: tuple[str, ...] = ()
+        self.is_over = False
+        self.is_late = False
+        self.is_stale = False
         self.problem: Exception | None = None
-        self.generation = 0
-        self.on_lost_slot: Callable[[int], None] = _unheard
-        self.on_death: Callable[[], None] = _unasked
+        self.on_ready: Callable[[Zygote], None]
+        self.on_end: Callable[[Zygote], None]
+        self.on_lost_slot: Callable[[int], None]
+        self.on_message: Callable[[Zygote, Message], None]
         self._loop = loop
         self._console = console
-        self._node = node
-        self._directory = directory
-        self._preload = list(preload)
-        self.cgroup = NodeCgroup(loop)
-        self._page = ControlPage.create()
-        self.page = ControlPage.open(self._page)
+        self._surroundings = surroundings
         self._process: Process | None = None
         self._output: ZygoteOutput | None = None
         self._peer: Peer | None = None
-        self._unfit: Unfit | None = None
-        self._status = 0
+        self._checked = loop.time()
         self._is_silent = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_retired = False
         self._is_closing = False
-        self._waiting_slots: list[int] = []
-        self._restarts: deque[float] = deque()
-        self._ready = loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._killer: asyncio.TimerHandle | None = None
+        self._waiting: list[int] = []
         self._ended = loop.create_future()
 
     def __repr__(self) -> str:
-        return f"<Zygote {self._process!r}>"
+        return f"<Zygote {self.generation} {self._process!r}>"
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether another worker may be forked from it."""
+        return not (self.is_over or self._is_retired or self._is_closing)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it was told to end, or killed by us."""
+        return self._is_closing
 
     def start(self) -> None:
         """Start the process; raises `NodeStartError` if that is impossible."""
@@ -89,69 +117,124 @@ class Zygote:
             reading, writing = os.pipe2(os.O_CLOEXEC)
         except OSError as error:
             raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
+        around, own = self._surroundings, dict(self.environment)
+        first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
         setup = Setup(
-            # Python ignores what else there may be, such as a Path.
-            sys_path=[str(path) for path in sys.path if isinstance(path, str)],
-            node=self._node,
-            directory=self._directory,
+            sys_path=[*first, *around.sys_path],
+            node=around.node,
+            directory=around.directory,
             driver=os.getpid(),
-            page=self._page,
-            preload=self._preload,
-            cgroup=self.cgroup.path,
+            page=around.page,
+            preload=list(self.preload),
+            cgroup=around.cgroup.path,
+            generation=self.generation,
+            learns=around.learns,
+            learnt=list(self.learnt),
+            proven=list(self.proven),
         )
         try:
-            child = start_interpreter(setup._asdict(), self._page, writing)
+            child = start_interpreter(
+                setup._asdict(),
+                around.page,
+                writing,
+                {**around.environ, **own},
+                None if around.place is None else f"/proc/self/fd/{around.place}",
+            )
         except NodeStartError:
             os.close(reading)
             raise
         finally:
             os.close(writing)
         self._output = ZygoteOutput(self._loop, self._console, reading, child.pid)
-        self._process = Process(self._loop, child, self._on_end)
-        self._is_silent = False
+        self._process = Process(self._loop, child, self._on_process_end)
+        # What is learnt may be imported twice, once by a probe.
+        count = 1 + len(self.preload) + 2 * len(self.learnt)
+        self._killer = self._loop.call_later(count * IMPORT_LIMIT, self._on_late)
 
-    async def ready(self) -> None:
-        """Wait until it may be asked to fork.
+    def _on_late(self) -> None:
+        self.is_late = True
+        self._kill()
 
-        Raises:
-            PreloadError: a module to preload cannot be imported.
-            NodeStartError: the process ended before.
-        """
-        await asyncio.shield(self._ready)
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
-    def greeted(self, peer: Peer, _hello: Hello) -> None:
-        """Take over the connection of a zygote that has greeted."""
+    def greeted(self, peer: Peer) -> None:
+        """Take over its connection."""
         self._peer = peer
         peer.on_messages = self._on_messages
         peer.on_lost = self._on_last_word
 
     def keep(self, slot: int) -> None:
-        """Ask for a keeper, now or as soon as there is a zygote."""
-        if self._peer is None or not self._ready.done():
-            self._waiting_slots.append(slot)
+        """Ask for a keeper, now or as soon as it can be forked."""
+        self.slots.add(slot)
+        if self._peer is None or self.ready is None:
+            self._waiting.append(slot)
         else:
             self._peer.send(Keep(slot))
 
+    def release(self, slot: int) -> None:
+        """One of its slots is forgotten; with the last one, a retired zygote ends."""
+        self.slots.discard(slot)
+        if self._is_retired and not self.slots:
+            self.end()
+
+    def check(self) -> None:
+        """Ask whether what it has imported was edited; not more than once a second."""
+        if self._peer is None or self.ready is None:
+            return
+        now = self._loop.time()
+        if now - self._checked >= CHECKS:
+            self._checked = now
+            self._peer.send(Check())
+
+    def retire(self) -> None:
+        """Another serves in its place: end as soon as no slot of it is left."""
+        self._is_retired = True
+        if not self.slots:
+            self.end()
+
+    def end(self) -> None:
+        """Have the process end, in an orderly way if it listens; by force in time."""
+        self._is_closing = True
+        if self._timer is not None:
+            self._conclude()
+        if self._process is None:
+            return
+        self._stop_killer()
+        if self._peer is not None and self.ready is not None:
+            self._peer.send(Close())
+            self._killer = self._loop.call_later(PATIENCE, self._kill)
+        else:
+            # It is still importing, and reads nothing until it has done so.
+            self._process.kill()
+
+    async def close(self) -> None:
+        """End the process and wait for it; keepers must have been told before."""
+        if not self._is_closing:
+            self.end()
+        if self._process is not None:
+            await self._ended
+
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
-            self._on_message(message)
-
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(None)
-                slots, self._waiting_slots = self._waiting_slots, []
+            if isinstance(message, Ready):
+                self.ready = message
+                self._stop_killer()
+                slots, self._waiting = self._waiting, []
                 for slot in slots:
                     self.keep(slot)
-            case Unfit():
-                self._unfit = message
-            case Lost(slot):
-                self.on_lost_slot(slot)
+                self.on_ready(self)
+            elif isinstance(message, Unfit):
+                self.unfit = message
+            elif isinstance(message, Lost):
+                self.on_lost_slot(message.slot)
+            else:
+                self.on_message(self, message)
 
-    def _on_end(self, status: int) -> None:
+    def _on_process_end(self, status: int) -> None:
         """The process has ended; what it said last may not have been read yet."""
-        self._status = status
+        self.status = status
         if self._is_closing or self._is_silent:
             self._conclude()
         else:
@@ -162,90 +245,26 @@ class Zygote:
         if self._timer is not None:
             self._conclude()
 
+    def _stop_killer(self) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+            self._killer = None
+
     def _conclude(self) -> None:
-        """Decide what follows from an end of which all is known."""
+        """All is known of its end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        status = self._status
+        self._stop_killer()
         if self._peer is not None:
             self._peer.cut_off()
             self._peer = None
-        self.generation += 1
-        self._waiting_slots.clear()
-        last = self._output.close() if self._output else ()
+        self._waiting.clear()
+        self.last = self._output.close() if self._output else ()
         self._process = None
-        unfit, self._unfit = self._unfit, None
-        if self._is_closing:
-            self._ended.set_result(None)
-        elif unfit is not None and unfit.is_missing:
-            self._break(
-                PreloadError(
-                    f"init(preload=...) names {unfit.module!r}, which cannot be "
-                    f"imported: {unfit.reason}. Install it, or leave it out."
-                )
-            )
-        elif unfit is not None:
-            _log.warning(
-                "! %s is not preloaded: %s, and a process that does so cannot be "
-                "forked safely; workers import it themselves",
-                unfit.module,
-                unfit.reason,
-            )
-            self._preload.remove(unfit.module)
-            self._start_again()
-        elif self._may_restart():
-            _log.warning("! the zygote ended with status %d; starting another", status)
-            self._start_again()
-        else:
-            words = "".join(f"\n  {line}" for line in last)
-            self._break(
-                NodeStartError(f"the zygote ended with status {status}:{words}")
-            )
-
-    def _start_again(self) -> None:
-        try:
-            self.start()
-        except NodeStartError as error:
-            self._break(error)
-        else:
-            self.on_death()
-
-    def _may_restart(self) -> bool:
-        if not self._ready.done():
-            return False
-        now = self._loop.time()
-        while self._restarts and self._restarts[0] < now - PERIOD:
-            self._restarts.popleft()
-        self._restarts.append(now)
-        return len(self._restarts) <= INTENSITY
-
-    def _break(self, problem: Exception) -> None:
-        self.problem = problem
-        if not self._ready.done():
-            self._ready.set_exception(problem)
-            self._ready.exception()
-        if not self._ended.done():
-            self._ended.set_result(None)
-        self.on_death()
-
-    async def close(self) -> None:
-        """End the process and wait for it; keepers must have been told before."""
-        self._is_closing = True
-        if self._timer is not None:
-            self._conclude()
-        if self._process is not None:
-            if self._peer is not None and self._ready.done():
-                self._peer.send(Close())
-            else:
-                # It is still importing, and reads nothing until it has done so.
-                self._process.kill()
-            await asyncio.wait([self._ended], timeout=PATIENCE)
-        if self._process is not None:
-            self._process.kill()
-            await self._ended
-        self.page.close()
-        os.close(self._page)
+        self.is_over = True
+        self._ended.set_result(None)
+        self.on_end(self)
 
 
 class ZygoteOutput:
@@ -277,11 +296,3 @@ class ZygoteOutput:
         self._pipe.drain()
         self._pipe.close()
         return tuple(self._last)
-
-
-def _unheard(_slot: int) -> None:
-    """Nobody keeps slots yet."""
-
-
-def _unasked() -> None:
-    """Nobody depends on the zygote yet."""

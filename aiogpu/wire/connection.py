@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.forking import Check, Keep, LeftOut, Lost, Ready, Stale, Unfit
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
@@ -29,16 +30,13 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
-    Keep,
+    Imported,
     Log,
-    Lost,
     Message,
-    Ready,
     Run,
     Signal,
     Skipped,
     Submit,
-    Unfit,
     Wait,
     Withdraw,
 )
@@ -51,14 +49,16 @@ GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not said who it is."""
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Ready, Unfit, Lost}),
+    ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
     KEEPER: frozenset({Forked, Ended}),
-    WORKER: frozenset({Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw}),
+    WORKER: frozenset(
+        {Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw, Imported}
+    ),
 }
 """What a peer of each role may say to the driver after its greeting."""
 
 HEARS: Final[dict[str, frozenset[type[Message]]]] = {
-    ZYGOTE: frozenset({Keep, Close}),
+    ZYGOTE: frozenset({Keep, Check, Close}),
     KEEPER: frozenset({Fork, Signal, End, Close}),
     WORKER: frozenset(
         {Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed}

@@ -11,49 +11,30 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.forking import (
+    Check,
+    Keep,
+    LeftOut,
+    Lost,
+    Ready,
+    Stale,
+    Unfit,
+)
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
 class Hello(NamedTuple):
     """First message on every connection, from the one that connects.
 
-    `id` is the slot of a keeper, the id of a worker, 0 of a zygote.
+    `id` is the slot of a keeper, the id of a worker, the generation of a zygote.
     """
 
     version: int
     role: str
     id: int
     pid: int
-
-
-class Keep(NamedTuple):
-    """Driver to zygote: fork a keeper for this slot."""
-
-    slot: int
-
-
-class Ready(NamedTuple):
-    """Zygote to driver: all is imported and it may fork."""
-
-
-class Unfit(NamedTuple):
-    """Zygote to driver: this module spoils forking or cannot be imported.
-
-    `is_missing`: the import failed; otherwise it succeeded and left threads or an
-    open device behind.
-    """
-
-    module: str
-    reason: str
-    is_missing: bool
-
-
-class Lost(NamedTuple):
-    """Zygote to driver: this slot's keeper has died; all below it has ended."""
-
-    slot: int
 
 
 class Close(NamedTuple):
@@ -240,6 +221,13 @@ class Log(NamedTuple):
     line: bytes
 
 
+class Imported(NamedTuple):
+    """Worker to driver: what it has imported since it said so last, and the cost."""
+
+    names: tuple[str, ...]
+    microseconds: tuple[int, ...]
+
+
 Message = (
     Hello
     | Keep
@@ -268,6 +256,10 @@ Message = (
     | Withdraw
     | ChildDone
     | ChildFailed
+    | LeftOut
+    | Check
+    | Stale
+    | Imported
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -287,6 +279,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "dict[str, float]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
+    "tuple[str, ...]": (tuple,),
 }
 
 

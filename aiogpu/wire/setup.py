@@ -5,6 +5,7 @@ Both sides take the names of the node's files from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -19,6 +20,10 @@ class Setup(NamedTuple):
         page: descriptor of the control page.
         preload: modules to import before the first fork.
         cgroup: directory of the node's cgroup, "" where there is none to be had.
+        generation: which of the node's zygotes this is.
+        learns: whether workers are to say what they import.
+        learnt: further modules to import, if that leaves the zygote fit.
+        proven: those of them that were found fit before.
     """
 
     sys_path: list[str]
@@ -28,6 +33,10 @@ class Setup(NamedTuple):
     page: int
     preload: list[str]
     cgroup: str = ""
+    generation: int = 0
+    learns: bool = False
+    learnt: Sequence[str] = ()
+    proven: Sequence[str] = ()
 
 
 def socket_path(directory: str) -> str:

@@ -1,32 +1,47 @@
 """From a bare fork to a worker that can be assigned.
 
-Runs in the child of a keeper, before anything of the user's; what it does is paid
-by every fresh worker.
+Whatever a worker is made of is made once, in the zygote, and has run there: then
+the fork shares it, and little is left that each fresh worker pays.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import sys
+from typing import Final
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
-from aiogpu.worker.environ import renew_randomness
+from aiogpu.worker.environ import seeds
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
+from aiogpu.worker.rehearsal import rehearse
+from aiogpu.worker.threads import Threads
+
+ROUNDS: Final = 20
+"""Rehearsals in the zygote: CPython adapts code to its use in the first few."""
+SILENCE: Final = 2e-3
+"""Seconds after which a worker to which nothing came is a spare, and has time."""
 
 
 class Birth:
-    """What every worker of a node begins from."""
+    """What every worker of a node begins from; made in the zygote."""
 
-    def __init__(self, setup: Setup, page: ControlPage) -> None:
-        self._setup = setup
-        self._page = page
+    def __init__(
+        self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
+    ) -> None:
+        self._path = socket_path(setup.directory)
+        self._interrupts = Interrupts(page)
+        self._interrupts.install()
+        self._channel = Channel(self._interrupts)
+        self._worker = Worker(self._channel, self._interrupts, imports, threads)
+        self._seeds = seeds()
+        current.node = setup.node
+        rehearse(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:
         """Become worker `worker` in this fork, and never return."""
@@ -34,15 +49,16 @@ class Birth:
         kernel.set_process_name(f"aiogpu-work-{worker}")
         # A session of its own: signals that user code sends to its group stay here.
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        atexit._clear()
-        renew_randomness()
-        current.worker, current.node = worker, self._setup.node
-        interrupts = Interrupts(self._page, slot)
-        channel = Channel(socket_path(self._setup.directory), worker, interrupts)
-        process = Worker(channel, interrupts)
+        for renew in self._seeds:
+            renew()
+        current.worker = worker
+        self._interrupts.attend(slot)
+        process = self._worker
+        process.begin()
         try:
+            self._channel.connect(self._path, worker)
+            if self._channel.is_silent(SILENCE):
+                rehearse(1)
             process.serve()
         except BaseException:  # noqa: BLE001 - the last word of a broken worker
             sys.excepthook(*sys.exc_info())

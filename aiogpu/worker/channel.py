@@ -32,11 +32,14 @@ SHORT: Final = 200e-6
 class Channel:
     """Messages in, messages out, over one blocking socket.
 
+    Made before the fork, since what is made after it is paid by each worker;
+    connected in the worker.
+
     Attributes:
         on_child: takes what is said of the task's children; False for all else.
     """
 
-    def __init__(self, path: str, worker: int, interrupts: Interrupts) -> None:
+    def __init__(self, interrupts: Interrupts) -> None:
         self.on_child: Callable[[Message], bool] | None = None
         self._interrupts = interrupts
         self._connection = Connection.connecting(WORKER)
@@ -45,15 +48,34 @@ class Channel:
         self._reading = allocate_lock()
         self._has_guests = False
         self._main = get_ident()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
-        self._socket.sendall(greeting(WORKER, worker, os.getpid()))
+        self._socket: socket.socket
         # One object is for one thread at a time: the main one's, and the reader's.
-        self._poll = self._new_poll()
-        self._glance = self._new_poll()
+        self._poll = select.poll()
+        self._glance = select.poll()
         # With one CPU, staying awake would only keep the driver from running.
         self._may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
+
+    def connect(self, path: str, worker: int) -> None:
+        """Connect to the driver and say which worker this is.
+
+        Raises:
+            OSError: the driver has gone.
+        """
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.connect(path)
+        connected.sendall(greeting(WORKER, worker, os.getpid()))
+        self.use(connected)
+
+    def use(self, connected: socket.socket) -> None:
+        """Take a socket that is connected and has been greeted on."""
+        self._socket = connected
+        self._poll.register(connected, select.POLLIN)
+        self._glance.register(connected, select.POLLIN)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether nothing comes for so long."""
+        return not self._received and not self._poll.poll(seconds * 1000)
 
     def _new_poll(self) -> select.poll:
         poll = select.poll()

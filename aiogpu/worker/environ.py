@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
 
 from aiogpu.wire.messages import Bind
@@ -19,6 +20,11 @@ def bind(message: Bind) -> None:
     current.accelerators = message.accelerators
 
 
+def keep(name: str, value: str) -> None:
+    """Set a variable that tasks find unchanged, whatever one of them does to it."""
+    _bound[name] = os.environ[name] = value
+
+
 def restore() -> None:
     """Undo what a task did to the bound variables; the next one relies on them."""
     for name, value in _bound.items():
@@ -26,15 +32,19 @@ def restore() -> None:
             os.environ[name] = value
 
 
-def renew_randomness() -> None:
-    """Seed anew the generators that libraries imported before the fork.
+def seeds() -> list[Callable[[], object]]:
+    """What seeds the generators anew that libraries have imported by now.
 
     A fork repeats its parent's numbers. The standard library's `random` sees to
-    itself after a fork; numpy's and torch's global generators do not.
+    itself after a fork; numpy's and torch's global generators do not. What torch has
+    for devices is seeded when CUDA begins, which is after the fork.
     """
+    found: list[Callable[[], object]] = []
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        numpy_random.seed()
+        # Without an argument it would take four times as long.
+        found.append(lambda: numpy_random.seed(memoryview(os.urandom(16)).cast("I")))
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.seed()
+        found.append(torch.default_generator.seed)
+    return found

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiogpu.worker.channel import Channel
     from aiogpu.worker.coroutines import Coroutines
     from aiogpu.worker.interrupts import Interrupts
+    from aiogpu.worker.threads import Threads
 
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
@@ -31,15 +32,19 @@ OWN_FRAMES: Final = "/aiogpu/worker/"
 class Executor:
     """The functions that a worker knows, and the way to run them."""
 
-    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+    def __init__(
+        self, channel: Channel, interrupts: Interrupts, threads: Threads
+    ) -> None:
         self._channel = channel
         self._interrupts = interrupts
+        self._threads = threads
+        self._site: Define | None = None
         self._sites: dict[int, Define] = {}
         self._payloads: dict[int, bytes] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
         self._raised: BaseException | None = None
-        interrupts.install(self._attempt.__code__)
+        interrupts.spare(self._attempt.__code__)
 
     def define(self, message: Define) -> None:
         """Learn a site; its function is not unpickled before a task needs it."""
@@ -56,6 +61,9 @@ class Executor:
     def run(self, message: Run) -> Done | Failed:
         """Run a task to its end; whatever it does, the answer is returned."""
         site = self._sites[message.site]
+        if site is not self._site:
+            self._site = site
+            self._threads.adapt(site.resources.get("CPU", 0.0))
         current.task, current.name = message.task, site.name
         current.resources = site.resources
         self._raised = None

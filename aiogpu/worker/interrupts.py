@@ -16,7 +16,8 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 
-_IMPORT: Final = "<frozen importlib._bootstrap>"
+IMPORT: Final = "<frozen importlib._bootstrap>"
+"""The file name of all code that imports."""
 
 
 class Interrupts:
@@ -28,7 +29,7 @@ class Interrupts:
             two steps of his.
     """
 
-    def __init__(self, page: ControlPage, slot: int) -> None:
+    def __init__(self, page: ControlPage, slot: int = 0) -> None:
         self.entered = 0
         self._page = page
         self._slot = slot
@@ -36,9 +37,16 @@ class Interrupts:
         self._is_pending = False
         self._own: set[CodeType] = set()
 
-    def install(self, *own: CodeType) -> None:
-        """Handle the signal from now on; frames of `own` are never interrupted."""
+    def spare(self, *own: CodeType) -> None:
+        """Never interrupt frames that run this code."""
         self._own.update(own)
+
+    def attend(self, slot: int) -> None:
+        """Look at the words of this slot."""
+        self._slot = slot
+
+    def install(self) -> None:
+        """Handle the signal from now on; it means nothing where no task runs."""
         signal.signal(signal.SIGINT, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
@@ -87,7 +95,7 @@ def _imports(frame: FrameType | None) -> bool:
     this process any more; but the worker goes on.
     """
     while frame is not None:
-        if frame.f_code.co_filename == _IMPORT:
+        if frame.f_code.co_filename == IMPORT:
             return True
         frame = frame.f_back
     return False

@@ -15,20 +15,34 @@ from aiogpu.worker.children import Children
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
+from aiogpu.worker.threads import Threads
 
 
 class Worker:
     """One worker process; made in a fresh fork of a keeper."""
 
-    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        interrupts: Interrupts,
+        imports: Imports,
+        threads: Threads,
+    ) -> None:
         self._channel = channel
         self._interrupts = interrupts
+        self._imports = imports
         self._stdio = Stdio(channel)
         self._is_foreign = False
-        self._executor = Executor(channel, interrupts)
-        current.children = self._children = Children(channel)
+        self._executor = Executor(channel, interrupts, threads)
+        self._children = Children(channel)
+
+    def begin(self) -> None:
+        """Take over this process: what user code sees and does is this worker's."""
+        current.children = self._children
+        self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -76,6 +90,8 @@ class Worker:
             self._channel.send(answer)
         except SerializationError as error:
             self._channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
+        if self._imports.found:
+            self._channel.send(self._imports.take())
         self._children.end_task()
         restore()
         self._stdio.restore()
@@ -88,9 +104,9 @@ class Worker:
         330 ms with torch, and the kernel takes everything back anyway.
         """
         try:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            if atexit._ncallbacks():
+                atexit._run_exitfuncs()
+            self._stdio.flush()
             self._stdio.end_lines()
         finally:
             os._exit(0)

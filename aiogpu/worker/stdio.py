@@ -78,18 +78,22 @@ class Stdio:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._begin()
+        self._make()
 
-    def _begin(self) -> None:
+    def _make(self) -> None:
         self.senders = [LineSender(self._channel, 1), LineSender(self._channel, 2)]
         self._texts = [_text(sender) for sender in self.senders]
+
+    def begin(self) -> None:
+        """Put the streams in their places."""
         sys.stdout, sys.stderr = self._texts
 
     def restore(self) -> None:
         """Undo what a task did to the streams: replaced or closed them."""
         out, err = self._texts
         if out.closed or err.closed:
-            self._begin()
+            self._make()
+            self.begin()
         elif sys.stdout is not out or sys.stderr is not err:
             sys.stdout, sys.stderr = out, err
 
@@ -101,6 +105,13 @@ class Stdio:
             )
             for stream in (1, 2)
         )
+
+    def flush(self) -> None:
+        """Have whatever stands in for the streams write what it holds back."""
+        for stream, own in zip((sys.stdout, sys.stderr), self._texts, strict=True):
+            # Ours hold nothing back.
+            if stream is not own:
+                stream.flush()
 
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""

@@ -1,14 +1,13 @@
 """The zygote: imports once, stays fit to be forked, and forks keepers on request.
 
-It proves its fitness after each import: one thread and no open accelerator. Its
-death ends no running worker; the driver's death ends it, and it takes the node's
-directory along.
+It proves its fitness after each import (see `worker.fitness`). Its death ends no
+running worker; the driver's death ends it, and it takes the node's directory along.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -17,30 +16,20 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
-from aiogpu.wire.messages import Keep, Lost, Ready, Unfit
+from aiogpu.wire.forking import Check, Keep, Lost, Stale
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
 from aiogpu.worker.cgroup import end_node, end_slot, fork_into_slot
+from aiogpu.worker.files import Files
+from aiogpu.worker.imports import Imports
 from aiogpu.worker.keeper import Keeper, end_children, remove_directory
+from aiogpu.worker.preload import Preload
+from aiogpu.worker.threads import Threads
 from aiogpu.worker.watch import Watch
-
-GUARDS: Final = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""Set while modules are imported: libraries that read them start no threads and
-touch no GPU. The driver's own values are back before the first fork."""
-
-NEEDED: Final = ("cloudpickle",)
-"""What nearly every worker would import to read its first function."""
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""
-
-DEVICE_FILES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron")
 
 
 class Zygote:
@@ -50,6 +39,8 @@ class Zygote:
         self._setup = setup
         self._keepers: dict[int, int] = {}
         self._lost: list[int] = []
+        self._threads = Threads()
+        self._imports = Imports()
         driver = os.pidfd_open(setup.driver)
         if os.getppid() != setup.driver:
             sys.exit(0)  # the driver died before this; the pidfd may be another's
@@ -61,25 +52,37 @@ class Zygote:
         os.dup2(nothing, 0)
         os.close(nothing)
         kernel.adopt_orphans()
+        self._birth: Birth
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
-        self._watch = Watch(ZYGOTE, 0, socket_path(setup.directory), driver)
+        self._watch = Watch(
+            ZYGOTE, setup.generation, socket_path(setup.directory), driver
+        )
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
         self._watch.die_with_connection(True)
-        is_fit = self._preload()
+        began = time.time_ns()
+        ready = Preload(self._setup, self._watch.send, self._watch.leave).run()
         self._watch.die_with_connection(False)
-        if not is_fit:
+        if ready is None:
             self._watch.close()
             return
+        files = Files(began)
+        self._threads.scan()
+        self._threads.begin_with_one()
+        if self._setup.learns:
+            self._imports.watch()
+        self._birth = Birth(self._setup, self._page, self._imports, self._threads)
         gc.collect()
         gc.freeze()
-        self._watch.send(Ready())
+        self._watch.send(ready)
         while not self._watch.is_over:
             for message in self._watch.wait():
                 if isinstance(message, Keep):
                     self._fork(message.slot)
+                elif isinstance(message, Check):
+                    self._check(files)
             self._reap()
         self._wait_for_keepers()
         self._watch.close()
@@ -93,36 +96,22 @@ class Zygote:
             within=2.0
         )
 
-    def _preload(self) -> bool:
-        """Import what is to be shared; False if a module made us unfit."""
-        environ = {name: os.environ.get(name) for name in GUARDS}
-        os.environ.update(GUARDS)
-        for module in (*NEEDED, *self._setup.preload):
-            try:
-                importlib.import_module(module)
-            except Exception as error:  # noqa: BLE001 - an import may raise anything
-                self._watch.send(
-                    Unfit(module, f"{type(error).__name__}: {error}", True)
-                )
-                return False
-            reason = unfit_to_fork()
-            if reason is not None:
-                self._watch.send(Unfit(module, reason, False))
-                return False
-        for name, value in environ.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        return True
+    def _check(self, files: Files) -> None:
+        modules = files.edited()
+        if modules:
+            self._watch.send(Stale(modules[0]))
 
     def _fork(self, slot: int) -> None:
         pid = fork_into_slot(self._setup.cgroup, slot)
         if pid == 0:
             try:
                 self._watch.leave()
-                birth = Birth(self._setup, self._page)
-                Keeper(slot, self._setup, self._watch.driver, birth.begin).run()
+                # What follows is the workers' too, who shall not pay for it.
+                atexit._clear()
+                for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
+                begin = self._birth.begin
+                Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException:  # noqa: BLE001 - the fork must not return
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -158,18 +147,3 @@ class Zygote:
             if self._keepers:
                 self._watch.wait_for_child(deadline - time.monotonic())
         end_children()
-
-
-def unfit_to_fork() -> str | None:
-    """Say what makes this process unfit to be forked, None if nothing does."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"it left {threads - 1} threads running"
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        if target.startswith(DEVICE_FILES):
-            return f"it opened {target}"
-    return None

@@ -18,9 +18,10 @@ DEFAULTS: dict[str, Any] = {
     "num_gpus": None,
     "resources": None,
     "accelerator_type": None,
-    "preload": (),
+    "preload": "auto",
     "log_to_driver": True,
     "cancel_grace": 2.0,
+    "spare_workers": 2,
 }
 
 
@@ -49,6 +50,8 @@ def test_the_defaults() -> None:
         ("log_to_driver", False, False),
         ("cancel_grace", 1, 1.0),
         ("cancel_grace", 0.05, 0.05),
+        ("spare_workers", 0, 0),
+        ("spare_workers", 1024, 1024),
     ],
 )
 def test_what_is_allowed(option: str, value: object, held: object) -> None:
@@ -95,6 +98,23 @@ def test_what_is_not(option: str, value: object, allowed: str) -> None:
     assert allowed in message
     told = next(iter(value.values())) if isinstance(value, dict) else value
     assert repr(told) in message
+
+
+@pytest.mark.parametrize(
+    ("preload", "modules", "learns"),
+    [
+        ("auto", (), True),
+        (("auto",), (), True),
+        (["numpy", "auto", "json"], ("numpy", "json"), True),
+        ((), (), False),
+        (["json"], ("json",), False),
+    ],
+)
+def test_what_is_preloaded(
+    preload: object, modules: tuple[str, ...], learns: bool
+) -> None:
+    options = checked(preload=preload)
+    assert (options.preload, options.learns) == (modules, learns)
 
 
 def test_what_was_given_is_copied() -> None:

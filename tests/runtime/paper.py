@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from aiogpu.runtime.console import Source
-from aiogpu.wire.messages import Hello, Message
+from aiogpu.wire.messages import Hello, Imported, Message
 
 
 class PaperSocket:
@@ -171,30 +171,64 @@ class PaperCgroup:
 
 
 class PaperZygote:
-    """Notes for which slots keepers are wanted."""
+    """Notes for which slots keepers are wanted of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: list[int] | None = None) -> None:
         self.problem: Exception | None = None
-        self.generation = 0
-        self.page = PaperPage()
-        self.cgroup = PaperCgroup()
-        self.kept: list[int] = []
-        self.peers: list[object] = []
-        self.on_lost_slot: Callable[[int], None]
-        self.on_death: Callable[[], None]
+        self.takes_work = True
+        self.is_over = False
+        self.kept: list[int] = [] if kept is None else kept
+        self.released: list[int] = []
 
     def keep(self, slot: int) -> None:
         self.kept.append(slot)
 
+    def release(self, slot: int) -> None:
+        self.released.append(slot)
+
+
+class PaperZygotes:
+    """One zygote at a time, for whatever environment."""
+
+    def __init__(self) -> None:
+        self.page = PaperPage()
+        self.cgroup = PaperCgroup()
+        self.kept: list[int] = []
+        self.peers: list[object] = []
+        self.current = PaperZygote(self.kept)
+        self.others: dict[object, PaperZygote] = {}
+        self.heard: list[tuple[PaperZygote, Imported]] = []
+        self.is_busy: Callable[[PaperZygote], bool]
+        self.on_lost_slot: Callable[[int], None]
+        self.on_death: Callable[[PaperZygote], None]
+        self.on_superseded: Callable[[PaperZygote], None]
+
+    def serving(self, environment: object) -> PaperZygote:
+        zygote = self.others.get(environment, self.current)
+        if zygote.problem is not None:
+            raise zygote.problem
+        return zygote
+
     def greeted(self, peer: object, _hello: Hello) -> None:
         self.peers.append(peer)
 
+    def hear(self, zygote: PaperZygote, imported: Imported) -> None:
+        self.heard.append((zygote, imported))
+
     def die(self) -> None:
-        """End, and begin another life."""
-        self.generation += 1
-        self.on_death()
+        """The zygote ends, and another takes its place."""
+        old, self.current = self.current, PaperZygote(self.kept)
+        old.is_over, old.takes_work = True, False
+        self.on_death(old)
+
+    def supersede(self) -> PaperZygote:
+        """Another serves in its place; gives the old one."""
+        old, self.current = self.current, PaperZygote(self.kept)
+        old.takes_work = False
+        self.on_superseded(old)
+        return old
 
     def break_for_good(self, problem: Exception) -> None:
-        self.generation += 1
-        self.problem = problem
-        self.on_death()
+        old = self.current
+        old.is_over, old.takes_work, old.problem = True, False, problem
+        self.on_death(old)

@@ -43,7 +43,7 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from tests.runtime import sites
-from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
+from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
 
 
 def lost(pid: int, last_output: tuple[str, ...] = ()) -> Death:
@@ -55,10 +55,10 @@ class House:
     """A pool between paper peers and a paper driver."""
 
     def __init__(self, directory: Path) -> None:
-        self.zygote, self.console = PaperZygote(), PaperConsole()
+        self.zygotes, self.console = PaperZygotes(), PaperConsole()
         self.pool = Pool(
             asyncio.get_running_loop(),
-            self.zygote,  # type: ignore[arg-type]
+            self.zygotes,  # type: ignore[arg-type]
             self.console,  # type: ignore[arg-type]
             str(directory),
             lambda pid, number: self.signals.append((pid, number)),
@@ -95,7 +95,7 @@ class House:
     def start(self, identity: int = 1) -> tuple[PaperPeer, PaperPeer]:
         """A worker in a new slot, from the wish to its greeting."""
         self.pool.spawn(identity)
-        keeper = self.keeper(self.zygote.kept[-1])
+        keeper = self.keeper(self.zygotes.kept[-1])
         keeper.on_messages([Forked(identity, 1000 + identity)])
         worker = self.worker(identity)
         self.told.clear()
@@ -118,7 +118,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     pool = house.pool
     pool.spawn(1)
-    assert house.zygote.kept == [0]
+    assert house.zygotes.kept == [0]
     assert repr(pool) == "<Pool 1 workers in 1 slots>"
     keeper = house.keeper()
     assert keeper.taken() == [Fork(1)]
@@ -135,7 +135,7 @@ async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     assert house.told[1:] == [("gone", 1, Death(4711, 0))]
     pool.spawn(2)
     assert keeper.taken() == [Fork(2)], "its keeper serves again"
-    assert house.zygote.kept == [0]
+    assert house.zygotes.kept == [0]
 
 
 async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> None:
@@ -228,7 +228,7 @@ async def test_unknown_greetings_are_cut_off(house: House) -> None:
     assert house.keeper(0).calls == ["abort"]
     assert house.told == []
     zygote = house.greet(ZYGOTE, 0)
-    assert house.zygote.peers == [zygote]
+    assert house.zygotes.peers == [zygote]
 
 
 async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
@@ -347,7 +347,7 @@ async def test_what_is_sent_ahead_is_one_write(house: House) -> None:
 
 async def test_what_is_taken_back_is_said_on_the_page(house: House) -> None:
     keeper, worker = house.start()
-    page = house.zygote.page
+    page = house.zygotes.page
     house.pool.orders.revoke(1, 12)
     assert page.revoked == {0: 12}
     page.begun_of[0] = 11
@@ -377,12 +377,12 @@ async def test_how_a_task_is_interrupted(house: House) -> None:
     keeper, worker = house.start()
     house.pool.orders.interrupt(1, 7, 0, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([Cancel(7)], [])
-    assert house.zygote.page.asked == {0: 7}
+    assert house.zygotes.page.asked == {0: 7}
     house.pool.orders.interrupt(1, 7, 1, is_coroutine=True)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
     house.pool.orders.interrupt(1, 8, 0, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], [Signal(1)])
-    house.zygote.page.heard_of[0] = 8
+    house.zygotes.page.heard_of[0] = 8
     house.pool.orders.interrupt(1, 8, 1, is_coroutine=False)
     assert (worker.taken(), keeper.taken()) == ([], []), "it knows"
 
@@ -397,14 +397,14 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
     if first == "the keeper's end":
         keeper.on_lost()
         assert house.told == [], "the zygote will say when all below it has ended"
-        house.zygote.on_lost_slot(0)
+        house.zygotes.on_lost_slot(0)
     else:
-        house.zygote.on_lost_slot(0)
+        house.zygotes.on_lost_slot(0)
         keeper.on_lost()
     death = lost(1001, ("last words",))
     assert house.told == [("gone", 1, death)]
     worker.on_lost()
-    house.zygote.on_lost_slot(0)
+    house.zygotes.on_lost_slot(0)
     assert len(house.told) == 1
     assert repr(house.pool) == "<Pool 0 workers in 0 slots>"
 
@@ -413,9 +413,9 @@ async def test_a_worker_is_not_put_into_a_slot_that_dies(house: House) -> None:
     """The driver may ask for another worker at the very word of the first's end."""
     keeper, _ = house.start()
     house.pool.on_gone = lambda worker, _death: house.pool.spawn(worker + 1)
-    house.zygote.on_lost_slot(0)
+    house.zygotes.on_lost_slot(0)
     assert keeper.sent == []
-    assert house.zygote.kept == [0, 1]
+    assert house.zygotes.kept == [0, 1]
     keeper.on_lost()
     assert house.keeper(1).taken() == [Fork(2)]
 
@@ -424,10 +424,10 @@ async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
     house: House,
 ) -> None:
     first, _ = house.start(1)
-    house.zygote.on_lost_slot(0)
+    house.zygotes.on_lost_slot(0)
     second, _ = house.start(2)
-    assert house.zygote.kept == [0, 0]
-    house.zygote.die()
+    assert house.zygotes.kept == [0, 0]
+    house.zygotes.die()
     first.on_lost()
     assert house.told == []
     assert set(house.pool.workers) == {2}
@@ -441,13 +441,13 @@ async def test_an_idle_keeper_that_dies_is_not_used(house: House) -> None:
     keeper.on_messages([Ended(1, 0)])
     keeper.on_lost()
     house.pool.spawn(2)
-    assert house.zygote.kept == [0, 1]
+    assert house.zygotes.kept == [0, 1]
 
 
 async def test_orphaned_keepers_report_themselves(house: House) -> None:
     """When its zygote died before it, nobody else tells of a keeper's death."""
     keeper, _ = house.start()
-    house.zygote.die()
+    house.zygotes.die()
     assert house.told == []
     keeper.on_lost()
     assert house.told == [("gone", 1, lost(1001))]
@@ -456,7 +456,7 @@ async def test_orphaned_keepers_report_themselves(house: House) -> None:
 async def test_zygote_and_keeper_die_at_once(house: House) -> None:
     keeper, _ = house.start()
     keeper.on_lost()
-    house.zygote.die()
+    house.zygotes.die()
     assert house.told == [("gone", 1, lost(1001))]
 
 
@@ -464,20 +464,20 @@ async def test_the_next_zygote_is_asked_for_keepers_that_never_came(
     house: House,
 ) -> None:
     house.pool.spawn(1)
-    house.zygote.die()
-    assert house.zygote.kept == [0, 1]
+    house.zygotes.die()
+    assert house.zygotes.kept == [0, 1]
     assert house.keeper(0).calls == ["abort"], "of the zygote that has died"
     assert house.keeper(1).taken() == [Fork(1)]
     house.worker(1)
     assert house.told == [("started", 1)]
     house.pool.spawn(2)
-    assert house.zygote.kept == [0, 1, 2], "the number 0 may come yet"
+    assert house.zygotes.kept == [0, 1, 2], "the number 0 may come yet"
 
 
 async def test_without_a_zygote_nothing_can_be_forked(house: House) -> None:
     _, worker = house.start(1)
     house.pool.spawn(2)
-    house.zygote.break_for_good(NodeStartError("it died too often"))
+    house.zygotes.break_for_good(NodeStartError("it died too often"))
     death = Death(reason="it died too often")
     assert house.told == [("gone", 2, death)]
     house.pool.spawn(3)
@@ -492,7 +492,7 @@ async def test_a_keeper_outlives_its_zygote_and_dies(house: House) -> None:
     first, _ = house.start(1)
     second, _ = house.start(2)
     first.on_lost()
-    house.zygote.break_for_good(NodeStartError("it died too often"))
+    house.zygotes.break_for_good(NodeStartError("it died too often"))
     assert house.told == [("gone", 1, lost(1001))]
     second.on_lost()
     assert house.told[1:] == [("gone", 2, lost(1002))]
@@ -507,7 +507,7 @@ async def test_a_slot_that_cannot_be_made(house: House, tmp_path: Path) -> None:
     assert (worker, death.status) == (1, None)
     assert death.reason.startswith("no slot can be made: [Errno 17]")
     house.pool.spawn(2)
-    assert house.zygote.kept == [0]
+    assert house.zygotes.kept == [0]
 
 
 async def test_moving_to_a_slot_that_cannot_be_made(
@@ -515,7 +515,7 @@ async def test_moving_to_a_slot_that_cannot_be_made(
 ) -> None:
     house.pool.spawn(1)
     (tmp_path / "1.1").mkdir()
-    house.zygote.die()
+    house.zygotes.die()
     ((_, worker, death),) = house.told
     assert isinstance(death, Death)
     assert (worker, death.status) == (1, None)
@@ -541,7 +541,7 @@ async def test_only_so_many_keepers_wait_for_work(house: House) -> None:
     last, _ = started[-1]
     assert last.sent == [Close()]
     last.on_lost()
-    house.zygote.on_lost_slot(SPARE_SLOTS)
+    house.zygotes.on_lost_slot(SPARE_SLOTS)
     assert repr(house.pool) == f"<Pool 0 workers in {SPARE_SLOTS} slots>"
 
 

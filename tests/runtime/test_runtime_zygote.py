@@ -12,32 +12,33 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu.runtime.lineage import INTENSITY, Lineage
 from aiogpu.runtime.supervisor import Supervisor
-from aiogpu.runtime.zygote import INTENSITY, Zygote
 from tests.engines import tasks
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-def zygote_of(session: aiogpu.Session) -> Zygote:
+def zygote_of(session: aiogpu.Session) -> Lineage:
     parts = session._engine._supervisor._parts  # type: ignore[attr-defined]
-    zygote = parts.zygote
-    assert isinstance(zygote, Zygote)
-    return zygote
+    plain = parts.zygotes.plain
+    assert isinstance(plain, Lineage)
+    return plain
 
 
-def pid_of(zygote: Zygote) -> int:
-    assert zygote._process is not None
-    return zygote._process.pid
+def pid_of(plain: Lineage) -> int:
+    process = plain.current._process
+    assert process is not None
+    return process.pid
 
 
-async def kill_and_wait(zygote: Zygote) -> None:
-    """Kill it, and wait until the driver has seen that."""
-    life = zygote.generation
-    os.kill(pid_of(zygote), signal.SIGKILL)
+async def kill_and_wait(plain: Lineage) -> None:
+    """Kill the one that serves, and wait until the driver has seen that."""
+    life = plain.current
+    os.kill(pid_of(plain), signal.SIGKILL)
     async with asyncio.timeout(20):
-        while zygote.generation == life:
+        while not life.is_over:
             await asyncio.sleep(0)
 
 
@@ -137,7 +138,7 @@ async def test_a_killed_keeper_fails_its_task_and_leaves_nothing(gate: Gate) -> 
         assert caught.value.pid == gate.pids["task"]
         for pid in (keeper, gate.pids["task"], gate.pids["daemon"]):
             assert not os.path.exists(f"/proc/{pid}")
-        assert zygote_of(session).generation == 0
+        assert zygote_of(session).current.generation == 0
         gate.release("other")
         assert await other == "other"
 
@@ -209,11 +210,11 @@ async def test_a_node_that_is_given_up_leaves_no_directory(
     await supervisor.start_zygote([], False)
     parts = supervisor._parts
     assert parts is not None
-    await parts.zygote.ready()
+    await parts.zygotes.ready()
     supervisor.abandon()
     supervisor.abandon()
     assert os.listdir(runtime_directory) == []
     await parts.pool.close()
-    await parts.zygote.close()
+    await parts.zygotes.close()
     assert parts.server is not None
     parts.server.close()

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,67 +18,89 @@ from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
 
 @pytest.fixture
 async def slots(tmp_path: Path) -> AsyncIterator[Slots]:
-    zygote, console = PaperZygote(), PaperConsole()
-    slots = Slots(asyncio.get_running_loop(), zygote, console, str(tmp_path))  # type: ignore[arg-type]
-    slots.zygote = zygote  # type: ignore[attr-defined]
+    console = PaperConsole()
+    slots = Slots(asyncio.get_running_loop(), console, str(tmp_path))  # type: ignore[arg-type]
     yield slots
     for slot in slots:
         slot.output.close()
     assert os.listdir(tmp_path) == []
 
 
+ZYGOTE: Any = PaperZygote()
+
+
 async def test_a_free_slot_is_taken_before_one_is_made(slots: Slots) -> None:
-    first, second = slots.take(), slots.take()
+    first, second = slots.take(ZYGOTE), slots.take(ZYGOTE)
     assert (first.index, second.index, len(slots)) == (0, 1, 2)
     slots.put_back(first)
-    assert slots.take() is first
-    assert slots.take().index == 2
+    assert slots.take(ZYGOTE) is first
+    assert slots.take(ZYGOTE).index == 2
 
 
 async def test_an_index_is_given_again_only_when_its_pipes_are_closed(
     slots: Slots,
 ) -> None:
-    lost = slots.take()
+    lost = slots.take(ZYGOTE)
     slots.forget(lost)
     assert not slots.holds(lost)
     assert slots.get(lost.index) is None
-    assert slots.take().index == 1, "its names may still be there"
+    assert slots.take(ZYGOTE).index == 1, "its names may still be there"
     lost.output.close()
     slots.reuse_index(lost)
-    successor = slots.take()
+    successor = slots.take(ZYGOTE)
     assert successor.index == lost.index
     assert not slots.holds(lost)
 
 
 async def test_a_slot_that_was_withdrawn_is_not_taken(slots: Slots) -> None:
-    slot = slots.take()
+    slot = slots.take(ZYGOTE)
     slots.put_back(slot)
     slots.withdraw(slot)
-    assert slots.take() is not slot
+    assert slots.take(ZYGOTE) is not slot
 
 
 async def test_only_so_many_keepers_are_kept_without_a_worker(slots: Slots) -> None:
-    taken = [slots.take() for _ in range(SPARE_SLOTS + 1)]
+    taken = [slots.take(ZYGOTE) for _ in range(SPARE_SLOTS + 1)]
     peers = []
     for slot in taken:
         slot.keeper = peer = PaperPeer()  # type: ignore[assignment]
         peers.append(peer)
         slots.put_back(slot)
     assert [peer.sent for peer in peers] == [[]] * SPARE_SLOTS + [[Close()]]
-    slots.close_free()
+    slots.close_free(ZYGOTE)
     assert all(peer.sent == [Close()] for peer in peers)
 
 
 async def test_a_keeper_whose_zygote_has_died_gets_no_new_work(slots: Slots) -> None:
-    slot = slots.take()
+    slot = slots.take(ZYGOTE)
     slot.keeper = peer = PaperPeer()  # type: ignore[assignment]
-    slot.generation -= 1
+    slot.zygote = dead = PaperZygote()  # type: ignore[assignment]
+    dead.takes_work = False
     slots.put_back(slot)
     assert peer.sent == [Close()]
-    assert slots.take() is not slot
+    assert slots.take(ZYGOTE) is not slot
+
+
+async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
+    other: Any = PaperZygote()
+    mine, another = slots.take(ZYGOTE), slots.take(other)
+    assert other.kept == [another.index]
+    assert not slots.is_busy(other)
+    another.worker = object()  # type: ignore[assignment]
+    assert slots.is_busy(other)
+    assert not slots.is_busy(ZYGOTE)
+    another.worker = None
+    slots.put_back(mine)
+    slots.put_back(another)
+    slots.close_free(other)
+    assert slots.take(other) is not another, "its keeper was closed"
+    assert slots.take(ZYGOTE) is mine
+    slots.forget(another)
+    assert other.released == [another.index]
+    another.output.close()
 
 
 async def test_there_is_an_end_of_slots(slots: Slots) -> None:
     slots._next_index = SLOTS
     with pytest.raises(OSError, match=str(SLOTS)):
-        slots.take()
+        slots.take(ZYGOTE)

@@ -24,7 +24,7 @@ from aiogpu.wire.connection import (
     greeting,
 )
 from aiogpu.wire.frames import HEADER, LIMIT, FrameReader, encode
-from aiogpu.wire.messages import TAGS, VERSION, Done, Hello, Message, Ready, Run
+from aiogpu.wire.messages import TAGS, VERSION, Done, Exit, Hello, Message, Run
 
 # A slow machine must not make a test fail, and a failure must come back.
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=100)
@@ -473,7 +473,7 @@ def test_an_unknown_role_is_refused(role):
 
 def test_what_precedes_a_fault_in_the_same_chunk_is_dropped_with_it():
     connection = greeted(WORKER)
-    assert refuses(connection, encode(Done(1, b"")) + encode(Ready()))
+    assert refuses(connection, encode(Done(1, b"")) + encode(Exit()))
 
 
 def test_after_a_fault_in_the_middle_of_a_frame_the_rest_is_not_read():

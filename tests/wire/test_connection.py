@@ -13,8 +13,17 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
+from aiogpu.wire.forking import Ready
 from aiogpu.wire.frames import HEADER, encode
-from aiogpu.wire.messages import TAGS, VERSION, Cancel, Done, Exit, Hello, Ready, Run
+from aiogpu.wire.messages import (
+    TAGS,
+    VERSION,
+    Cancel,
+    Done,
+    Exit,
+    Hello,
+    Run,
+)
 
 
 def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
@@ -46,14 +55,17 @@ def test_a_worker_connects_works_and_goes():
 
 def test_a_greeting_and_what_follows_may_come_together():
     driver = Connection.accepting()
-    found = driver.receive(greeting(ZYGOTE, 0, 1) + encode(Ready()))
+    found = driver.receive(greeting(ZYGOTE, 0, 1) + encode(Ready((), ())))
     assert [type(message) for message in found] == [Hello, Ready]
 
 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (encode(Ready()), "Ready out of turn on <Connection greeting with unknown>"),
+        (
+            encode(Ready((), ())),
+            "Ready out of turn on <Connection greeting with unknown>",
+        ),
         (encode(Hello(99, WORKER, 1, 2)), "the same version of aiogpu on both"),
         (greeting("king", 1, 2), "a peer calls itself 'king'"),
         (greeting("k" * 99, 1, 2), f"calls itself '{'k' * 40}'$"),

@@ -4,6 +4,7 @@ import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
+from aiogpu.wire.forking import Keep
 from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode, encode_all
 from aiogpu.wire.messages import (
     TAGS,
@@ -12,9 +13,7 @@ from aiogpu.wire.messages import (
     Exit,
     Failed,
     Forked,
-    Keep,
     Log,
-    Ready,
 )
 
 
@@ -86,9 +85,9 @@ def test_a_reader_then_waits_for_the_rest_of_the_frame():
 
 
 def test_a_reader_waits_anew_behind_a_whole_frame():
-    data = encode(Ready())
+    data = encode(Exit())
     reader = FrameReader()
-    assert reader.feed(data + data[:5]) == [Ready()]
+    assert reader.feed(data + data[:5]) == [Exit()]
     assert reader.missing == len(data) - 5
 
 
@@ -104,7 +103,7 @@ def test_a_reader_refuses_a_frame_above_its_limit(whole):
 
 def test_a_reader_refuses_what_is_too_long_behind_a_whole_frame():
     with pytest.raises(ProtocolError, match="exceeds the limit"):
-        FrameReader(limit=10).feed(encode(Ready()) + b"\xff\xff\xff\xff")
+        FrameReader(limit=10).feed(encode(Exit()) + b"\xff\xff\xff\xff")
 
 
 def test_a_reader_refuses_what_is_no_message_in_a_cut_frame():

@@ -10,11 +10,11 @@ from aiogpu.wire import messages
 from aiogpu.wire.messages import (
     TAGS,
     Done,
+    Exit,
     Failed,
     Forked,
     Hello,
     Message,
-    Ready,
     Run,
     from_fields,
 )
@@ -46,7 +46,7 @@ def test_fields_make_a_message():
 
 
 def test_a_message_without_fields_is_its_tag():
-    assert type(from_fields((TAGS[Ready],))) is Ready
+    assert type(from_fields((TAGS[Exit],))) is Exit
 
 
 def test_an_optional_field_may_be_none_and_another_may_not():
@@ -71,7 +71,7 @@ def test_an_optional_field_may_be_none_and_another_may_not():
         (({},), "begins with a dict, not with a tag"),
         ((0,), "the unknown tag 0"),
         ((len(TAGS) + 1,), f"the unknown tag {len(TAGS) + 1}"),
-        ((TAGS[Ready], 1), r"Ready does not take \(int\)"),
+        ((TAGS[Exit], 1), r"Exit does not take \(int\)"),
         ((TAGS[Done], 1, "text"), r"Done does not take \(int, str\)"),
         ((TAGS[Done], True, b""), r"Done does not take \(bool, bytes\)"),
         ((TAGS[Done],), r"Done does not take \(\)"),

@@ -29,7 +29,8 @@ def page() -> Iterator[ControlPage]:
 def interrupts(page: ControlPage) -> Iterator[Interrupts]:
     """Those of slot 3, handling SIGINT while the test runs."""
     before = signal.getsignal(signal.SIGINT)
-    interrupts = Interrupts(page, 3)
+    interrupts = Interrupts(page)
+    interrupts.attend(3)
     interrupts.install()
     yield interrupts
     signal.signal(signal.SIGINT, before)
@@ -46,7 +47,8 @@ def driver(runtime_directory: Path) -> Iterator[DriverEnd]:
 @pytest.fixture
 def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
     """A worker's channel; `driver` has accepted it."""
-    channel = Channel(driver.path, 5, interrupts)
+    channel = Channel(interrupts)
+    channel.connect(driver.path, 5)
     driver.accept()
     yield channel
     channel.close()

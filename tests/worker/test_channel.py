@@ -28,7 +28,8 @@ from tests.worker.driver_end import DriverEnd
 
 
 def test_it_greets_first(driver: DriverEnd, interrupts: Interrupts) -> None:
-    channel = Channel(driver.path, 5, interrupts)
+    channel = Channel(interrupts)
+    channel.connect(driver.path, 5)
     assert driver.accept() == Hello(VERSION, "worker", 5, os.getpid())
     assert isinstance(channel.fileno(), int)
     channel.close()

@@ -44,11 +44,26 @@ def test_generators_are_seeded_where_they_are_loaded(
     seeded: list[str] = []
     monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    environ.renew_randomness()
+    for renew in environ.seeds():
+        renew()
     assert seeded == []
     assert "torch" not in sys.modules
-    for name in ("numpy.random", "torch"):
-        module = SimpleNamespace(seed=lambda name=name: seeded.append(name))
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
-    environ.renew_randomness()
-    assert seeded == ["numpy.random", "torch"]
+    numpy_random = SimpleNamespace(seed=lambda seed: seeded.append(bytes(seed).hex()))
+    torch = SimpleNamespace(
+        default_generator=SimpleNamespace(seed=lambda: seeded.append("torch"))
+    )
+    monkeypatch.setitem(sys.modules, "numpy.random", numpy_random)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    for renew in 2 * environ.seeds():
+        renew()
+    first, last, second, again = seeded
+    assert last == again == "torch"
+    assert first != second
+    assert len(first) == len(second) == 32
+
+
+def test_a_variable_that_is_kept() -> None:
+    environ.keep("AIOGPU_TEST_A", "kept")
+    os.environ["AIOGPU_TEST_A"] = "changed"
+    environ.restore()
+    assert os.environ["AIOGPU_TEST_A"] == "kept"

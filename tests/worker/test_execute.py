@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +32,13 @@ class Desk:
     """An executor with one site."""
 
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
-        self.executor = Executor(channel, interrupts)
+        self.cpus: list[float] = []
+        threads: Any = SimpleNamespace(adapt=self.cpus.append)
+        self.executor = Executor(channel, interrupts, threads)
         self.interrupts = interrupts
 
     def define(self, payload: bytes, site: int = 1, function: int = 1) -> None:
-        resources = {"GPU": 0.5}
+        resources = {"GPU": 0.5, "CPU": float(site)}
         self.executor.define(Define(site, function, "train", resources, payload))
 
     def knows(self, function: Callable[..., object]) -> None:
@@ -85,7 +88,7 @@ def test_what_the_task_may_ask_about_itself(desk: Desk, context: Context) -> Non
     desk.define(b"")
     desk.executor._functions[1] = look
     desk.run()
-    assert seen == [(7, "train", {"GPU": 0.5})]
+    assert seen == [(7, "train", {"GPU": 0.5, "CPU": 1.0})]
 
 
 def test_a_function_is_loaded_once_and_shared_by_its_sites(desk: Desk) -> None:
@@ -237,3 +240,11 @@ def test_a_coroutine_is_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None
     assert value(desk.run(4)) == (7, 8)
     assert value(desk.run(5)) == (7, 10)
     assert PaperCoroutines.made == 1
+
+
+def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
+    desk.knows(abs)
+    desk.define(b"", site=2)
+    for site in (1, 1, 2, 2, 1):
+        assert isinstance(desk.run(-1, site=site), Done)
+    assert desk.cpus == [1.0, 2.0, 1.0]

@@ -52,7 +52,7 @@ def test_nothing_else_is(
 
 
 def test_own_frames_are_left_alone(page: ControlPage, interrupts: Interrupts) -> None:
-    interrupts.install(own.__code__, own_around_user_code.__code__)
+    interrupts.spare(own.__code__, own_around_user_code.__code__)
     page.ask(3, 7)
     interrupts.entered = 7
     assert own() == "to its end"
@@ -104,6 +104,7 @@ def test_an_error_under_a_shield_goes_with_it(
 
 def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    interrupts.attend(3)
     interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

@@ -96,6 +96,7 @@ def test_the_streams_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     channel = PaperChannel()
     stdio = Stdio(channel)
+    stdio.begin()
     print("ünï \udc80")
     print("to stderr", file=sys.stderr)
     print("a", end="")
@@ -117,6 +118,7 @@ def test_a_fork_of_a_worker_writes_to_the_descriptors() -> None:
     from aiogpu.worker.stdio import Stdio
     channel = PaperChannel()
     stdio = Stdio(channel)
+    stdio.begin()
     print("by message")
     stdio.leave()
     print("by descriptor \\udc80")

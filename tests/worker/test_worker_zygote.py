@@ -9,21 +9,16 @@ from tests.program import run
 PRELOAD = """
     import os, sys
     from aiogpu.wire.setup import Setup
-    from aiogpu.worker import zygote
-    class PaperWatch:
-        def send(self, message):
-            print(message)
-    made = object.__new__(zygote.Zygote)
-    made._watch = PaperWatch()
-    made._setup = Setup([], "node", "", 0, 0, sys.argv[2:])
+    from aiogpu.worker.preload import Preload
+    setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
-    print(made._preload(), os.environ.get("OMP_NUM_THREADS", "unset"))
+    print(Preload(setup, print, list).run(), os.environ.get("OMP_NUM_THREADS", "unset"))
 """
 
 
 def test_a_bare_interpreter_may_be_forked() -> None:
     source = """
-    from aiogpu.worker.zygote import unfit_to_fork
+    from aiogpu.worker.fitness import unfit_to_fork
     print(unfit_to_fork())
     """
     assert run(source) == "None\n"
@@ -32,7 +27,7 @@ def test_a_bare_interpreter_may_be_forked() -> None:
 def test_threads_make_unfit() -> None:
     source = """
     import threading
-    from aiogpu.worker.zygote import unfit_to_fork
+    from aiogpu.worker.fitness import unfit_to_fork
     end = threading.Event()
     threads = [threading.Thread(target=end.wait) for _ in range(2)]
     for thread in threads:
@@ -50,11 +45,11 @@ def test_an_open_device_makes_unfit(tmp_path: Path) -> None:
     device.touch()
     source = """
     import sys
-    from aiogpu.worker import zygote
-    zygote.DEVICE_FILES = (sys.argv[1],)
+    from aiogpu.worker import fitness
+    fitness.DEVICE_FILES = (sys.argv[1],)
     with open(sys.argv[1] + "0"):
-        print(zygote.unfit_to_fork())
-    print(zygote.unfit_to_fork())
+        print(fitness.unfit_to_fork())
+    print(fitness.unfit_to_fork())
     """
     prefix = str(tmp_path / "nvidia")
     assert run(source, prefix) == f"it opened {device}\nNone\n"
@@ -66,7 +61,12 @@ def test_imports_are_guarded_and_the_guards_are_taken_back(tmp_path: Path) -> No
         "print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     )
     place = str(tmp_path)
-    assert run(PRELOAD, place, "curious", OMP_NUM_THREADS="7") == "1 ''\nTrue 7\n"
+    out = run(PRELOAD, place, "curious", OMP_NUM_THREADS="7")
+    assert out.splitlines() == [
+        "1 ''",
+        "Ready(modules=('curious',), "
+        "variables=('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')) 7",
+    ]
 
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     unfit, last = out.splitlines()
     assert unfit.startswith("Unfit(module='no_such_module', reason=\"ModuleNotFound")
     assert unfit.endswith("is_missing=True)")
-    assert last.startswith("False")
+    assert last == "None 7"
 
 
 def test_the_first_culprit_is_named(tmp_path: Path) -> None:

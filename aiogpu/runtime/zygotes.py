@@ -1,0 +1,187 @@
+"""All zygotes of a node: which one serves a task's environment.
+
+The plain one is there from the start. One for an environment of its own is started
+when a task wants it, and ends when it was not wanted for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final
+
+from aiogpu.core.specs import Environment
+from aiogpu.errors import NodeStartError
+from aiogpu.memory.page import ControlPage
+from aiogpu.runtime.console import Console
+from aiogpu.runtime.early import early_variables
+from aiogpu.runtime.lineage import Lineage
+from aiogpu.runtime.surroundings import Surroundings
+from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.zygote import Zygote
+from aiogpu.wire.messages import Hello, Imported
+
+MOST_OTHERS: Final = 4
+"""Environments of their own that have a zygote, beside the plain one."""
+UNUSED: Final = 60.0
+"""Seconds after which an environment of its own that no worker has is given up."""
+
+
+class Zygotes:
+    """The zygotes of one node, by the environment that they are started with.
+
+    Attributes:
+        page: the control page, which they all share.
+        cgroup: the node's.
+        on_lost_slot: told of a slot whose keeper has died, with all below it.
+        on_death: told of a zygote that has died; keepers that have not come from it
+            must be asked for again, unless it has a problem.
+        on_superseded: told of a zygote in whose place another serves.
+        is_busy: says whether a zygote has workers.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        console: Console,
+        surroundings: Surroundings,
+        preload: Sequence[str],
+    ) -> None:
+        self.on_lost_slot: Callable[[int], None]
+        self.on_death: Callable[[Zygote], None]
+        self.on_superseded: Callable[[Zygote], None]
+        self.is_busy: Callable[[Zygote], bool]
+        self._loop = loop
+        self._console = console
+        self._preload = tuple(preload)
+        self._surroundings = surroundings
+        self.page = ControlPage.open(surroundings.page)
+        self.cgroup = surroundings.cgroup
+        self._generations = count()
+        self._zygotes: dict[int, Zygote] = {}
+        self._lineages: dict[Environment, Lineage] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.plain = self._add(())
+
+    def __repr__(self) -> str:
+        return f"<Zygotes {len(self._zygotes)} for {len(self._lineages)} environments>"
+
+    def start(self) -> None:
+        """Start the plain one; raises `NodeStartError` if that is impossible."""
+        self.plain.start()
+
+    async def ready(self) -> None:
+        """Wait until the plain one may be asked to fork; see `Lineage.ready`."""
+        await self.plain.ready()
+
+    def serving(self, environment: Environment) -> Zygote:
+        """The zygote for tasks with these variables; it may not be ready yet.
+
+        Raises:
+            NodeError: there is none, and will be none.
+        """
+        said = self.plain.said
+        early = early_variables(environment, said.modules, said.variables)
+        lineage = self._lineages.get(early) or self._begin(early)
+        if lineage.problem is not None:
+            raise lineage.problem
+        lineage.used_at = self._loop.time()
+        lineage.current.check()
+        return lineage.current
+
+    def greeted(self, peer: Peer, hello: Hello) -> None:
+        """Take over the connection of a zygote that has greeted."""
+        zygote = self._zygotes.get(hello.id)
+        if zygote is None:
+            peer.abort()
+        else:
+            zygote.greeted(peer)
+
+    def hear(self, zygote: Zygote, imported: Imported) -> None:
+        """Learn from what a worker of this zygote has imported."""
+        lineage = self._lineages.get(zygote.environment)
+        if lineage is not None:
+            lineage.hear(imported)
+
+    async def close(self) -> None:
+        """End all processes and wait; keepers must have been told before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for lineage in self._lineages.values():
+            lineage.end()
+        closing = [zygote.close() for zygote in self._zygotes.values()]
+        await asyncio.gather(*closing)
+        self.page.close()
+        self._surroundings.close()
+
+    def _add(self, environment: Environment, learnt: tuple[str, ...] = ()) -> Lineage:
+        lineage = Lineage(self._loop, self._make, environment, self._preload, learnt)
+        lineage.on_death = self._on_death
+        lineage.on_superseded = self._on_superseded
+        self._lineages[environment] = lineage
+        return lineage
+
+    def _begin(self, environment: Environment) -> Lineage:
+        """Have a zygote started for one more environment."""
+        others = self._others()
+        if len(others) >= MOST_OTHERS:
+            self._give_up(min(others, key=lambda lineage: lineage.used_at))
+        learning = self.plain.learning
+        learnt = (name for name in learning.modules if name in learning.proven)
+        lineage = self._add(environment, tuple(learnt))
+        try:
+            lineage.start()
+        except NodeStartError as error:
+            lineage.problem = error
+        if self._timer is None:
+            self._timer = self._loop.call_later(UNUSED, self._give_up_unused)
+        return lineage
+
+    def _give_up_unused(self) -> None:
+        """Give up what nobody wanted for long; ring again while there is any."""
+        self._timer = None
+        now = self._loop.time()
+        for lineage in self._others():
+            if self.is_busy(lineage.current):
+                lineage.used_at = now
+            elif now - lineage.used_at >= UNUSED:
+                self._give_up(lineage)
+        earliest = min((each.used_at for each in self._others()), default=None)
+        if earliest is not None:
+            self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
+
+    def _others(self) -> list[Lineage]:
+        return [each for each in self._lineages.values() if each is not self.plain]
+
+    def _give_up(self, lineage: Lineage) -> None:
+        del self._lineages[lineage.environment]
+        lineage.end()
+        # Later, not now: the core may be speaking, and will be asked again.
+        self._loop.call_soon(self._on_superseded, lineage.current)
+
+    def _make(self, environment: Environment) -> Zygote:
+        zygote = Zygote(
+            self._loop,
+            self._console,
+            self._surroundings,
+            next(self._generations),
+            environment,
+        )
+        zygote.on_lost_slot = self._on_lost_slot
+        self._zygotes = {
+            number: each for number, each in self._zygotes.items() if not each.is_over
+        }
+        self._zygotes[zygote.generation] = zygote
+        return zygote
+
+    # Whoever listens comes later than the plain one is made.
+
+    def _on_lost_slot(self, slot: int) -> None:
+        self.on_lost_slot(slot)
+
+    def _on_death(self, zygote: Zygote) -> None:
+        self.on_death(zygote)
+
+    def _on_superseded(self, zygote: Zygote) -> None:
+        self.on_superseded(zygote)
