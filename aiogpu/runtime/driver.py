@@ -27,6 +27,7 @@ from aiogpu.core.events import (
     TaskWaits,
     TimePassed,
     WorkerGone,
+    WorkerSpoilt,
     WorkerStarted,
 )
 from aiogpu.core.ids import TaskId, WorkerId
@@ -82,6 +83,7 @@ class Driver:
         pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self._on_answer
         pool.hearing.on_skipped = self._on_skipped
+        pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Spawn: self._spawn,
@@ -167,9 +169,11 @@ class Driver:
         """Stop everything; returns when the last worker is gone, or time is up.
 
         Time is up when nothing more has ended for that long: a million owners are
-        told in a few seconds.
+        told in a few seconds. Tasks that were given longer to stop have it.
         """
         self.feed(Closing())
+        specs = [record.spec for record in self.scheduler.tasks.values()]
+        timeout += max((spec.cancel_grace or 0.0 for spec in specs), default=0.0)
         left = None
         while left != (left := len(self._calls)) and not self._closed.done():
             await asyncio.wait([self._closed], timeout=timeout)
@@ -197,6 +201,9 @@ class Driver:
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
             self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
+
+    def _on_spoilt(self, worker: int) -> None:
+        self.feed(WorkerSpoilt(WorkerId(worker)))
 
     def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
         """A task waits until these have ended, or for none any more."""

@@ -258,11 +258,11 @@ class Pool:
 
     def _on_worker_lost(self, worker: LiveWorker) -> None:
         worker.peer = worker.slot.output.peer = None
-        if worker.status is None:
+        self._check_gone(worker)
+        if not worker.is_gone:
             # It may have closed its descriptors and live on; or be about to end, and
             # then it is better not to have ended it.
             self._loop.call_later(LINGER, self._end, worker, cause.DISCONNECTED)
-        self._check_gone(worker)
 
     def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
         if worker.is_gone:

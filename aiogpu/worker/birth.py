@@ -39,6 +39,7 @@ class Birth:
         self._interrupts.install()
         self._channel = Channel(self._interrupts)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
+        self._worker.footing.find()
         self._seeds = seeds()
         current.node = setup.node
         rehearse(ROUNDS)
