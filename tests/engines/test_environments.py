@@ -13,14 +13,8 @@ import pytest
 import aiogpu
 from aiogpu.runtime import zygotes as zygotes_module
 from tests.engines import tasks
-from tests.engines.zygote_tasks import (
-    flags,
-    load,
-    numbers,
-    threads,
-    value_of,
-    zygotes_of,
-)
+from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
+from tests.engines.zygote_watch import learnt, zygotes_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -204,25 +198,20 @@ async def test_torch_threads_and_numbers() -> None:
 
 
 async def test_torch_is_learnt() -> None:
-    from tests.engines.zygote_tasks import next_generation
-
     pytest.importorskip("torch", reason="the CPU build of torch is not installed")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
-        plain = zygotes_of(session).plain
         assert await load.remote("torch") is False
-        await next_generation(plain, 0)
+        await learnt(zygotes_of(session).plain, "torch")
         assert await load.remote("torch") is True
 
 
 async def test_numpy_is_learnt() -> None:
-    from tests.engines.zygote_tasks import next_generation
-
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         first = await load.remote("numpy")
         if plain.learning.modules == []:
             # A fast machine: it is not dear, but a second worker pays it too.
             assert await load.remote("numpy") is False
-        await next_generation(plain, 0)
+        await learnt(zygotes_of(session).plain, "numpy")
         assert first is False
         assert await load.remote("numpy") is True
