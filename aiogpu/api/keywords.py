@@ -34,6 +34,9 @@ class Options(TypedDict, total=False):
         name: for logs, errors and `status()`; the function's unless given.
         priority: higher goes first; 0 unless given.
         timeout: seconds from `.remote()` after which it is stopped.
+        cancel_grace: seconds from its cancelling, or its `timeout`, until its process
+            is killed if its code has not stopped; 0 kills it at once; that of
+            `init` unless given.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
         lifetime: "detached" lets a task outlive the task that has started it; else
             the two end together. Either way it ends with the node.
@@ -51,5 +54,6 @@ class Options(TypedDict, total=False):
     name: str | None
     priority: int | None
     timeout: float | None
+    cancel_grace: float | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
     lifetime: Lifetime

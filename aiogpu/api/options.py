@@ -55,6 +55,7 @@ class TaskOptions(NamedTuple):
     name: str | None = None
     priority: int = 0
     timeout: float | None = None
+    cancel_grace: float | None = None
     runtime_env: Mapping[str, str] = NO_ENTRIES
     lifetime: Lifetime = None
 
@@ -87,6 +88,7 @@ class TaskOptions(NamedTuple):
             max_retries=self.max_retries,
             priority=self.priority,
             timeout=self.timeout,
+            cancel_grace=self.cancel_grace,
             is_detached=self.lifetime is not None,
         )
 
@@ -158,6 +160,18 @@ def check_seconds(option: str, value: object) -> float:
             f"{option}={value!r} must be a number of seconds above 0, such as 2.5."
         )
     return float(value)
+
+
+def _check_grace(option: str, value: object) -> float:
+    if type(value) in (int, float) and not value:
+        return 0.0
+    try:
+        return check_seconds(option, value)
+    except OptionError:
+        raise OptionError(
+            f"{option}={value!r} must be a number of seconds, 0 to kill at once, or "
+            f"None for that of init({option}=...)."
+        ) from None
 
 
 def _whole(
@@ -274,6 +288,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "name": check_text,
     "priority": _whole(None, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),
+    "cancel_grace": _optional(_check_grace, None),
     "runtime_env": _optional(_check_runtime_env, {}),
     "lifetime": _check_lifetime,
 }

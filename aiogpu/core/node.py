@@ -63,6 +63,11 @@ class Node:
             return self.ledger.take(request, warm=warm)
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
+    def grace_of(self, record: TaskRecord) -> float:
+        """Seconds from the first interrupt of a task to the kill of its worker."""
+        grace = record.spec.cancel_grace
+        return self.patience.cancel_grace if grace is None else grace
+
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""
         move_task(record, _ENDED)

@@ -37,7 +37,8 @@ class Reservation:
         kept: amounts of undivided resources, in parts.
         until: when he can begin at the latest, infinite where nobody knows.
         planned_at: when this was thought out.
-        grace: seconds that a task gets to end after its timeout.
+        grace: seconds that a task gets to end after its timeout, unless it has
+            its own.
     """
 
     record: TaskRecord
@@ -68,10 +69,11 @@ class Reservation:
         if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
             # Its parent may be one of those that are waited for.
             return True
-        timeout = record.spec.timeout
+        timeout, grace = record.spec.timeout, record.spec.cancel_grace
         if timeout is None or self.until == inf:
             return False
-        return record.since + timeout + self.grace <= self.until
+        grace = self.grace if grace is None else grace
+        return record.since + timeout + grace <= self.until
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ def _hold(node: Node, record: TaskRecord | None, lease: Lease) -> Hold:
         return Hold(lease, 0.0, is_endless=False)  # its process is ending
     ends = inf
     if record.spec.timeout is not None:
-        ends = record.since + record.spec.timeout + node.patience.cancel_grace
+        ends = record.since + record.spec.timeout + node.grace_of(record)
     return Hold(lease, ends, record.spec.is_endless)
 
 

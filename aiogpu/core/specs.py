@@ -58,6 +58,8 @@ class TaskSpec:
             failed with an exception that is to be retried; -1 is without end.
         priority: higher goes first.
         timeout: seconds from submission after which the task is stopped.
+        cancel_grace: seconds from its first interrupt to the kill of its worker;
+            None for the node's own.
         is_detached: whether it outlives the task that has started it.
         is_endless: whether it holds what it has until its owner gives it up, so
             that nobody should wait for its end.
@@ -72,6 +74,7 @@ class TaskSpec:
     max_retries: int = 3
     priority: int = 0
     timeout: float | None = None
+    cancel_grace: float | None = None
     is_detached: bool = False
     is_endless: bool = False
     pace: Pace = field(default_factory=Pace, repr=False)

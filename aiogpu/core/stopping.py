@@ -63,7 +63,7 @@ def interrupt(
     """Ask a task's worker to stop it, once more if need be."""
     assert record.worker is not None, record
     if record.stop is None:
-        record.stop = Stop(now + node.patience.cancel_grace)
+        record.stop = Stop(now + node.grace_of(record))
     stop = record.stop
     effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1

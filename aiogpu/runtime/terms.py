@@ -28,6 +28,7 @@ class Terms(NamedTuple):
     max_retries: int
     priority: int
     timeout: float | None
+    cancel_grace: float | None
     is_detached: bool
     is_coroutine: bool
     retried: bytes
@@ -47,6 +48,7 @@ class Terms(NamedTuple):
             max_retries=spec.max_retries,
             priority=spec.priority,
             timeout=spec.timeout,
+            cancel_grace=spec.cancel_grace,
             is_detached=spec.is_detached,
             is_coroutine=site.is_coroutine,
             retried=dump_result(site.retry_exceptions),
@@ -80,6 +82,7 @@ class Terms(NamedTuple):
             max_retries=self.max_retries,
             priority=self.priority,
             timeout=self.timeout,
+            cancel_grace=self.cancel_grace,
             is_detached=self.is_detached,
         )
         return Site(

@@ -111,6 +111,7 @@ class World(Onlooker):
         max_retries: int = 3,
         priority: int = 0,
         timeout: float | None = None,
+        cancel_grace: float | None = None,
         parent: str | None = None,
         is_detached: bool = False,
         is_endless: bool = False,
@@ -122,9 +123,10 @@ class World(Onlooker):
         spread = {"pack": False, "spread": True}[strategy]
         request = Request.of(scalars, devices, accelerator_type, spread=spread)
         shape = Shape(request, tuple(sorted((environment or {}).items())))
+        pace = self._paces.setdefault(function, Pace())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(is_detached, is_endless, self._paces.setdefault(function, Pace())),
+            *(cancel_grace, is_detached, is_endless, pace),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} asks for {reason}")

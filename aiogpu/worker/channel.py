@@ -86,6 +86,11 @@ class Channel:
         """Descriptor of the socket, for an event loop to watch."""
         return self._socket.fileno()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process is a fork of the worker, and shares its loop's poll."""
+        return self._socket.fileno() < 0
+
     def next(self) -> Message | None:
         """The next message, waiting for it; None when the driver has gone.
 

@@ -49,7 +49,7 @@ class Coroutines:
         finally:
             if children is not None:
                 children.loop = children.wake = None
-            if loop is self._loop:
+            if loop is self._loop and not self._channel.is_closed:
                 loop.remove_reader(self._channel.fileno())
                 self._end_rest()
 

@@ -8,6 +8,7 @@ never in a frame of the worker's own, never while a frame is being sent.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 
+_SIGINT: Final = int(signal.SIGINT)
 IMPORT: Final = "<frozen importlib._bootstrap>"
 """The file name of all code that imports."""
 
@@ -36,16 +38,26 @@ class Interrupts:
         self._is_shielded = False
         self._is_pending = False
         self._own: set[CodeType] = set()
+        self._handler = self._on_signal
 
     def spare(self, *own: CodeType) -> None:
         """Never interrupt frames that run this code."""
         self._own.update(own)
 
-    def install(self, slot: int) -> None:
-        """Handle the signal from now on, for the worker in that slot."""
+    def attend(self, slot: int) -> None:
+        """Look at the words of this slot."""
         self._slot = slot
-        signal.signal(signal.SIGINT, self._on_signal)
+
+    def install(self) -> None:
+        """Handle the signal from now on; it means nothing where no task runs."""
+        signal.signal(signal.SIGINT, self._handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def restore(self) -> None:
+        """Handle the signal again, if a task's code has seen to it otherwise."""
+        # `signal.getsignal` would make an enumeration of it, a hundred times dearer.
+        if _signal.getsignal(_SIGINT) is not self._handler:
+            signal.signal(signal.SIGINT, self._handler)
 
     def is_asked(self, task: int) -> bool:
         """Whether this task is to stop."""

@@ -121,6 +121,11 @@ GOOD = [
     ("timeout", 1, 1.0),
     ("timeout", 0.001, 0.001),
     ("timeout", sys.float_info.max, sys.float_info.max),
+    ("cancel_grace", None, None),
+    ("cancel_grace", 0, 0.0),
+    ("cancel_grace", 0.0, 0.0),
+    ("cancel_grace", 30, 30.0),
+    ("cancel_grace", 0.05, 0.05),
     ("runtime_env", {}, {}),
     ("runtime_env", {"env_vars": {}}, {}),
     ("runtime_env", {"env_vars": {"A": "1", "B": ""}}, {"A": "1", "B": ""}),
@@ -170,6 +175,10 @@ BAD = [
     *(
         ("timeout", value, "seconds above 0")
         for value in (0, -1, True, "1", math.nan, math.inf, 10**400)
+    ),
+    *(
+        ("cancel_grace", value, "seconds, 0 to kill at once, or None")
+        for value in (-1, -0.1, False, True, "1", math.nan, math.inf, np.zeros(2))
     ),
     *(
         ("retry_exceptions", value, RETRIED)

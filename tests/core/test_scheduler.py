@@ -130,6 +130,22 @@ def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
     assert w.killed == [1]
 
 
+@pytest.mark.parametrize("grace", [0.0, 0.3, 5.0])
+def test_a_task_may_have_a_grace_of_its_own(grace):
+    w = World(cpus=2, patience=PATIENCE)
+    w.submit("own", cancel_grace=grace)
+    w.submit("expiring", timeout=1.0, cancel_grace=grace)
+    w.submit("other")
+    w.cancel("own")
+    w.advance(grace / 2)
+    assert w.killed == ([] if grace else [1])
+    w.advance(grace / 2)
+    assert w.killed == [1]
+    w.advance(max(0.0, 1.0 - grace) + grace)
+    assert w.killed[:2] == [1, 2]
+    assert "other" in w.running
+
+
 def test_cancelling_again_changes_nothing():
     w = World(patience=PATIENCE)
     w.submit("a")

@@ -39,7 +39,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"resources": {"license": 0.5, "a": 2}, "priority": -3, "timeout": 2.5},
     {"runtime_env": {"env_vars": {"B": "1", "A": "2"}}, "max_retries": -1},
     {"name": "coroutine", "retry_exceptions": True, "lifetime": "detached"},
-    {"retry_exceptions": [OSError, KeyError]},
+    {"retry_exceptions": [OSError, KeyError], "cancel_grace": 0},
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_site_there_and_back(options: dict[str, Any]) -> None:
     for name in ("resources", "environ", "is_coroutine", "retry_exceptions"):
         assert getattr(theirs, name) == getattr(ours, name), name
     names = ("name", "max_calls", "max_retries", "priority", "timeout", "is_detached")
-    for name in (*names, "lane", "is_endless"):
+    for name in (*names, "cancel_grace", "lane", "is_endless"):
         assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
 
 

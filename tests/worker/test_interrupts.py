@@ -104,7 +104,8 @@ def test_an_error_under_a_shield_goes_with_it(
 
 def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    interrupts.install(3)
+    interrupts.attend(3)
+    interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

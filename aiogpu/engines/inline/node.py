@@ -27,7 +27,8 @@ class InlineNode:
         ledger: what there is, and which job holds it.
         assignment: the variables that go with a lease.
         executor: runs the jobs' code.
-        cancel_grace: seconds after which a cancelled coroutine is left behind.
+        cancel_grace: seconds after which a cancelled coroutine is left behind, unless
+            it has its own.
         clock: the time by the program's loop; other loops may keep their own.
         jobs: all that have not ended, by id.
         turns: which of them run, and who is next.
@@ -54,6 +55,11 @@ class InlineNode:
         self._last_task += 1
         spec, now = site.spec, self.clock()
         return TaskRecord(TaskId(self._last_task), spec, spec.max_retries, now)
+
+    def grace_of(self, job: Job) -> float:
+        """Seconds after which this job, if cancelled, is left behind."""
+        grace = job.record.spec.cancel_grace
+        return self.cancel_grace if grace is None else grace
 
     def refusal(self, call: Call, parent: Job | None) -> AiogpuError | None:
         """Why a call is not to be served, None if it is.

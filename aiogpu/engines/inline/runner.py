@@ -232,7 +232,7 @@ class Runner:
             if job.main is not None and not self.loop.is_closed():
                 job.main.cancel()
                 job.timer = self.loop.call_later(
-                    self.node.cancel_grace,
+                    self.node.grace_of(job),
                     self._give_up,
                     job,
                     context=self._context,
@@ -255,7 +255,7 @@ class Runner:
             "! %s was cancelled %g s ago and runs on. In a worker it would be killed; "
             "here it is left behind, and its code may run beside other tasks'.",
             job.name,
-            self.node.cancel_grace,
+            self.node.grace_of(job),
         )
         if job.main is not None:
             job.main.cancel()

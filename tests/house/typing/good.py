@@ -85,7 +85,7 @@ async def other_options_keep_the_types() -> None:
     options = embed.options(num_gpus=0.5, name="a", max_retries=-1)
     assert_type(options.remote(1), Handle[str])
     assert_type(options.options(max_calls=1).remote(1, scale=2), Handle[str])
-    assert_type(fetch.options(timeout=1).remote("a"), Handle[bytes])
+    assert_type(fetch.options(timeout=1, cancel_grace=0).remote("a"), Handle[bytes])
     assert_type(await train.options(accelerator_type="A100").remote(1), list[float])
     assert_type(await train.options(strategy="spread").remote(1), list[float])
     detached = train.options(lifetime="detached")
