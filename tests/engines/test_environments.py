@@ -6,21 +6,18 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import aiogpu
+from aiogpu.runtime import surroundings as surroundings_module
 from aiogpu.runtime import zygotes as zygotes_module
 from tests.engines import tasks
-from tests.engines.zygote_tasks import (
-    flags,
-    load,
-    numbers,
-    threads,
-    value_of,
-    zygotes_of,
-)
+from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
+from tests.engines.zygote_watch import learnt, zygotes_of
+from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -130,6 +127,55 @@ async def test_an_environment_that_nobody_wants_is_given_up(
         assert (await isolated.remote())["seed"] == "1", "and started again"
 
 
+async def test_an_environment_that_is_in_use_is_not_given_up(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygotes_module, "UNUSED", 0.01)
+    isolated = tasks.gated.options(
+        num_gpus=1, runtime_env={"env_vars": {"PYTHONHASHSEED": "1"}}
+    )
+    async with aiogpu.init(num_cpus=2, num_gpus=1, preload=()) as session:
+        zygotes = zygotes_of(session)
+        running = isolated.remote(gate.path, "a")
+        await gate.entered("a")
+        (lineage,) = zygotes._others()
+        wanted = lineage.used_at
+        async with asyncio.timeout(20):
+            while lineage.used_at == wanted:
+                await asyncio.sleep(0)
+        assert zygotes._others() == [lineage]
+        assert lineage.current.takes_work
+        gate.release("a")
+        assert await running == "a"
+        async with asyncio.timeout(20):
+            while zygotes._others():
+                await asyncio.sleep(0)
+
+
+async def test_an_interpreter_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aiogpu.init(num_cpus=2, preload=()) as session:
+        assert repr(zygotes_of(session)) == "<Zygotes 1 for 1 environments>"
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        with pytest.raises(aiogpu.WorkerDiedError, match="/no/such/python"):
+            await having(tasks.add, PYTHONHASHSEED="1").remote(1)
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_a_directory_that_we_may_not_enter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then zygotes start where the program is at that moment, as any child would."""
+
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(path)
+
+    paper = SimpleNamespace(**{**vars(os), "open": refuse})
+    monkeypatch.setattr(surroundings_module, "os", paper)
+    async with aiogpu.init(num_cpus=1, preload=()):
+        directory, _ = await tasks.surroundings.remote()
+        assert directory == os.getcwd()
+
+
 @pytest.mark.parametrize("preload", [("numpy",), ()], ids=["preloaded", "imported"])
 async def test_threads_are_the_tasks_whole_cpus(preload: tuple[str, ...]) -> None:
     async with aiogpu.init(num_cpus=8, num_gpus=1, preload=preload):
@@ -204,25 +250,20 @@ async def test_torch_threads_and_numbers() -> None:
 
 
 async def test_torch_is_learnt() -> None:
-    from tests.engines.zygote_tasks import next_generation
-
     pytest.importorskip("torch", reason="the CPU build of torch is not installed")
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
-        plain = zygotes_of(session).plain
         assert await load.remote("torch") is False
-        await next_generation(plain, 0)
+        await learnt(zygotes_of(session).plain, "torch")
         assert await load.remote("torch") is True
 
 
 async def test_numpy_is_learnt() -> None:
-    from tests.engines.zygote_tasks import next_generation
-
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         first = await load.remote("numpy")
         if plain.learning.modules == []:
             # A fast machine: it is not dear, but a second worker pays it too.
             assert await load.remote("numpy") is False
-        await next_generation(plain, 0)
+        await learnt(zygotes_of(session).plain, "numpy")
         assert first is False
         assert await load.remote("numpy") is True

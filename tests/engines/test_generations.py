@@ -14,7 +14,8 @@ import aiogpu
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.forking import Stale
 from tests.engines import tasks
-from tests.engines.zygote_tasks import flags, next_generation, zygotes_of
+from tests.engines.zygote_tasks import flags
+from tests.engines.zygote_watch import next_generation, zygotes_of
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -12,7 +12,8 @@ import pytest
 
 import aiogpu
 from aiogpu.runtime import zygote as zygote_module
-from tests.engines.zygote_tasks import load, next_generation, value_of, zygotes_of
+from tests.engines.zygote_tasks import load, value_of
+from tests.engines.zygote_watch import learnt, next_generation, zygotes_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -46,7 +47,7 @@ async def test_what_one_call_imported_the_next_one_has(site: Path) -> None:
         plain = zygotes_of(session).plain
         old = plain.current
         assert await load.remote("slow_lib") is False
-        await next_generation(plain, 0)
+        await learnt(plain, "slow_lib")
         assert plain.current.ready is not None
         assert "slow_lib" in plain.current.ready.modules
         assert await load.remote("slow_lib") is True
@@ -63,8 +64,8 @@ async def test_of_a_users_module_the_installed_ones_are_learnt(
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         plain = zygotes_of(session).plain
         assert await load.remote("users_own") is False
-        await next_generation(plain, 0)
-        assert plain.learning.modules == ["slow_lib"]
+        await learnt(plain, "slow_lib")
+        assert "users_own" not in plain.learning.modules
         assert await load.remote("users_own") is False
         assert await load.remote("slow_lib") is True
 
@@ -88,7 +89,7 @@ async def test_both_named_and_learnt(site: Path) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1, preload=preload) as session:
         assert await load.remote("json") is True
         assert await load.remote("slow_lib") is False
-        await next_generation(zygotes_of(session).plain, 0)
+        await learnt(zygotes_of(session).plain, "slow_lib")
         assert await load.remote("json") is True
         assert await load.remote("slow_lib") is True
 
@@ -109,7 +110,7 @@ async def test_a_generation_finds_what_the_first_one_found(
         monkeypatch.chdir("/")
         monkeypatch.setattr(sys, "path", list(sys.path[2:]))
         first = await value_of.remote("slow_lib")
-        await next_generation(zygotes_of(session).plain, 0)
+        await learnt(zygotes_of(session).plain, "slow_lib")
         assert await load.remote("slow_lib") is True
         second = await value_of.remote("slow_lib")
         assert first == second == [str(tmp_path), "before"]
@@ -148,13 +149,10 @@ async def test_what_is_unfit_is_left_out_and_named_once(
         plain = zygotes_of(session).plain
         assert await load.remote("bad_lib") is False
         async with asyncio.timeout(60):
-            while plain._next is None:
+            while "bad_lib" not in plain.learning.left_out:
                 await asyncio.sleep(0)
-            while plain._next is not None:
-                await asyncio.sleep(0)
-        assert plain.current.generation == 0, "nothing would be gained"
         assert await load.remote("good_lib") is False
-        await next_generation(plain, 0)
+        await learnt(zygotes_of(session).plain, "good_lib")
         assert await load.remote("good_lib") is True
         assert await load.remote("bad_lib") is False
     warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
@@ -177,14 +175,14 @@ async def test_an_edited_module_is_imported_anew(
         plain = zygotes_of(session).plain
         assert await value_of.remote("edited") == "old"
         if not named:
-            await next_generation(plain, 0)
-        served = plain.current.generation
+            await learnt(plain, "edited")
         write(path, value="new")
         os.utime(path, (2, 2))
-        await load.remote("json")
-        await next_generation(plain, served)
-        assert await load.remote("edited") is True
+        async with asyncio.timeout(60):
+            while await value_of.remote("edited") == "old":
+                await asyncio.sleep(0)
         assert await value_of.remote("edited") == "new"
+        assert await load.remote("edited") is True
 
 
 async def test_an_edit_that_spoils_a_named_module(

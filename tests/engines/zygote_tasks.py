@@ -1,14 +1,11 @@
-"""Tasks that look at the process they are in, and ways to watch a node's zygotes."""
+"""Tasks that look at the process they are in. Imports little: that is measured."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
 import aiogpu
-from aiogpu.runtime.lineage import Lineage
-from aiogpu.runtime.zygotes import Zygotes
 
 
 @aiogpu.remote(num_gpus=1)
@@ -78,17 +75,3 @@ def numbers() -> tuple[float, ...]:
     if "torch" in sys.modules:
         drawn.append(float(sys.modules["torch"].rand(1)))
     return tuple(drawn)
-
-
-def zygotes_of(session: aiogpu.Session) -> Zygotes:
-    """All zygotes of a node."""
-    zygotes = session._engine._supervisor._parts.zygotes  # type: ignore[attr-defined]
-    assert isinstance(zygotes, Zygotes)
-    return zygotes
-
-
-async def next_generation(lineage: Lineage, served: int) -> None:
-    """Wait until another zygote serves than that of this number."""
-    async with asyncio.timeout(60):
-        while lineage.current.generation == served or lineage.current.ready is None:
-            await asyncio.sleep(0)
