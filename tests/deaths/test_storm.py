@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu.testing.traces import Traces
 from tests.deaths import storm_tasks
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -98,11 +99,12 @@ class Storm:
             if self._loop.time() < self._last_zygote + ZYGOTE_EVERY:
                 return
             self._last_zygote = self._loop.time()
-        found = [p for p in descendants() if p.name().startswith(name)]
+        processes = Traces.take().processes
+        found = [pid for (pid, _), told in processes.items() if f"({name}" in told]
         if found:
             self.kills[name] += 1
             with suppress(ProcessLookupError):
-                os.kill(self._hand.choice(found).pid, signal.SIGKILL)
+                os.kill(self._hand.choice(found), signal.SIGKILL)
 
     async def rest(self) -> None:
         """Until nothing runs, then look through the books."""
@@ -112,15 +114,6 @@ class Storm:
                 await asyncio.sleep(0)
         scheduler.check()
         assert len(self.driver._calls) == 0, SEED
-
-
-def descendants() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            process.name()
-            found.append(process)
-    return found
 
 
 async def blow(storm: Storm, numbers: range, hand: random.Random) -> None:
@@ -146,7 +139,7 @@ def weight() -> tuple[int, int, int]:
     """Bytes, descriptors and processes of this program."""
     gc.collect()
     me = psutil.Process()
-    return me.memory_info().rss, me.num_fds(), len(descendants())
+    return me.memory_info().rss, me.num_fds(), len(Traces.take().processes)
 
 
 @pytest.mark.parametrize("count", [750, pytest.param(5_000, marks=pytest.mark.slow)])
