@@ -38,13 +38,14 @@ class Worker:
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts, threads)
-        self._footing = Footing(interrupts.restore)
+        self._footing: Footing | None = None
         self._children = Children(channel)
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
         current.children = self._children
         self._stdio.begin()
+        self._footing = Footing(self._interrupts.restore)
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -96,7 +97,8 @@ class Worker:
             self._channel.send(self._imports.take())
         self._children.end_task()
         restore()
-        self._footing.restore()
+        if self._footing is not None:
+            self._footing.restore()
         self._stdio.restore()
         return True
 

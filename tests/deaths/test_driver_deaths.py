@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
+from tests.deaths.remains import living
 from tests.program import start
 
 LIMIT = 2.0
@@ -39,23 +39,6 @@ PROGRAM = """
 
     aiogpu.run(main(sys.argv[1], int(sys.argv[2])))
 """
-
-
-def living(place: str) -> list[str]:
-    """Processes that have the place in their environment, in words."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                environ = (process / "environ").read_bytes()
-                if f"XDG_RUNTIME_DIR={place}\0".encode() in environ:
-                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                    command = (process / "cmdline").read_bytes().decode()
-                    if state not in "ZX":
-                        found.append(f"{process.name} {command!r:.80}")
-            except OSError:
-                continue
-    return found
 
 
 class Program:
