@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import NodeStartError as NodeStartError
     from aiogpu.errors import NoLoopError as NoLoopError
     from aiogpu.errors import OptionError as OptionError
+    from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
     from aiogpu.errors import PreloadError as PreloadError
     from aiogpu.errors import ProtocolError as ProtocolError
     from aiogpu.errors import SerializationError as SerializationError
@@ -78,6 +79,7 @@ _ROOMS = {
         "NodeRunningError",
         "NodeStartError",
         "OptionError",
+        "OutOfMemoryError",
         "PreloadError",
         "ProtocolError",
         "SerializationError",

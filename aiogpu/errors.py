@@ -101,29 +101,63 @@ class WorkerDiedError(AiogpuError, RuntimeError):
         exitcode: its exit code, None if a signal ended it.
         signal: number of the signal that ended it, None if it exited.
         last_output: the last lines that it wrote, oldest first.
+        cause: the probable cause, one of "not started", "exit" (os._exit, or exit in
+            native code), "segfault", "bus error", "arithmetic error", "illegal
+            instruction", "abort", "out of memory", "killed" (SIGKILL from outside),
+            "signal" (another one), "keeper died" (the process that kept the worker),
+            "disconnected" (it had closed its connection) and "ended" (by aiogpu,
+            because of another task); "" where nobody has looked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the facts of one death
         self,
         message: str,
         pid: int = 0,
         exitcode: int | None = None,
         signal: int | None = None,
         last_output: tuple[str, ...] = (),
+        cause: str = "",
     ) -> None:
         super().__init__(message)
         self.pid = pid
         self.exitcode = exitcode
         self.signal = signal
         self.last_output = last_output
+        self.cause = cause
 
-    def __reduce__(
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = (self.pid, self.exitcode, self.signal, self.last_output, self.cause)
+        return type(self), (str(self), *fields)
+
+
+class OutOfMemoryError(WorkerDiedError, MemoryError):
+    """The task was ended because all together used more memory than is safe.
+
+    Attributes:
+        asked: bytes that the task had asked for by `memory=`, 0 for none.
+        used: bytes that its process and all that it had started used when it was
+            ended, as anonymous and shared memory.
+        limit: bytes that could be used safely.
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of one death
         self,
-    ) -> tuple[
-        type[WorkerDiedError], tuple[str, int, int | None, int | None, tuple[str, ...]]
-    ]:
-        fields = (str(self), self.pid, self.exitcode, self.signal, self.last_output)
-        return type(self), fields
+        message: str,
+        *,
+        pid: int = 0,
+        last_output: tuple[str, ...] = (),
+        asked: int = 0,
+        used: int = 0,
+        limit: int = 0,
+    ) -> None:
+        # SIGKILL, which this file has no import to name.
+        super().__init__(message, pid, None, 9, last_output, "out of memory")
+        self.asked = asked
+        self.used = used
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self),), vars(self).copy()
 
 
 class SerializationError(AiogpuError, TypeError):

@@ -9,6 +9,7 @@ import pytest
 from aiogpu import errors
 from aiogpu.errors import (
     AiogpuError,
+    OutOfMemoryError,
     RemoteTraceback,
     TaskError,
     WorkerDiedError,
@@ -91,7 +92,8 @@ def test_every_error_survives_pickling(kind, dumps):
     [
         TaskError("text", "mod.Kind", "Traceback ..."),
         WorkerDiedError("text", 4711, None, 9, ("one", "two")),
-        WorkerDiedError("text", 4711, exitcode=3),
+        WorkerDiedError("text", 4711, exitcode=3, cause="exit"),
+        OutOfMemoryError("text", pid=4711, asked=1, used=3, limit=2),
     ],
 )
 def test_attributes_survive_pickling(error, protocol):
@@ -108,6 +110,7 @@ def test_attributes_have_defaults():
         "exitcode": None,
         "signal": None,
         "last_output": (),
+        "cause": "",
     }
 
 

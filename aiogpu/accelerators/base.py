@@ -1,7 +1,8 @@
 """The four answers that every vendor gives, as a Protocol.
 
 What is it called, how is it detected, which variable assigns it, which quantities
-are valid: all that the rest of aiogpu asks of an accelerator. To add a vendor,
+are valid: all that the rest of aiogpu asks of an accelerator; and, where its driver
+can tell, a `DeviceWatch` that says what is on a device now. To add a vendor,
 write one file with a class of this shape and name it in `registry.INSTALLED`;
 nothing inherits from anything. This file decides nothing itself.
 """
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiogpu.core.devices import Device
+
+from .sample import Sample
 
 
 class Accelerator(Protocol):
@@ -66,4 +69,31 @@ class Accelerator(Protocol):
 
     def type_of(self, name: str | None) -> str | None:
         """Derive the accelerator's type ("A100") from the product's name."""
+        ...
+
+    def watch(self) -> DeviceWatch:
+        """Make what can be asked, later and often, what is on these devices."""
+        ...
+
+
+class DeviceWatch(Protocol):
+    """One vendor's driver, asked again and again what is on a device.
+
+    All but `knows` may block, and all are called by one thread alone.
+    """
+
+    def knows(self, device: Device) -> bool:
+        """Whether the driver may be asked about a device; asks it nothing yet."""
+        ...
+
+    def open(self) -> None:
+        """Start the vendor's library. Never raises: `look` tells what is wrong."""
+        ...
+
+    def look(self, device: Device) -> Sample:
+        """Say what is on a device now. Never raises: the sample says what fails."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the vendor's library."""
         ...

@@ -1,6 +1,7 @@
 """NVIDIA GPUs: detected by NVML, assigned by `CUDA_VISIBLE_DEVICES`.
 
-The one door to pynvml. Decides what a missing, broken or half-answering NVML
+One of pynvml's two doors; the other, `nvml_watch`, asks what is on a device while a
+node runs. Decides what a missing, broken or half-answering NVML
 means: less is known, a reason is kept, and nothing is raised. NVML is started and
 shut down again within each detection, for a caller may fork later.
 
@@ -23,6 +24,7 @@ from typing import Any, Final
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import GPU, device_quantity
 
+from .nvml_watch import NvmlWatch
 from .visible import VISIBLE, Inventory, entries, require, resolve
 
 ORDER: Final = "CUDA_DEVICE_ORDER"
@@ -116,6 +118,10 @@ class Nvidia:
         "GeForce-RTX-5090"; no name has no type.
         """
         return _type_of(name)
+
+    def watch(self) -> NvmlWatch:
+        """Make what asks NVML which processes and how much memory are on a GPU."""
+        return NvmlWatch()
 
 
 def _type_of(name: str | None) -> str | None:

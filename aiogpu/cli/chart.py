@@ -1,6 +1,6 @@
 """Draws a fan-out: who ran on which device when, and the picture so far.
 
-The one door to rich. In a terminal the drawing is live; anywhere else each task
+A door to rich. In a terminal the drawing is live; anywhere else each task
 is one line of text, and the chart follows at the end. Computes nothing.
 """
 

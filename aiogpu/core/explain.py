@@ -75,6 +75,9 @@ def _waiting(why: Why) -> Iterator[str]:
         yield f"{begin} for {request}"
     for shortage in why.reasons:
         yield f"  {_shortage(shortage)}"
+        aside = [device.aside for device in shortage.devices if device.aside]
+        for reason in aside[:SHOWN]:
+            yield f"    set aside: {reason}"
         holders: Sequence[Holder] = shortage.holders
         if not shortage.devices:
             holders = sorted(holders, key=_longest_first)
@@ -95,7 +98,10 @@ def _shortage(shortage: Shortage) -> str:
         f"{shortage.free:g} of {shortage.total:g} free"
     )
     if shortage.devices:
-        shares = (f"{device.id}: {device.free:g}" for device in shortage.devices)
+        shares = (
+            f"{device.id}: {'set aside' if device.aside else f'{device.free:g}'}"
+            for device in shortage.devices
+        )
         told += f" ({listing(shares, len(shortage.devices))})"
     return f"{told}, {shortage.kept:g} of it kept" if shortage.kept else told
 
@@ -106,6 +112,8 @@ def _holder(holder: Holder, shortage: Shortage) -> str:
     for device in shortage.devices:
         if any(one is holder for one in device.holders):
             share = f"{holder.share:g} of {shortage.resource} {device.id}"
+    if holder.is_settling:
+        return f"{share}: held by a process that has ended, until its driver agrees"
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"
     if holder.task is None:
         return f"{share}: held by a process that is ending ({where})"

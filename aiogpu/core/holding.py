@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aiogpu.core.devices import DeviceSet
+from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.resources import CPU, number
 
@@ -22,6 +23,8 @@ class Holder:
         seconds: for how long it has run that task, None where that is not known;
             short of the truth by a second at most.
         is_endless: whether it holds its share until its owner gives it up.
+        is_settling: its processes have ended; whether the device is free of them is
+            still to be seen.
     """
 
     share: float
@@ -30,6 +33,7 @@ class Holder:
     task: str | None
     seconds: float | None = None
     is_endless: bool = False
+    is_settling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,11 @@ class DeviceStatus:
         uuid: the vendor's unique id, where it is known.
         name: the vendor's name for the product, where it is known.
         memory: bytes of device memory, 0 where unknown.
-        free: the share that nobody holds, 1.0 for all of it.
+        free: the share that nobody holds, 1.0 for all of it; 0.0 while it is set aside.
         holders: who holds the rest.
+        aside: why it is given to nobody for now, None where it is not set aside.
+        is_unverified: whether the last share came back without a word of the driver
+            that nothing is left on it, since the driver cannot tell here.
     """
 
     kind: str
@@ -55,6 +62,8 @@ class DeviceStatus:
     memory: int
     free: float
     holders: tuple[Holder, ...]
+    aside: str | None = None
+    is_unverified: bool = False
 
 
 class Holdings:
@@ -97,7 +106,11 @@ class Holdings:
         return tuple(
             DeviceStatus(
                 *(devices.kind, device.id, device.type, device.uuid, device.name),
-                *(device.memory, number(devices.free[index]), tuple(holders[index])),
+                device.memory,
+                0.0 if index in devices.aside else number(devices.free[index]),
+                tuple(holders[index]),
+                devices.aside.get(index),
+                index in devices.unverified,
             )
             for index, device in enumerate(devices.devices)
             if mask >> index & 1
@@ -106,7 +119,8 @@ class Holdings:
     def _holder(self, worker: WorkerRecord, part: int) -> Holder:
         share, pid, task = number(part), self.pids.get(worker.id, 0), worker.task
         if task is None:
-            return Holder(share, worker.id, pid, None)
+            is_settling = worker.state is WorkerState.SETTLING
+            return Holder(share, worker.id, pid, None, is_settling=is_settling)
         return Holder(
             *(share, worker.id, pid, task.spec.name, self.seconds_of(worker)),
             task.spec.is_endless,

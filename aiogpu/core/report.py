@@ -61,6 +61,10 @@ def _devices(status: NodeStatus) -> Iterator[str]:
     for device in status.devices:
         told = f"{device.kind} {device.id}  {device.free:g} free"
         yield "  ".join([told, *_identity(device)])
+        if device.aside is not None:
+            yield f"  set aside: {device.aside}"
+        if device.is_unverified:
+            yield "  unverified: whether ended tasks left something on it is not known"
         rows = [_holder(holder) for holder in device.holders[:SHOWN]]
         yield from _aligned(rows, indent="  ")
         yield from _rest(len(device.holders) - SHOWN)
@@ -76,6 +80,8 @@ def _identity(device: DeviceStatus) -> Iterator[str]:
 
 
 def _holder(holder: Holder) -> Sequence[str]:
+    if holder.is_settling:
+        return (f"{holder.share:g}", "(ended)", "", "until its driver agrees")
     return (
         f"{holder.share:g}",
         holder.task or "(ending)",

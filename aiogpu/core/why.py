@@ -105,6 +105,10 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
 def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
     bucket = node.ready.by_shape[record.spec.shape]
     reasons = tuple(find_shortages(node, record, holdings))
+    # A device that is set aside comes back some time, though nobody knows when.
+    is_endless = bool(reasons) and not any(
+        device.aside for shortage in reasons for device in shortage.devices
+    )
     return Why(
         name=record.spec.name,
         task=record.id,
@@ -115,7 +119,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         of=bucket.size,
         reasons=reasons,
         reservation=describe(node, _concerning(node, record), holdings.now),
-        is_held_endlessly=bool(reasons) and reserve(node, record, holdings.now) is None,
+        is_held_endlessly=is_endless and reserve(node, record, holdings.now) is None,
     )
 
 

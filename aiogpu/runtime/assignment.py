@@ -13,7 +13,11 @@ from aiogpu.wire.messages import Bind
 
 
 class Assignment:
-    """The node's accelerators, and how each is told what it may use."""
+    """The node's accelerators, and how each is told what it may use.
+
+    Attributes:
+        accelerators: one for each kind.
+    """
 
     def __init__(
         self,
@@ -21,7 +25,7 @@ class Assignment:
         ledger: Ledger,
         environ: Mapping[str, str],
     ) -> None:
-        self._accelerators = tuple(accelerators)
+        self.accelerators = tuple(accelerators)
         self._ledger = ledger
         self._environ = dict(environ)
 
@@ -42,7 +46,7 @@ class Assignment:
         }
         variables = dict(environ)
         seen = {**self._environ, **environ}
-        for accelerator in self._accelerators:
+        for accelerator in self.accelerators:
             ids = held.setdefault(accelerator.kind, ())
             variables |= accelerator.assignment(ids, seen)
         return Bind(variables, held)

@@ -6,7 +6,9 @@ import os
 import signal
 from typing import NamedTuple
 
-from aiogpu.errors import WorkerDiedError
+from aiogpu.errors import OutOfMemoryError, WorkerDiedError
+from aiogpu.runtime.autopsy import Findings
+from aiogpu.runtime.cause import find_cause, tell
 
 
 class Death(NamedTuple):
@@ -18,6 +20,8 @@ class Death(NamedTuple):
         last_output: the last lines that it wrote.
         reason: why it never started, or what is known beyond the status.
         begun: number of the task that it had begun last.
+        known: the cause, where the driver knows it by itself, else "".
+        findings: what the kernel says of it.
     """
 
     pid: int = 0
@@ -25,30 +29,75 @@ class Death(NamedTuple):
     last_output: tuple[str, ...] = ()
     reason: str = ""
     begun: int = 0
+    known: str = ""
+    findings: Findings = Findings()
 
 
 def describe_death(task_name: str, death: Death) -> WorkerDiedError:
     """The error of a task whose worker has died, with all that is known."""
+    cause = find_cause(death.status, death.known, death.findings)
     if death.status is None:
         return WorkerDiedError(
-            f"no worker could be started for {task_name}: {death.reason}"
+            f"no worker could be started for {task_name}: {death.reason}", cause=cause
         )
     number = os.WTERMSIG(death.status) if os.WIFSIGNALED(death.status) else None
     code = os.WEXITSTATUS(death.status) if os.WIFEXITED(death.status) else None
     if number is not None:
         how = f"was ended by signal {number} ({_signal_name(number)})"
     else:
-        how = f"exited with code {code} without answering (os._exit?)"
-    because = f"; {death.reason}" if death.reason else ""
-    lines = "".join(f"\n  {line}" for line in death.last_output)
-    last = f" Its last output:{lines}" if lines else ""
+        how = f"exited with code {code} without answering"
+    what, advice = tell(cause)
+    log = f" (kernel: {death.findings.log})" if death.findings.log else ""
+    also = f"; {death.reason}" if death.reason and death.reason != what else ""
     return WorkerDiedError(
-        f"the worker that ran {task_name} (pid {death.pid}) {how}{because}.{last}",
+        f"the worker that ran {task_name} (pid {death.pid}) {how}: {what}{log}{also}. "
+        f"{advice}{_quote(death.last_output)}",
         death.pid,
         code,
         number,
         death.last_output,
+        cause,
     )
+
+
+def describe_out_of_memory(
+    task_name: str, death: Death, asked: int, used: int, limit: int
+) -> OutOfMemoryError:
+    """The error of a task that was ended before the machine's memory ran out.
+
+    Args:
+        task_name: the task's.
+        death: how its worker ended.
+        asked: bytes that the task had asked for by `memory=`, 0 for none.
+        used: bytes that its process and all below it had in use when it was ended.
+        limit: bytes that all processes together may use safely.
+    """
+    wanted = f"it asked for {_size(asked)}" if asked else "it asked for none (memory=)"
+    return OutOfMemoryError(
+        f"{task_name} (pid {death.pid}) was ended while it used {_size(used)} of "
+        f"memory; {wanted}, and all together may use {_size(limit)} before the "
+        f"kernel ends processes of its own choice. Give the task "
+        f'memory="{_size(used)}", so that fewer run at once, or let it use less.'
+        f"{_quote(death.last_output)}",
+        pid=death.pid,
+        last_output=death.last_output,
+        asked=asked,
+        used=used,
+        limit=limit,
+    )
+
+
+def _quote(lines: tuple[str, ...]) -> str:
+    if not lines:
+        return ""
+    return " Its last output:" + "".join(f"\n  {line}" for line in lines)
+
+
+def _size(count: int) -> str:
+    """Bytes as `memory=` takes them, rounded up: 512MiB, 3.2GiB."""
+    if count < 1 << 30:
+        return f"{-(-count >> 20)}MiB"
+    return f"{-(-count * 10 >> 30) / 10:g}GiB"
 
 
 def _signal_name(number: int) -> str:

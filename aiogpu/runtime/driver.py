@@ -19,11 +19,15 @@ from aiogpu.core.events import (
     Closing,
     Event,
     Outdated,
+    Recovered,
     Revoked,
+    SetAside,
+    Settled,
     TaskSkipped,
     TaskWaits,
     TimePassed,
     WorkerGone,
+    WorkerSpoilt,
     WorkerStarted,
 )
 from aiogpu.core.ids import TaskId, WorkerId
@@ -32,6 +36,7 @@ from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
 from aiogpu.wire.frames import LARGE
@@ -53,12 +58,17 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         assignment: Assignment,
+        clearance: Clearance,
     ) -> None:
         self.scheduler = scheduler
         self._loop = loop
         self._pool = pool
         self._orders = pool.orders
         self._assignment = assignment
+        self._clearance = clearance
+        clearance.on_settled = lambda *told: self.feed(Settled(*told))
+        clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
+        clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
         self._calls: Table[Call] = Table()
         self._deaths: dict[WorkerId, Death] = {}
         self._last_task = 0
@@ -73,6 +83,7 @@ class Driver:
         pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self._on_answer
         pool.hearing.on_skipped = self._on_skipped
+        pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of
         self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Spawn: self._spawn,
@@ -191,6 +202,9 @@ class Driver:
         if call is not None and call.number == skipped.number:
             self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
 
+    def _on_spoilt(self, worker: int) -> None:
+        self.feed(WorkerSpoilt(WorkerId(worker)))
+
     def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
         """A task waits until these have ended, or for none any more."""
         self.feed(TaskWaits(task, children))
@@ -200,10 +214,21 @@ class Driver:
         return call.site.spec.name if call is not None else ""
 
     def _on_gone(self, worker: int, death: Death) -> None:
-        self._deaths[WorkerId(worker)] = death
-        began = self._sent_as(WorkerId(worker), death.begun)
-        self.feed(WorkerGone(WorkerId(worker), began))
-        del self._deaths[WorkerId(worker)]
+        gone = WorkerId(worker)
+        self._deaths[gone] = death
+        began = self._sent_as(gone, death.begun)
+        self.feed(WorkerGone(gone, began, self._settles(gone, death.pid)))
+        del self._deaths[gone]
+
+    def _settles(self, worker: WorkerId, pid: int) -> bool:
+        """Whether it is still to be seen that a worker has left its devices."""
+        record = self.scheduler.workers.get(worker)
+        # Without a process id it never was: nothing of it can be on a device.
+        if record is None or record.lease is None or not pid:
+            return False
+        if self.scheduler.is_closing:
+            return False
+        return self._clearance.end(worker, record.lease, (pid,))
 
     def _on_outdated(self, environment: Environment) -> None:
         self.feed(Outdated(environment))
@@ -218,6 +243,7 @@ class Driver:
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
+            self._clearance.begin(effect.worker, effect.lease)
         self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.messages import Done, Failed, Imported, Log, Message, Skipped
+from aiogpu.wire.messages import Done, Failed, Imported, Log, Message, Skipped, Spoilt
 
 
 class Hearing:
@@ -16,6 +16,7 @@ class Hearing:
     Attributes:
         on_answer: told of a task's end, by the driver's wish.
         on_skipped: told of a task that was not run.
+        on_spoilt: told of a worker that ends after the task that it runs.
         on_nested: told what a task says of its children.
         on_imported: told what a worker has imported.
         name_of: gives the name of a task.
@@ -24,6 +25,7 @@ class Hearing:
     def __init__(self, console: Console) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]
         self.on_skipped: Callable[[int, Skipped], None]
+        self.on_spoilt: Callable[[int], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_imported: Callable[[LiveWorker, Imported], None]
         self.name_of: Callable[[int], str]
@@ -51,6 +53,8 @@ class Hearing:
             self.on_answer(worker.id, message)
         elif isinstance(message, Skipped):
             self.on_skipped(worker.id, message)
+        elif isinstance(message, Spoilt):
+            self.on_spoilt(worker.id)
         elif isinstance(message, Imported):
             self.on_imported(worker, message)
         else:

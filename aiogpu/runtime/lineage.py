@@ -16,7 +16,7 @@ from typing import Final
 
 from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.learning import Learning
-from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygote import IMPORT_LIMIT, Zygote
 from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
 from aiogpu.wire.messages import (
     Imported,
@@ -103,6 +103,7 @@ class Lineage:
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self._next is not None:
             self._next.end()
         self.current.retire()
@@ -139,20 +140,31 @@ class Lineage:
     def _on_ready(self, zygote: Zygote) -> None:
         self.learning.prove(zygote.learnt)
         if zygote is self._next:
-            old, self.current, self._next = self.current, zygote, None
-            _log.debug("zygote %d follows %d", zygote.generation, old.generation)
-            old.retire()
-            self.on_superseded(old)
+            self._next = None
+            self._follow(zygote)
         elif not self._ready.done():
             self._ready.set_result(None)
         if self._is_wanted:
             self._renew_soon()
+
+    def _follow(self, zygote: Zygote) -> None:
+        """Let it serve in the place of the old one, if there is anything in it."""
+        old = self.current
+        gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
+        if not gained and old.ready is not None and not old.is_stale:
+            zygote.end()
+            return
+        self.current = zygote
+        _log.debug("zygote %d follows %d", zygote.generation, old.generation)
+        old.retire()
+        self.on_superseded(old)
 
     def _on_message(self, zygote: Zygote, message: Message) -> None:
         if isinstance(message, LeftOut):
             self._leave_out(message.module, message.reason)
         elif isinstance(message, Stale) and zygote is self.current:
             _log.info("%s was edited; another zygote imports it anew", message.module)
+            zygote.is_stale = True
             self._renew_soon()
 
     def _leave_out(self, module: str, reason: str) -> None:
@@ -178,16 +190,16 @@ class Lineage:
         unfit = zygote.unfit
         if unfit is None:
             self._give_up_learning(zygote)
-        elif unfit.module in self._preload:
+        elif unfit.module in self.learning.modules:
+            self._leave_out(unfit.module, unfit.reason)
+            self._is_wanted = True
+        else:
             _log.warning(
                 "! %s cannot be imported anew: %s; workers go on with what was "
                 "imported before",
                 unfit.module,
                 unfit.reason,
             )
-        else:
-            self._leave_out(unfit.module, unfit.reason)
-            self._is_wanted = True
         if self._is_wanted:
             self._renew_soon()
 
@@ -207,13 +219,37 @@ class Lineage:
 
     def _succeed(self, zygote: Zygote) -> None:
         """Put another in the place of the one that has died, if that may help."""
-        unfit = zygote.unfit
-        if unfit is not None and unfit.module not in self._preload:
+        problem: Exception | None = None
+        if zygote.unfit is not None:
+            problem = self._do_without(zygote.unfit)
+        elif zygote.ready is None and zygote.learnt:
+            self._leave_out_all(zygote.learnt, zygote)
+        elif zygote.is_late:
+            problem = endless_import(zygote)
+        elif self._ready.done() and self._may_restart():
+            status = zygote.status
+            _log.warning("! the zygote ended with status %d; starting another", status)
+        else:
+            words = "".join(f"\n  {line}" for line in zygote.last)
+            text = f"the zygote ended with status {zygote.status}:{words}"
+            problem = NodeStartError(text)
+        if problem is None:
+            self._start_again(zygote)
+        else:
+            self._break(zygote, problem)
+
+    def _do_without(self, unfit: Unfit) -> Exception | None:
+        """Have the next one not import a module; gives the problem if it must."""
+        if unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
-        elif unfit is not None and unfit.is_missing:
-            self._break(zygote, missing_module(unfit))
-            return
-        elif unfit is not None:
+        elif unfit.module not in self._preload:
+            return NodeStartError(
+                f"a bare interpreter cannot be forked here: {unfit.reason}. Look what "
+                f"it runs when it starts (sitecustomize, a debugger, a profiler)."
+            )
+        elif unfit.is_missing:
+            return missing_module(unfit)
+        else:
             _log.warning(
                 "! %s is not preloaded: %s, and a process that does so cannot be "
                 "forked safely; workers import it themselves",
@@ -221,17 +257,7 @@ class Lineage:
                 unfit.reason,
             )
             self._preload.remove(unfit.module)
-        elif zygote.ready is None and zygote.learnt:
-            self._leave_out_all(zygote.learnt, zygote)
-        elif self._ready.done() and self._may_restart():
-            status = zygote.status
-            _log.warning("! the zygote ended with status %d; starting another", status)
-        else:
-            words = "".join(f"\n  {line}" for line in zygote.last)
-            text = f"the zygote ended with status {zygote.status}:{words}"
-            self._break(zygote, NodeStartError(text))
-            return
-        self._start_again(zygote)
+        return None
 
     def _start_again(self, zygote: Zygote) -> None:
         follower = self._make_zygote()
@@ -261,4 +287,13 @@ def missing_module(unfit: Unfit) -> PreloadError:
     return PreloadError(
         f"init(preload=...) names {unfit.module!r}, which cannot be imported: "
         f"{unfit.reason}. Install it, or leave it out."
+    )
+
+
+def endless_import(zygote: Zygote) -> PreloadError:
+    """The error for modules that the user has named and whose import never ends."""
+    named = ", ".join(map(repr, zygote.preload)) or "nothing"
+    return PreloadError(
+        f"init(preload=...) names {named}, and the imports did not end within "
+        f"{IMPORT_LIMIT:g} s for each. Leave out the one that waits for something."
     )

@@ -17,6 +17,8 @@ from typing import Final
 
 from aiogpu.core.specs import Environment
 from aiogpu.errors import NodeError
+from aiogpu.runtime import cause
+from aiogpu.runtime.autopsy import Autopsy, Findings
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.hearing import Hearing
@@ -39,10 +41,10 @@ from aiogpu.wire.messages import (
     Message,
 )
 
+LINGER: Final = 0.1
+"""Seconds between the end of a worker's connection and that of the worker itself."""
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
-LIVES_ON: Final = 0.1
-"""Seconds after which a worker whose connection was closed is taken to be alive."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds that keepers get to end, before they are killed."""
 
@@ -57,6 +59,7 @@ class Pool:
             that were not assigned yet come from a zygote that another has replaced.
         hearing: takes what workers say.
         orders: tells workers what to do.
+        autopsy: finds out what the kernel knows of a death.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Pool:
         self.hearing = Hearing(console)
         self.hearing.on_imported = self._on_imported
         self.orders = Orders(self.workers, zygotes.page)
+        self.autopsy = Autopsy()
         self._loop = loop
         self._zygotes = zygotes
         self._console = console
@@ -132,6 +136,7 @@ class Pool:
     def _on_late_start(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
         worker.reason = f"it did not connect within {START_LIMIT:g} s"
+        worker.cause = cause.NOT_STARTED
         if worker.slot.keeper is not None:
             worker.slot.keeper.send(End(worker.id))
         else:
@@ -145,9 +150,12 @@ class Pool:
 
     def kill(self, worker_id: int) -> None:
         """End a worker and all that it has started, at once."""
-        worker = self.workers[worker_id]
+        self._end(self.workers[worker_id], cause.ENDED)
+
+    def _end(self, worker: LiveWorker, why: str) -> None:
         if worker.slot.keeper is not None and worker.status is None:
-            worker.slot.keeper.send(End(worker_id))
+            worker.cause = worker.cause or why
+            worker.slot.keeper.send(End(worker.id))
 
     def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
         slot = self._slots.get(hello.id)
@@ -212,11 +220,12 @@ class Pool:
         self._slots.forget(slot)
         worker = slot.worker
         if worker is not None:
-            worker.reason = "the keeper process of its slot died"
             if worker.pid:
                 worker.status = int(signal.SIGKILL)
-            elif slot.zygote.problem is not None:
-                worker.reason = str(slot.zygote.problem)
+                worker.cause = cause.KEEPER_DIED
+            else:
+                problem = slot.zygote.problem
+                worker.reason = str(problem or "the keeper process of its slot died")
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
@@ -251,16 +260,9 @@ class Pool:
         worker.peer = worker.slot.output.peer = None
         self._check_gone(worker)
         if not worker.is_gone:
-            # How it has ended, if it has, is known in a moment.
-            self._loop.call_later(LIVES_ON, self._end_silent, worker)
-
-    def _end_silent(self, worker: LiveWorker) -> None:
-        if worker.status is None and not worker.is_gone and not self._is_closing:
-            worker.reason = (
-                "it had closed its connection to the node and lived on (os.execv, "
-                "os.closerange?)"
-            )
-            self.kill(worker.id)
+            # It may have closed its descriptors and live on; or be about to end, and
+            # then it is better not to have ended it.
+            self._loop.call_later(LINGER, self._end, worker, cause.DISCONNECTED)
 
     def _check_gone(self, worker: LiveWorker, is_certain: bool = False) -> None:
         if worker.is_gone:
@@ -276,7 +278,18 @@ class Pool:
             self._slots.put_back(slot)
         last = tuple(slot.output.last)
         begun = self._zygotes.page.begun(slot.index)
-        death = Death(worker.pid, worker.status, last, worker.reason, begun)
+        findings = Findings()
+        if cause.is_kernels(worker.status, worker.cause):
+            findings = self.autopsy.examine(worker.pid)
+        death = Death(
+            worker.pid,
+            worker.status,
+            last,
+            worker.reason,
+            begun,
+            worker.cause,
+            findings,
+        )
         tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
 

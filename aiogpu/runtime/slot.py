@@ -33,6 +33,7 @@ class LiveWorker:
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
         reason: what else is known of its end.
+        cause: why it ended, where that is known from the start.
     """
 
     id: int
@@ -47,6 +48,7 @@ class LiveWorker:
     children: dict[int, int] = field(default_factory=dict)
     status: int | None = None
     reason: str = ""
+    cause: str = ""
     is_gone: bool = False
 
     def introduce(self, site: Site) -> list[Message]:

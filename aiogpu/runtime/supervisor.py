@@ -16,14 +16,15 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygote import Surroundings
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.setup import socket_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
+    from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
 
@@ -48,6 +49,7 @@ class Supervisor:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._parts: Parts | None = None
+        self._clearance: Clearance | None = None
         self.driver: Driver | None = None
 
     async def start_zygote(
@@ -74,6 +76,8 @@ class Supervisor:
             lambda: Peer(pool.greeted), socket_path(directory), backlog=64
         )
         zygotes.start()
+        # While the zygote starts: nothing can have died yet.
+        pool.autopsy.begin()
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check
@@ -88,12 +92,17 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
+        from aiogpu.runtime.clearance import Clearance
         from aiogpu.runtime.driver import Driver
         from aiogpu.runtime.nest import Nest
 
+        devices = scheduler.ledger.device_sets.values()
+        # Before the zygote is ready: a driver may take seconds to start.
+        clearance = Clearance(self._loop, devices, assignment.accelerators)
+        self._clearance = clearance
         await self._parts.zygotes.ready()
         pool = self._parts.pool
-        self.driver = Driver(self._loop, scheduler, pool, assignment)
+        self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         pool.hearing.on_nested = Nest(self.driver, check).on_message
         return self.driver
 
@@ -106,7 +115,10 @@ class Supervisor:
         if self.driver is not None:
             patience = self.driver.scheduler.patience
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
+        if self._clearance is not None:
+            await self._clearance.close()
         await parts.pool.close()
+        parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
         # Before the zygote is asked to end: if we are killed now, it does this.
@@ -120,7 +132,10 @@ class Supervisor:
         """Give up at once, where no loop runs any more; workers see us end."""
         parts, self._parts = self._parts, None
         if parts is not None:
+            parts.pool.autopsy.close()
             remove_directory(parts.directory)
+        if self._clearance is not None:
+            self._clearance.quit()
 
     @property
     def pids(self) -> dict[int, int]:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
 from aiogpu.errors import NodeStartError
-from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
-from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.process import Process, start_interpreter
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
 from aiogpu.wire.forking import Check, Keep, Lost, Ready, Unfit
 from aiogpu.wire.messages import (
@@ -29,64 +26,12 @@ from aiogpu.wire.setup import Setup
 
 CHECKS: Final = 1.0
 """Seconds after which it is asked again whether modules were edited."""
+IMPORT_LIMIT: Final = 60.0
+"""Seconds that a zygote gets for each module that it is to import."""
 LAST_WORD: Final = 0.5
 """Seconds after a zygote's end in which what it sent before is still read."""
 PATIENCE: Final = 5.0
 """Seconds that a zygote gets to end by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What all zygotes of a node share, as it was when the node was opened.
-
-    A later generation finds what the first one has found, whatever the program has
-    done to its own environment, path or directory meanwhile.
-
-    Attributes:
-        node: the node's id.
-        directory: where its socket and pipes are.
-        page: descriptor of the control page.
-        place: descriptor of the working directory, None where we may not even
-            enter it.
-        cgroup: the node's, chosen before the first start.
-        learns: whether workers report what they import.
-    """
-
-    node: str
-    directory: str
-    page: int
-    place: int | None
-    cgroup: NodeCgroup
-    learns: bool
-    environ: Mapping[str, str]
-    sys_path: Sequence[str]
-
-    @classmethod
-    def take(
-        cls, node: str, directory: str, cgroup: NodeCgroup, learns: bool
-    ) -> Surroundings:
-        """What they are now, with a new control page."""
-        try:
-            place = os.open(".", os.O_PATH | os.O_CLOEXEC)
-        except OSError:
-            place = None
-        return cls(
-            node=node,
-            directory=directory,
-            page=ControlPage.create(),
-            place=place,
-            cgroup=cgroup,
-            learns=learns,
-            environ=dict(os.environ),
-            # Python ignores what else there may be, such as a Path.
-            sys_path=[str(path) for path in sys.path if isinstance(path, str)],
-        )
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self.page)
-        if self.place is not None:
-            os.close(self.place)
 
 
 class Zygote:
@@ -104,6 +49,8 @@ class Zygote:
         status: its wait status, once it has ended.
         last: its last lines of output, once it has ended.
         is_over: it has ended, and all that it said was read.
+        is_late: it was killed since its imports did not end.
+        is_stale: something that it has imported was edited since.
         problem: why none follows it, None while it lives or one does.
         on_ready, on_end: told of it.
         on_lost_slot: told of a slot whose keeper has died, with all below it.
@@ -129,6 +76,8 @@ class Zygote:
         self.status = 0
         self.last: tuple[str, ...] = ()
         self.is_over = False
+        self.is_late = False
+        self.is_stale = False
         self.problem: Exception | None = None
         self.on_ready: Callable[[Zygote], None]
         self.on_end: Callable[[Zygote], None]
@@ -198,6 +147,17 @@ class Zygote:
             os.close(writing)
         self._output = ZygoteOutput(self._loop, self._console, reading, child.pid)
         self._process = Process(self._loop, child, self._on_process_end)
+        # What is learnt may be imported twice, once by a probe.
+        count = 1 + len(self.preload) + 2 * len(self.learnt)
+        self._killer = self._loop.call_later(count * IMPORT_LIMIT, self._on_late)
+
+    def _on_late(self) -> None:
+        self.is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     def greeted(self, peer: Peer) -> None:
         """Take over its connection."""
@@ -241,9 +201,10 @@ class Zygote:
             self._conclude()
         if self._process is None:
             return
+        self._stop_killer()
         if self._peer is not None and self.ready is not None:
             self._peer.send(Close())
-            self._killer = self._loop.call_later(PATIENCE, self._process.kill)
+            self._killer = self._loop.call_later(PATIENCE, self._kill)
         else:
             # It is still importing, and reads nothing until it has done so.
             self._process.kill()
@@ -259,6 +220,7 @@ class Zygote:
         for message in messages:
             if isinstance(message, Ready):
                 self.ready = message
+                self._stop_killer()
                 slots, self._waiting = self._waiting, []
                 for slot in slots:
                     self.keep(slot)
@@ -283,12 +245,17 @@ class Zygote:
         if self._timer is not None:
             self._conclude()
 
+    def _stop_killer(self) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+            self._killer = None
+
     def _conclude(self) -> None:
         """All is known of its end."""
-        for timer in (self._timer, self._killer):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._killer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._stop_killer()
         if self._peer is not None:
             self._peer.cut_off()
             self._peer = None

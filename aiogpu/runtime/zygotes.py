@@ -17,8 +17,9 @@ from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.early import early_variables
 from aiogpu.runtime.lineage import Lineage
+from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygote import Surroundings, Zygote
+from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.messages import Hello, Imported
 
 MOST_OTHERS: Final = 4

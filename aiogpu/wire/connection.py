@@ -36,6 +36,7 @@ from aiogpu.wire.messages import (
     Run,
     Signal,
     Skipped,
+    Spoilt,
     Submit,
     Wait,
     Withdraw,
@@ -52,7 +53,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
     KEEPER: frozenset({Forked, Ended}),
     WORKER: frozenset(
-        {Done, Failed, Log, Skipped, Declare, Submit, Wait, Withdraw, Imported}
+        {Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw, Imported}
     ),
 }
 """What a peer of each role may say to the driver after its greeting."""

@@ -154,6 +154,12 @@ class Skipped(NamedTuple):
     number: int
 
 
+class Spoilt(NamedTuple):
+    """Worker to driver: I end after the answer that follows, unfit for another task."""
+
+    task: int
+
+
 class Declare(NamedTuple):
     """Worker to driver: what the children of this site are; see `Define`.
 
@@ -260,6 +266,7 @@ Message = (
     | Check
     | Stale
     | Imported
+    | Spoilt
 )
 
 TAGS: Final[dict[type[Message], int]] = {

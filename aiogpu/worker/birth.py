@@ -6,9 +6,7 @@ the fork shares it, and little is left that each fresh worker pays.
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import sys
 from typing import Final
 
@@ -17,7 +15,7 @@ from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
-from aiogpu.worker.environ import renew_randomness
+from aiogpu.worker.environ import seeds
 from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
@@ -36,11 +34,14 @@ class Birth:
     def __init__(
         self, setup: Setup, page: ControlPage, imports: Imports, threads: Threads
     ) -> None:
-        self._setup = setup
         self._path = socket_path(setup.directory)
         self._interrupts = Interrupts(page)
+        self._interrupts.install()
         self._channel = Channel(self._interrupts)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
+        self._worker.footing.find()
+        self._seeds = seeds()
+        current.node = setup.node
         rehearse(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:
@@ -49,12 +50,10 @@ class Birth:
         kernel.set_process_name(f"aiogpu-work-{worker}")
         # A session of its own: signals that user code sends to its group stay here.
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        atexit._clear()
-        renew_randomness()
-        current.worker, current.node = worker, self._setup.node
-        self._interrupts.install(slot)
+        for renew in self._seeds:
+            renew()
+        current.worker = worker
+        self._interrupts.attend(slot)
         process = self._worker
         process.begin()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
 
 from aiogpu.wire.messages import Bind
@@ -31,17 +32,19 @@ def restore() -> None:
             os.environ[name] = value
 
 
-def renew_randomness() -> None:
-    """Seed anew the generators that libraries imported before the fork.
+def seeds() -> list[Callable[[], object]]:
+    """What seeds the generators anew that libraries have imported by now.
 
     A fork repeats its parent's numbers. The standard library's `random` sees to
     itself after a fork; numpy's and torch's global generators do not. What torch has
     for devices is seeded when CUDA begins, which is after the fork.
     """
+    found: list[Callable[[], object]] = []
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         # Without an argument it would take four times as long.
-        numpy_random.seed(memoryview(os.urandom(16)).cast("I"))
+        found.append(lambda: numpy_random.seed(memoryview(os.urandom(16)).cast("I")))
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.seed()
+        found.append(torch.default_generator.seed)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from time import perf_counter
@@ -15,9 +16,10 @@ from aiogpu.wire.failure import (
     UNSENDABLE,
     pack_failure,
 )
-from aiogpu.wire.messages import Define, Done, Failed, Run
+from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.payload import dump_result, load_arguments, load_function
 from aiogpu.worker.context import current
+from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
     from aiogpu.worker.channel import Channel
@@ -30,11 +32,16 @@ OWN_FRAMES: Final = "/aiogpu/worker/"
 
 
 class Executor:
-    """The functions that a worker knows, and the way to run them."""
+    """The functions that a worker knows, and the way to run them.
+
+    Attributes:
+        is_spoilt: this process is unfit for another task.
+    """
 
     def __init__(
         self, channel: Channel, interrupts: Interrupts, threads: Threads
     ) -> None:
+        self.is_spoilt = False
         self._channel = channel
         self._interrupts = interrupts
         self._threads = threads
@@ -72,10 +79,19 @@ class Executor:
             return outcome
         self._raised = outcome.error
         kind, error = outcome.kind, outcome.error
+        if any(current.accelerators.values()):
+            self._note_poison(message.task, error)
         if self._interrupts.is_asked(message.task):
             self._interrupts.hear(message.task)
             kind = STOPPED
         return pack_failure(message.task, kind, error, OWN_FRAMES)
+
+    def _note_poison(self, task: int, error: BaseException) -> None:
+        name = poisoned_by(error)
+        if name is not None:
+            self.is_spoilt = True
+            tell(error, name, os.getpid())
+            self._channel.send(Spoilt(task))
 
     def exit_code(self) -> int:
         """What a program that ended as the last task did would exit with.

@@ -16,6 +16,11 @@ class Footing:
 
     def __init__(self, restore_handler: Callable[[], None]) -> None:
         self._restore_handler = restore_handler
+        self._directory = -1
+        self._mask = -1
+
+    def find(self) -> None:
+        """Note where this process stands: in the zygote, for all its workers."""
         # The directory may be unreadable, or removed under the program's feet.
         try:
             self._directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
@@ -26,10 +31,12 @@ class Footing:
 
     def restore(self) -> None:
         """Undo what a task did to it."""
-        try:
-            os.fchdir(self._directory)
-        except OSError:
-            # It was removed or closed, and is no better for the next task.
-            self._directory = -1
-        os.umask(self._mask)
+        if self._directory >= 0:
+            try:
+                os.fchdir(self._directory)
+            except OSError:
+                # It was removed or closed, and is no better for the next task.
+                self._directory = -1
+        if self._mask >= 0:
+            os.umask(self._mask)
         self._restore_handler()

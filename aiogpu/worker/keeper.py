@@ -44,6 +44,7 @@ class Keeper:
         kernel.set_process_name(f"aiogpu-keep-{slot}")
         kernel.adopt_orphans()
         self._cgroup = SlotCgroup(setup.cgroup, slot)
+        self._score = kernel.OomScore()
         for stream in (1, 2):
             # Without O_NONBLOCK a driver that died meanwhile would hang us here.
             output = os.open(
@@ -81,15 +82,19 @@ class Keeper:
 
     def _fork(self, worker: int) -> None:
         me = os.getpid()
+        # The kernel is to take a worker, never the driver.
+        self._score.expose()
         pid = os.fork()
         if pid == 0:
             try:
                 self._watch.leave()
                 self._cgroup.forget()
+                self._score.close()
                 os.close(self._watch.driver)
                 self._worker_main(worker, self._slot, me)
             finally:
                 os._exit(1)
+        self._score.restore()
         self._worker, self._pid = worker, pid
         self._watch.send(Forked(worker, pid))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -19,6 +21,18 @@ _prctl: Final = ctypes.CDLL(None, use_errno=True).prctl
 # Keeps the GIL: between a fork and the interpreter's own hooks nothing else may run.
 _syscall: Final = ctypes.PyDLL(None, use_errno=True).syscall
 _python: Final = ctypes.pythonapi
+
+
+_DEFAULT: Final = int(signal.SIG_DFL)
+
+
+def set_default_handler(number: int) -> None:
+    """Have a signal do what it does by default.
+
+    `signal.signal` does the same by way of enums; in a fork these are 20 pages more
+    to copy.
+    """
+    _signal.signal(int(number), _DEFAULT)
 
 
 def set_process_name(name: str) -> None:
@@ -89,6 +103,41 @@ def fork_into(group: int) -> int:
     if pid < 0:
         raise OSError(problem, f"clone3: {os.strerror(problem)}")
     return pid
+
+
+class OomScore:
+    """How gladly the kernel ends this process when memory runs out (proc(5)).
+
+    Forks inherit it. To raise it for a fork and lower it again takes two writes of
+    about 1 µs to a file that stays open; the child's own would take 35 µs.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._own = b"0"
+        with suppress(OSError):
+            self._file = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self._own = os.pread(self._file, 16, 0)
+
+    def expose(self) -> None:
+        """Be the first to go, before any process that has not done so."""
+        self._write(b"1000")
+
+    def restore(self) -> None:
+        """Be as gladly ended as at first."""
+        self._write(self._own)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, value: bytes) -> None:
+        if self._file >= 0:
+            # A sandbox may forbid it; then the kernel chooses as it likes.
+            with suppress(OSError):
+                os.pwrite(self._file, value, 0)
 
 
 def children() -> list[int]:

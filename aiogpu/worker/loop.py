@@ -23,7 +23,11 @@ from aiogpu.worker.threads import Threads
 
 
 class Worker:
-    """One worker process; made in a fresh fork of a keeper."""
+    """One worker process; made in the zygote, begun in a fresh fork.
+
+    Attributes:
+        footing: what each task finds as the first one has found it.
+    """
 
     def __init__(
         self,
@@ -38,14 +42,13 @@ class Worker:
         self._stdio = Stdio(channel)
         self._is_foreign = False
         self._executor = Executor(channel, interrupts, threads)
-        self._footing: Footing | None = None
+        self.footing = Footing(interrupts.restore)
         self._children = Children(channel)
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
         current.children = self._children
         self._stdio.begin()
-        self._footing = Footing(self._interrupts.restore)
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
@@ -67,7 +70,8 @@ class Worker:
         while True:
             message = self._channel.next()
             if type(message) is Run:
-                if self._run(message) and message.is_last:
+                has_run = self._run(message)
+                if has_run and (message.is_last or self._executor.is_spoilt):
                     return
             elif type(message) is Define:
                 self._executor.define(message)
@@ -97,8 +101,7 @@ class Worker:
             self._channel.send(self._imports.take())
         self._children.end_task()
         restore()
-        if self._footing is not None:
-            self._footing.restore()
+        self.footing.restore()
         self._stdio.restore()
         return True
 
@@ -109,9 +112,9 @@ class Worker:
         330 ms with torch, and the kernel takes everything back anyway.
         """
         try:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            if atexit._ncallbacks():
+                atexit._run_exitfuncs()
+            self._stdio.flush()
             self._stdio.end_lines()
         finally:
             os._exit(0)

@@ -35,6 +35,13 @@ class Unmoved(Threads):
         """Nothing."""
 
 
+class Deaf(Interrupts):
+    """Leaves the signal to the real one."""
+
+    def restore(self) -> None:
+        """Nothing."""
+
+
 def nothing(*_args: object, **_kwargs: object) -> None:
     """What the rehearsed tasks run."""
 
@@ -59,7 +66,7 @@ def rehearse(rounds: int) -> None:
 def _play(page: ControlPage) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        interrupts = Interrupts(page)
+        interrupts = Deaf(page)
         channel = Channel(interrupts)
         channel.use(theirs)
         payload = dump_arguments("nothing", (1, "a"), {})

@@ -106,6 +106,13 @@ class Stdio:
             for stream in (1, 2)
         )
 
+    def flush(self) -> None:
+        """Have whatever stands in for the streams write what it holds back."""
+        for stream, own in zip((sys.stdout, sys.stderr), self._texts, strict=True):
+            # Ours hold nothing back.
+            if stream is not own:
+                stream.flush()
+
     def end_lines(self) -> None:
         """Send unfinished lines; the task that wrote them is over."""
         for sender in self.senders:

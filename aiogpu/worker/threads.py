@@ -30,7 +30,6 @@ class Threads:
         self._scanned: tuple[str, ...] = ()
         self._controller: Any = None
         self._set: dict[str, int] = {}
-        self._torch = 1
         self._is_users: bool | None = None
         self._cpus = 0
 
@@ -47,6 +46,17 @@ class Threads:
         self._set = {
             each.filepath: each.num_threads for each in self._controller.lib_controllers
         }
+
+    def begin_with_one(self) -> None:
+        """In the zygote: be ready for tasks with one CPU, which are most of them.
+
+        What was loaded here uses one thread already.
+        """
+        if VARIABLE not in os.environ:
+            keep(VARIABLE, "1")
+            self._is_users = False
+            if all(count == 1 for count in self._set.values()):
+                self._cpus = 1
 
     def adapt(self, cpus: float) -> None:
         """See to it that a task uses as many threads as it has whole CPUs.

@@ -18,6 +18,7 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import Connection, greeting
 from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Close, Message
+from aiogpu.worker import kernel
 
 CHUNK: Final = 65536
 
@@ -117,7 +118,7 @@ class Watch:
     def leave(self) -> None:
         """Close all but the driver's pidfd: this process is a fork and goes on."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        kernel.set_default_handler(signal.SIGCHLD)
         os.close(self._wake)
         os.close(self._wakeup)
         self._socket.close()

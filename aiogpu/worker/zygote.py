@@ -6,6 +6,7 @@ running worker; the driver's death ends it, and it takes the node's directory al
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -69,6 +70,7 @@ class Zygote:
             return
         files = Files(began)
         self._threads.scan()
+        self._threads.begin_with_one()
         if self._setup.learns:
             self._imports.watch()
         self._birth = Birth(self._setup, self._page, self._imports, self._threads)
@@ -104,6 +106,10 @@ class Zygote:
         if pid == 0:
             try:
                 self._watch.leave()
+                # What follows is the workers' too, who shall not pay for it.
+                atexit._clear()
+                for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
                 begin = self._birth.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException:  # noqa: BLE001 - the fork must not return

@@ -8,10 +8,14 @@
  *   init_error CODE                    nvmlInit fails with that nvmlReturn_t
  *   fail FUNCTION CODE                 that function fails, for all devices
  *   device UUID PCI TOTAL USED NAME    the name is the rest of the line
- *   process INDEX PID BYTES            a process on a device named before
+ *   process INDEX PID BYTES            a process on a device named before, on the
+ *                                      compute list; -1 bytes are not available
+ *   mps INDEX PID BYTES                the same on the list of MPS clients
+ *   graphics INDEX PID BYTES           the same on the graphics list
  *   lost INDEX                         all about it fails with GPU_IS_LOST
  *   forbidden INDEX                    its handle fails with NO_PERMISSION
  *
+ * Where AIOGPU_STUB_NVML_CALLS names a file, each call's function is added to it.
  * A line that is none of these makes every call fail with UNKNOWN (999). To leave a
  * symbol out, compile with -DnvmlName=absent_nvmlName.
  */
@@ -44,8 +48,10 @@ typedef struct {
     int lost, forbidden;
 } Device;
 
+enum { COMPUTE, MPS, GRAPHICS };
+
 typedef struct {
-    int device;
+    int device, list;
     unsigned pid;
     unsigned long long bytes;
 } Process;
@@ -107,7 +113,15 @@ static int read_line(State *s, const char *line)
         s->device[s->devices++] = d;
         return 1;
     }
-    if (sscanf(line, "process %d %u %llu", &p.device, &p.pid, &p.bytes) == 3) {
+    if (sscanf(line, "process %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
+        p.list = COMPUTE;
+    else if (sscanf(line, "mps %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
+        p.list = MPS;
+    else if (sscanf(line, "graphics %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
+        p.list = GRAPHICS;
+    else
+        p.list = -1;
+    if (p.list >= 0) {
         if (s->processes == PROCESSES) return 0;
         if (p.device < 0 || p.device >= s->devices) return 0;
         s->process[s->processes++] = p;
@@ -120,6 +134,16 @@ static int read_line(State *s, const char *line)
     return 0;
 }
 
+static void note_call(const char *function)
+{
+    const char *path = getenv("AIOGPU_STUB_NVML_CALLS");
+    FILE *file = path ? fopen(path, "a") : NULL;
+
+    if (!file) return;
+    fprintf(file, "%s\n", function);
+    fclose(file);
+}
+
 /* Read the state and say whether `function` may go on. */
 static int look(State *s, const char *function)
 {
@@ -128,6 +152,7 @@ static int look(State *s, const char *function)
     char line[LINE];
     int fine = 1;
 
+    note_call(function);
     memset(s, 0, sizeof *s);
     if (!file) return UNKNOWN;
     while (fine && fgets(line, sizeof line, file)) fine = read_line(s, line);
@@ -295,23 +320,49 @@ int nvmlDeviceGetMemoryInfo_v2(Handle handle, Memory2 *memory)
 }
 
 /* Called twice: with too little room it says how much is needed. */
-int nvmlDeviceGetComputeRunningProcesses_v3(Handle handle, unsigned *count,
-                                            ProcessInfo *infos)
+static int list(const char *function, int which, Handle handle, unsigned *count,
+                ProcessInfo *infos)
 {
     State s;
     Device *d;
-    int code = look_at(&s, __func__, handle, &d);
+    int code = look_at(&s, function, handle, &d);
     unsigned room = *count, found = 0;
 
     if (code) return code;
     for (int i = 0; i < s.processes; i++) {
         Process *p = &s.process[i];
 
-        if (&s.device[p->device] != d) continue;
+        if (&s.device[p->device] != d || p->list != which) continue;
         if (infos && found < room)
             infos[found] = (ProcessInfo){p->pid, p->bytes, ~0u, ~0u};
         found++;
     }
     *count = found;
     return found > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(Handle h, unsigned *count, ProcessInfo *to)
+{
+    return list(__func__, COMPUTE, h, count, to);
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v2(Handle h, unsigned *count, ProcessInfo *to)
+{
+    return list(__func__, COMPUTE, h, count, to);
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle h, unsigned *count,
+                                               ProcessInfo *to)
+{
+    return list(__func__, MPS, h, count, to);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(Handle h, unsigned *count, ProcessInfo *to)
+{
+    return list(__func__, GRAPHICS, h, count, to);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v2(Handle h, unsigned *count, ProcessInfo *to)
+{
+    return list(__func__, GRAPHICS, h, count, to);
 }

@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class StubGpu:
-    """One GPU as the stub tells it; `processes` are pairs of pid and bytes."""
+    """One GPU as the stub tells it; processes are pairs of pid and bytes, by list."""
 
     uuid: str
     name: str = "NVIDIA A100-SXM4-40GB"
@@ -37,6 +37,8 @@ class StubGpu:
     total: int = 40 * GIB
     used: int = 0
     processes: tuple[tuple[int, int], ...] = ()
+    mps: tuple[tuple[int, int], ...] = ()
+    graphics: tuple[tuple[int, int], ...] = ()
 
 
 def gpus(count: int, name: str = "NVIDIA A100-SXM4-40GB") -> list[StubGpu]:
@@ -106,6 +108,8 @@ class StubNvml:
         lines += [f"fail {name} {code}" for name, code in (fail or {}).items()]
         for index, gpu in enumerate(devices):
             lines += [f"process {index} {pid} {size}" for pid, size in gpu.processes]
+            lines += [f"mps {index} {pid} {size}" for pid, size in gpu.mps]
+            lines += [f"graphics {index} {pid} {size}" for pid, size in gpu.graphics]
         lines += [f"lost {index}" for index in lost]
         lines += [f"forbidden {index}" for index in forbidden]
         # Replaced in one step: a program may be reading it at this moment.

@@ -3,6 +3,7 @@
 import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia, inventory
+from aiogpu.accelerators.nvml_watch import NvmlWatch
 
 pytestmark = pytest.mark.gpu
 
@@ -45,3 +46,19 @@ def test_the_variable_is_read_against_the_real_cards(cards):
 def test_another_order_makes_detection_answer_in_uuids(cards):
     devices = Nvidia().devices({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, None)
     assert [device.id for device in devices] == [uuid for uuid, _, _ in cards]
+
+
+def test_a_card_tells_its_processes_and_its_memory():
+    watch = NvmlWatch()
+    watch.open()
+    try:
+        for device in Nvidia().devices({}, None):
+            assert watch.knows(device)
+            sample = watch.look(device)
+            assert sample.problem is None
+            assert sample.processes is not None
+            assert sample.used is not None
+            assert 0 < sample.used < device.memory
+        assert watch.driver_version
+    finally:
+        watch.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
+from aiogpu.accelerators.nvml_watch import is_host_namespace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_leaks")]
 
@@ -34,6 +36,21 @@ async def test_torch_sees_the_assigned_device_alone() -> None:
     assert seen["count"] == 1
     assert seen["sum"] == float(1 << 20)
     assert cards[seen["ids"][0]].uuid == seen["uuid"]
+
+
+@pytest.mark.parametrize("share", [1, 0.25])
+async def test_a_card_comes_back_after_a_task_of_torchs(share: float) -> None:
+    """[B26] NVML lists a real process, and then does not."""
+    pytest.importorskip("torch", reason="torch has a context on the card")
+    async with aiogpu.init():
+        total = (await aiogpu.cluster_resources())["GPU"]
+        await seen_by_torch.options(num_gpus=share).remote()
+        async with asyncio.timeout(20):
+            while (status := await aiogpu.status()).available["GPU"] != total:
+                await asyncio.sleep(0)
+        assert [device.aside for device in status.devices] == [None] * int(total)
+        if is_host_namespace():
+            assert not any(device.is_unverified for device in status.devices)
 
 
 async def test_torch_sees_no_device_without_asking() -> None:

@@ -132,6 +132,45 @@ async def test_a_module_that_starts_threads_is_left_out(
     assert "with_thread is not preloaded: it left 1 threads" in record.getMessage()
 
 
+async def test_a_module_that_opens_a_device_is_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    (tmp_path / "with_device.py").write_text(
+        "from aiogpu.worker import fitness\n"
+        f"fitness.DEVICE_FILES = ({str(device)!r},)\n"
+        f"file = open({str(device)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with aiogpu.init(num_cpus=1, preload=["with_device"]):
+        assert await tasks.modules.remote("with_device") == {"with_device": False}
+    (record,) = caplog.records
+    assert f"with_device is not preloaded: it opened {device}" in record.getMessage()
+
+
+async def test_a_module_whose_import_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(aiogpu.PreloadError, match=r"'raising'.*ZeroDivisionError"):
+        await aiogpu.init(preload=["raising", "auto"])
+
+
+async def test_a_module_whose_import_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.zygote.IMPORT_LIMIT", 0.2)
+    (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(aiogpu.PreloadError, match=r"names 'endless', .* did not end"):
+        await aiogpu.init(preload=["endless"])
+    assert psutil.Process().children() == []
+
+
 async def test_what_a_preloaded_module_prints_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import SLOTS
+from aiogpu.runtime import cause, pool
+from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import SITES_KEPT
@@ -43,7 +45,10 @@ from aiogpu.wire.messages import (
 from tests.runtime import sites
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
 
-LOST = "the keeper process of its slot died"
+
+def lost(pid: int, last_output: tuple[str, ...] = ()) -> Death:
+    """The death of a worker whose keeper has died."""
+    return Death(pid, int(signal.SIGKILL), last_output, known=cause.KEEPER_DIED)
 
 
 class House:
@@ -58,6 +63,8 @@ class House:
             str(directory),
             lambda pid, number: self.signals.append((pid, number)),
         )
+        # Whatever the machine has killed before, these tests are not concerned.
+        self.pool.autopsy.begin()
         self.signals: list[tuple[int, int]] = []
         self.told: list[tuple[object, ...]] = []
         self.pool.on_started = lambda worker: self.told.append(("started", worker))
@@ -133,21 +140,6 @@ async def test_a_worker_from_the_wish_to_its_end(house: House) -> None:
     assert house.zygotes.kept == [0]
 
 
-async def test_one_that_closes_its_connection_and_lives_on(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aiogpu.runtime.pool.LIVES_ON", 0.0)
-    keeper, worker = house.start()
-    keeper.taken()
-    worker.on_lost()
-    while not (orders := keeper.taken()):
-        await asyncio.sleep(0)
-    assert orders == [End(1)]
-    keeper.on_messages([Ended(1, 9)])
-    _, _, death = house.told[-1]
-    assert "lived on" in death.reason
-
-
 async def test_a_worker_may_greet_before_its_keeper_reports(house: House) -> None:
     house.pool.spawn(1)
     keeper = house.keeper()
@@ -171,8 +163,55 @@ async def test_it_is_gone_when_both_have_come(first: str, house: House) -> None:
         assert house.told == []
         house.pool.kill(1)
         keeper.on_messages([Ended(1, 9)])
-    assert house.told[-1] == ("gone", 1, Death(1001, 9))
+    known = "" if first == "Ended" else cause.ENDED
+    assert house.told[-1] == ("gone", 1, Death(1001, 9, known=known))
     assert house.pool.workers == {}
+
+
+async def test_one_that_only_closes_its_connection_is_ended(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "LINGER", 0.0)
+    keeper, worker = house.start()
+    worker.on_lost()
+    assert keeper.sent == [], "it may be about to end by itself"
+    async with asyncio.timeout(20):
+        while not keeper.sent:
+            await asyncio.sleep(0)
+    assert keeper.taken() == [End(1)]
+    keeper.on_messages([Ended(1, 9)])
+    death = Death(1001, 9, known=cause.DISCONNECTED)
+    assert house.told == [("gone", 1, death)]
+    house.pool.spawn(2)
+    keeper.sent.clear()
+    house.worker(2).on_lost()
+    keeper.on_messages([Ended(2, 0)])
+    await asyncio.sleep(0)
+    assert keeper.sent == []
+
+
+@pytest.mark.parametrize(
+    ("status", "is_asked_of_the_kernel"),
+    [(9, True), (11, True), (2, False), (0, False)],
+)
+async def test_the_kernel_is_asked_of_its_own_killings(
+    status: int, is_asked_of_the_kernel: bool, house: House
+) -> None:
+    found = Findings(1, 1, "Killed process 1001 (python)")
+    asked: list[int] = []
+
+    class PaperAutopsy:
+        def examine(self, pid: int) -> Findings:
+            asked.append(pid)
+            return found
+
+    house.pool.autopsy = PaperAutopsy()  # type: ignore[assignment]
+    keeper, worker = house.start()
+    worker.on_lost()
+    keeper.on_messages([Ended(1, status)])
+    findings = found if is_asked_of_the_kernel else Findings()
+    assert house.told == [("gone", 1, Death(1001, status, findings=findings))]
+    assert asked == ([1001] if is_asked_of_the_kernel else [])
 
 
 async def test_messages_about_others_are_not_heeded(house: House) -> None:
@@ -364,7 +403,7 @@ async def test_a_keeper_that_dies_takes_its_slot_along(
     else:
         house.zygotes.on_lost_slot(0)
         keeper.on_lost()
-    death = Death(1001, int(signal.SIGKILL), ("last words",), LOST)
+    death = lost(1001, ("last words",))
     assert house.told == [("gone", 1, death)]
     worker.on_lost()
     house.zygotes.on_lost_slot(0)
@@ -395,7 +434,7 @@ async def test_a_late_end_of_a_keeper_does_not_touch_its_successor(
     assert house.told == []
     assert set(house.pool.workers) == {2}
     second.on_lost()
-    assert house.told == [("gone", 2, Death(1002, 9, (), LOST))]
+    assert house.told == [("gone", 2, lost(1002))]
 
 
 async def test_an_idle_keeper_that_dies_is_not_used(house: House) -> None:
@@ -413,14 +452,14 @@ async def test_orphaned_keepers_report_themselves(house: House) -> None:
     house.zygotes.die()
     assert house.told == []
     keeper.on_lost()
-    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+    assert house.told == [("gone", 1, lost(1001))]
 
 
 async def test_zygote_and_keeper_die_at_once(house: House) -> None:
     keeper, _ = house.start()
     keeper.on_lost()
     house.zygotes.die()
-    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+    assert house.told == [("gone", 1, lost(1001))]
 
 
 async def test_the_next_zygote_is_asked_for_keepers_that_never_came(
@@ -456,9 +495,9 @@ async def test_a_keeper_outlives_its_zygote_and_dies(house: House) -> None:
     second, _ = house.start(2)
     first.on_lost()
     house.zygotes.break_for_good(NodeStartError("it died too often"))
-    assert house.told == [("gone", 1, Death(1001, 9, (), LOST))]
+    assert house.told == [("gone", 1, lost(1001))]
     second.on_lost()
-    assert house.told[1:] == [("gone", 2, Death(1002, 9, (), LOST))]
+    assert house.told[1:] == [("gone", 2, lost(1002))]
 
 
 async def test_a_slot_that_cannot_be_made(house: House, tmp_path: Path) -> None:
@@ -516,7 +555,13 @@ async def test_a_worker_that_does_not_connect_in_time(
     async with asyncio.timeout(20):
         while not house.told:
             await asyncio.sleep(0)
-    assert house.told == [("gone", 1, Death(reason="it did not connect within 0 s"))]
+    assert house.told == [
+        (
+            "gone",
+            1,
+            Death(reason="it did not connect within 0 s", known=cause.NOT_STARTED),
+        )
+    ]
     keeper = house.keeper(0)
     assert keeper.taken() == []
     house.pool.spawn(2)
@@ -527,7 +572,9 @@ async def test_a_worker_that_does_not_connect_in_time(
     assert keeper.taken() == [End(2)]
     keeper.on_messages([Ended(2, 9)])
     reason = "it did not connect within 0 s"
-    assert house.told[1:] == [("gone", 2, Death(0, 9, (), reason))]
+    assert house.told[1:] == [
+        ("gone", 2, Death(0, 9, (), reason, known=cause.NOT_STARTED))
+    ]
 
 
 async def test_closing_waits_for_all_keepers(house: House) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.slot import SITES_KEPT, LiveWorker, Slot
 from aiogpu.wire.messages import Define, Forget
@@ -43,4 +44,4 @@ def test_too_many_sites_are_forgotten_all_together() -> None:
 
 
 def test_a_death_without_a_life() -> None:
-    assert Death(reason="why") == (0, None, (), "why", 0)
+    assert Death(reason="why") == (0, None, (), "why", 0, "", Findings())

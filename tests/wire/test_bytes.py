@@ -71,6 +71,7 @@ SIMPLEST = {
     dict[str, float]: {"k": 0.5},
     dict[str, tuple[int | str, ...]]: {"gpu": (0, "MIG-1")},
     tuple[int, ...]: (1, 2),
+    tuple[str, ...]: ("a", "b"),
     bytes | None: None,
 }
 

@@ -30,7 +30,8 @@ def interrupts(page: ControlPage) -> Iterator[Interrupts]:
     """Those of slot 3, handling SIGINT while the test runs."""
     before = signal.getsignal(signal.SIGINT)
     interrupts = Interrupts(page)
-    interrupts.install(3)
+    interrupts.attend(3)
+    interrupts.install()
     yield interrupts
     signal.signal(signal.SIGINT, before)
 

@@ -44,7 +44,8 @@ def test_generators_are_seeded_where_they_are_loaded(
     seeded: list[str] = []
     monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    environ.renew_randomness()
+    for renew in environ.seeds():
+        renew()
     assert seeded == []
     assert "torch" not in sys.modules
     numpy_random = SimpleNamespace(seed=lambda seed: seeded.append(bytes(seed).hex()))
@@ -53,8 +54,8 @@ def test_generators_are_seeded_where_they_are_loaded(
     )
     monkeypatch.setitem(sys.modules, "numpy.random", numpy_random)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    environ.renew_randomness()
-    environ.renew_randomness()
+    for renew in 2 * environ.seeds():
+        renew()
     first, last, second, again = seeded
     assert last == again == "torch"
     assert first != second

@@ -24,6 +24,7 @@ def test_it_is_put_back(
     monkeypatch.chdir(tmp_path)
     called = []
     footing = Footing(lambda: called.append("handler"))
+    footing.find()
     os.chdir("/")
     os.umask(0)
     footing.restore()
@@ -38,6 +39,7 @@ def test_a_closed_directory_is_left_alone(
     """The task has closed all descriptors; the rest is put back all the same."""
     monkeypatch.chdir(tmp_path)
     footing = Footing(lambda: None)
+    footing.find()
     os.close(footing._directory)
     os.chdir("/")
     for _ in range(2):
@@ -45,3 +47,13 @@ def test_a_closed_directory_is_left_alone(
         footing.restore()
         assert os.umask(mask) == mask
     assert Path.cwd() == Path("/")
+
+
+def test_one_that_has_found_nothing_moves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the zygote, where tasks are rehearsed."""
+    footing = Footing(lambda: None)
+    monkeypatch.chdir(tmp_path)
+    footing.restore()
+    assert Path.cwd() == tmp_path

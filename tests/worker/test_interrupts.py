@@ -104,8 +104,22 @@ def test_an_error_under_a_shield_goes_with_it(
 
 def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    interrupts.install(3)
+    interrupts.attend(3)
+    interrupts.install()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_handler_that_a_task_has_changed_is_put_back(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    rehearsed = Interrupts(page)
+    interrupts.install()
+    handler = signal.getsignal(signal.SIGINT)
+    rehearsed.restore()
+    assert signal.getsignal(signal.SIGINT) is handler, "it was never installed"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.restore()
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_what_was_sent_may_begin(page: ControlPage, interrupts: Interrupts) -> None:

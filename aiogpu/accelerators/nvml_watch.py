@@ -1,0 +1,212 @@
+"""What NVML says is on a GPU now: its processes and its memory in use.
+
+Decides which of NVML's calls are asked, oldest drivers included, and what a call
+that is missing, refused or failing means: less is known, and `Sample` says so. NVML
+blocks, so one thread has this to itself; it is kept open until `close`, since a
+start may take seconds. Who a process belongs to is not decided here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Final
+
+from aiogpu.core.devices import Device
+
+from .sample import Sample
+
+COMPUTE: Final = "nvmlDeviceGetComputeRunningProcesses"
+LISTS: Final = (
+    COMPUTE,
+    "nvmlDeviceGetMPSComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+)
+VERSIONS: Final = ("_v3", "_v2")
+"""Of each list, newest first; drivers before 510 and before 450 lack them."""
+ATTEMPTS: Final = 3
+"""At a list that has grown while it was read."""
+HOST_NAMESPACE: Final = 0xEFFFFFFC
+"""Inode of the first pid namespace (the kernel's include/linux/proc_ns.h)."""
+
+
+class NvmlWatch:
+    """NVML, open for as long as a node runs."""
+
+    def __init__(self) -> None:
+        self._nvml: ModuleType | None = None
+        self._problem = "NVML is not open"
+        self._handles: dict[str, Any] = {}
+        # Which version of a list a device has; None if it has none at all.
+        self._versions: dict[tuple[str, str], str | None] = {}
+        self._reads_pids = is_host_namespace()
+
+    def __repr__(self) -> str:
+        return f"<NvmlWatch {self._problem if self._nvml is None else 'open'}>"
+
+    def knows(self, device: Device) -> bool:
+        """Whether NVML can be asked about a device: it has a UUID, or a MIG id.
+
+        A logical device has neither, nor has one that NVML did not show before.
+        """
+        return _uuid(device) is not None
+
+    def open(self) -> None:
+        """Start NVML; if that fails, every sample says why."""
+        try:
+            import pynvml as nvml
+
+            nvml.nvmlInit()
+        except ImportError as error:
+            self._problem = f"pynvml cannot be imported: {error}"
+        except nvml.NVMLError as error:
+            self._problem = f"NVML does not start: {error}"
+        else:
+            self._nvml = nvml
+
+    @property
+    def driver_version(self) -> str | None:
+        """The driver's version, such as "570.86.15"; None if NVML does not say."""
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        try:
+            version: str = nvml.nvmlSystemGetDriverVersion()
+        except nvml.NVMLError:
+            return None
+        return version
+
+    def close(self) -> None:
+        """Let NVML go; what was not open stays so."""
+        nvml, self._nvml = self._nvml, None
+        self._problem = "NVML was closed"
+        self._handles.clear()
+        if nvml is not None:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+
+    def look(self, device: Device) -> Sample:
+        """Ask for the processes and the memory of a device; see `DeviceWatch`.
+
+        A call that this device does not support is not repeated.
+        """
+        nvml, uuid = self._nvml, _uuid(device)
+        if nvml is None or uuid is None:
+            return Sample(problem=self._problem)
+        try:
+            try:
+                return self._look(nvml, uuid)
+            except nvml.NVMLError_Uninitialized:
+                # The program may use NVML too, and have shut it down for both.
+                self._handles.clear()
+                nvml.nvmlInit()
+                return self._look(nvml, uuid)
+        except nvml.NVMLError_GpuIsLost as error:
+            return Sample(problem=str(error), is_lost=True)
+        except nvml.NVMLError as error:
+            return Sample(problem=str(error))
+
+    def _look(self, nvml: ModuleType, uuid: str) -> Sample:
+        handle = self._handles.get(uuid)
+        if handle is None:
+            handle = self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        processes: dict[int, int | None] = {}
+        is_listed = False
+        for name in LISTS:
+            found = self._list(nvml, name, uuid, handle)
+            if found is not None:
+                is_listed = is_listed or name == COMPUTE
+                _merge(processes, found)
+        living = frozenset(pid for pid in processes if is_alive(pid))
+        return Sample(
+            processes if is_listed else None,
+            living,
+            self._reads_pids,
+            self._used(nvml, handle),
+        )
+
+    def _list(
+        self, nvml: ModuleType, name: str, uuid: str, handle: object
+    ) -> Iterable[Any] | None:
+        """The processes of one list, None where the device has no such list."""
+        key = (uuid, name)
+        known = self._versions.get(key, "")
+        if known is None:
+            return None
+        for version in [known] if known else VERSIONS:
+            try:
+                found = _read(nvml, getattr(nvml, name + version), handle)
+            except (
+                nvml.NVMLError_FunctionNotFound,
+                nvml.NVMLError_NotSupported,
+                nvml.NVMLError_NoPermission,
+            ):
+                continue
+            self._versions[key] = version
+            return found
+        self._versions[key] = None
+        return None
+
+    def _used(self, nvml: ModuleType, handle: object) -> int | None:
+        try:
+            used: int = nvml.nvmlDeviceGetMemoryInfo(handle).used
+        except (
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_NoPermission,
+        ):
+            return None
+        return used
+
+
+def _read(
+    nvml: ModuleType, question: Callable[[object], Iterable[Any]], handle: object
+) -> Iterable[Any]:
+    for _ in range(ATTEMPTS - 1):
+        with suppress(nvml.NVMLError_InsufficientSize):
+            return question(handle)
+    return question(handle)
+
+
+def _merge(processes: dict[int, int | None], found: Iterable[Any]) -> None:
+    """Add one list to what the others said; a process may be on several."""
+    for process in found:
+        size = process.usedGpuMemory
+        before = processes.get(process.pid)
+        if before is not None and (size is None or size < before):
+            size = before
+        processes[process.pid] = size
+
+
+def _uuid(device: Device) -> str | None:
+    if device.uuid is not None:
+        return device.uuid
+    is_mig = isinstance(device.id, str) and device.id.startswith("MIG-")
+    return str(device.id) if is_mig else None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that id is here, whoever owns it."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def is_host_namespace() -> bool:
+    """Whether this process sees the ids that the driver writes, for certain.
+
+    In a container's own namespace older drivers write the host's ids, newer ones
+    the container's; which of them cannot be told without a GPU process to look for.
+    """
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == HOST_NAMESPACE
+    except OSError:
+        return False

@@ -1,0 +1,254 @@
+"""When a device is looked at after a worker's end, and what is said of it then.
+
+Decides how often to look, until when to wait, and which look is the one "before";
+`verdict` decides what a look means. It blocks while a driver answers, so it runs in
+a thread of its own; it has no clock, and knows neither leases nor events.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from aiogpu.accelerators.base import DeviceWatch
+from aiogpu.accelerators.sample import Sample
+from aiogpu.core.devices import Device
+from aiogpu.runtime.verdict import State, verdict
+
+_log: Final = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""A device: its kind, and its index among those."""
+
+PAUSES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""Seconds between the first looks; then the last one again."""
+ASIDE: Final = 1.0
+"""Seconds between looks at a device that is set aside."""
+LATE: Final = 0.05
+"""Seconds after which a worker may have taken memory: a look is too late to be the
+one "before"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """These devices are free of a worker, as far as can be told."""
+
+    worker: int
+    keys: tuple[Key, ...]
+    is_verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A worker's devices did not become free in time; why, for people."""
+
+    worker: int
+    reason: str
+
+
+Report = Cleared | Stuck
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What an ended worker may still hold.
+
+    Attributes:
+        left: its devices that are not free of it, each with the look "before".
+        whole: those of its devices that it had all of.
+        deadline: until when it is waited for.
+        due: when to look next.
+        looks: how often that was done.
+        clean: devices that are free of it, and not yet reported.
+        is_verified: whether the driver has agreed each time.
+        is_stuck: time is up; its devices are set aside.
+    """
+
+    worker: int
+    left: dict[Key, Sample]
+    whole: frozenset[Key]
+    pids: Collection[int]
+    deadline: float
+    due: float
+    looks: int = 0
+    clean: list[Key] = field(default_factory=list)
+    is_verified: bool = True
+    is_stuck: bool = False
+
+
+class Inspection:
+    """All looks at one node's devices."""
+
+    def __init__(
+        self,
+        watches: Mapping[str, DeviceWatch],
+        devices: Mapping[Key, Device],
+        limit: float,
+    ) -> None:
+        """Prepare to look.
+
+        Args:
+            watches: one for each kind.
+            devices: those that can be asked about.
+            limit: seconds after a worker's end until its devices are set aside.
+        """
+        self._watches = watches
+        self._devices = devices
+        self._limit = limit
+        self._idle: dict[Key, Sample] = {}
+        self._before: dict[int, dict[Key, Sample]] = {}
+        self._claims: dict[int, Claim] = {}
+        self._problems: dict[Key, str] = {}
+        self._reads_pids: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Inspection {len(self._devices)} devices, {len(self._claims)} claims>"
+
+    @property
+    def due(self) -> float | None:
+        """When `turn` is to be called next; None while nothing is waited for."""
+        return min((claim.due for claim in self._claims.values()), default=None)
+
+    def open(self) -> None:
+        """Start the drivers, and see what is on their devices before any task."""
+        for watch in self._watches.values():
+            watch.open()
+        self._idle = {key: self._look(key) for key in self._devices}
+
+    def close(self) -> None:
+        """Let the drivers go."""
+        for watch in self._watches.values():
+            watch.close()
+
+    def begin(self, worker: int, keys: Sequence[Key], delay: float) -> None:
+        """A worker gets these devices, all of each; see what is on them now.
+
+        Args:
+            worker: its id.
+            keys: those devices.
+            delay: seconds since it was told so.
+        """
+        if delay <= LATE:
+            self._before[worker] = {key: self._look(key) for key in keys}
+
+    def end(
+        self,
+        worker: int,
+        keys: Sequence[Key],
+        whole: frozenset[Key],
+        pids: Collection[int],
+        now: float,
+    ) -> list[Report]:
+        """A worker and all that it started have ended: look, and say what is free.
+
+        Args:
+            worker: its id.
+            keys: the devices that it had a part of.
+            whole: those that it had all of.
+            pids: its processes, as far as they are known.
+            now: by the clock that `turn` is told.
+        """
+        before = self._before.pop(worker, {})
+        left = {key: self._sample_before(key, before.get(key), pids) for key in keys}
+        deadline = now + self._limit
+        claim = Claim(worker, left, whole, pids, deadline, due=now)
+        self._claims[worker] = claim
+        return self._inspect([claim], now)
+
+    def _sample_before(
+        self, key: Key, begun: Sample | None, pids: Collection[int]
+    ) -> Sample:
+        """What was on a device before the worker; never the worker itself."""
+        idle = self._idle.get(key, Sample())
+        if begun is None or begun.problem is not None:
+            return idle
+        processes = begun.processes or {}
+        if any(pid in processes for pid in pids):
+            others = {pid: size for pid, size in processes.items() if pid not in pids}
+            return replace(begun, processes=others, used=idle.used)
+        return begun
+
+    def turn(self, now: float) -> list[Report]:
+        """Look at all that is due."""
+        due = [claim for claim in self._claims.values() if claim.due <= now]
+        return self._inspect(due, now)
+
+    def _inspect(self, claims: Sequence[Claim], now: float) -> list[Report]:
+        seen: dict[Key, Sample] = {}
+        reports: list[Report] = []
+        for claim in claims:
+            reasons = self._examine(claim, seen)
+            reports += self._conclude(claim, reasons, now)
+        return reports
+
+    def _examine(self, claim: Claim, seen: dict[Key, Sample]) -> dict[Key, str]:
+        """Look at what a claim has left; gives why devices are not free."""
+        held: dict[Key, str] = {}
+        is_lost = False
+        for key, before in list(claim.left.items()):
+            if key not in seen:
+                seen[key] = self._look(key)
+            now = self._as_read(key, seen[key], claim.pids)
+            is_whole = key in claim.whole
+            found = verdict(before, now, claim.pids, is_whole=is_whole)
+            is_unknown = claim.is_stuck and now.problem is not None
+            if found.state in (State.FREE, State.UNVERIFIED) and not is_unknown:
+                del claim.left[key]
+                claim.clean.append(key)
+                claim.is_verified &= found.state is State.FREE
+                if is_whole and found.state is State.FREE:
+                    self._idle[key] = now
+            else:
+                held[key] = f"{self._name(key)}: {found.reason}"
+                is_lost = is_lost or found.state is State.LOST
+        if is_lost:
+            # It will not come back by itself.
+            claim.deadline = float("-inf")
+        return held
+
+    def _conclude(
+        self, claim: Claim, held: Mapping[Key, str], now: float
+    ) -> list[Report]:
+        reports: list[Report] = []
+        if held and not claim.is_stuck and now >= claim.deadline:
+            claim.is_stuck = True
+            reports.append(Stuck(claim.worker, "; ".join(held.values())))
+        if claim.clean and (claim.is_stuck or not held):
+            keys, claim.clean = tuple(claim.clean), []
+            reports.append(Cleared(claim.worker, keys, claim.is_verified))
+        if not held:
+            del self._claims[claim.worker]
+        pause = PAUSES[min(claim.looks, len(PAUSES) - 1)]
+        claim.looks += 1
+        claim.due = now + ASIDE if claim.is_stuck else min(now + pause, claim.deadline)
+        return reports
+
+    def _as_read(self, key: Key, sample: Sample, pids: Collection[int]) -> Sample:
+        """Believe a driver's ids once it has written one of our workers'."""
+        kind = key[0]
+        if sample.processes and any(pid in sample.processes for pid in pids):
+            self._reads_pids.add(kind)
+        if kind in self._reads_pids and not sample.reads_pids:
+            return replace(sample, reads_pids=True)
+        return sample
+
+    def _look(self, key: Key) -> Sample:
+        device = self._devices[key]
+        sample = self._watches[key[0]].look(device)
+        if sample.problem is None:
+            self._problems.pop(key, None)
+            return sample
+        if not sample.is_lost and sample.problem not in self._problems.values():
+            _log.warning(
+                "! %s cannot be asked what is on it: %s. While that is so, its shares "
+                "come back when their processes have ended, and nobody verifies it.",
+                self._name(key),
+                sample.problem,
+            )
+        self._problems[key] = sample.problem
+        return sample
+
+    def _name(self, key: Key) -> str:
+        return f"{key[0]} {self._devices[key].id}"

@@ -1,0 +1,134 @@
+"""The memory guard's eyes: looks how full memory is, and names who is to go first.
+
+It looks the more often the less room there is, only while tasks run, and at single
+workers only when the safe limit is passed. It ends nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
+
+SOONEST: Final = 0.02
+"""Seconds between two looks when there is no room left."""
+LATEST: Final = 1.0
+"""Seconds between two looks when there is plenty."""
+RATE: Final = 4 << 30
+"""Bytes a second that a few processes can fill, which decides when to look again."""
+PATIENCE: Final = 2.0
+"""Seconds that a worker to be ended gets before another look at who is to go."""
+WORTH: Final = 64
+"""Who uses less than this part of the limit is not ended: it would not help."""
+
+
+class Running(NamedTuple):
+    """A worker with a task.
+
+    Attributes:
+        worker: its id.
+        pids: its process, and others whose descendants are its own.
+        asked: bytes that its task has asked for by `memory=`, 0 for none.
+    """
+
+    worker: int
+    pids: tuple[int, ...]
+    asked: int
+
+
+class Weighed(NamedTuple):
+    """A worker and the bytes that it uses with all below it."""
+
+    running: Running
+    used: int
+
+
+OnOver = Callable[[int, int, int], None]
+"""Told of a worker to be ended, the bytes that it uses, and the safe limit."""
+
+
+class MemoryWatch:
+    """Watches over one node's memory.
+
+    Attributes:
+        usage: what was seen last, None before the first look.
+        cost: seconds that the last look took.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        workers: Callable[[], Iterable[Running]],
+        on_over: OnOver,
+        bounds: MemoryBounds | None = None,
+    ) -> None:
+        self.usage: Usage | None = None
+        self.cost = 0.0
+        self._loop = loop
+        self._workers = workers
+        self._on_over = on_over
+        self._bounds = bounds or MemoryBounds()
+        self._timer: asyncio.TimerHandle | None = None
+        self._victim = 0
+        self._told_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<MemoryWatch {'on' if self._timer else 'off'} {self.usage}>"
+
+    def wake(self) -> None:
+        """A worker has got a task: look from time to time, if that is not so yet."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(SOONEST, self._look)
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        running = list(self._workers())
+        if not running:
+            return
+        began = time.perf_counter()
+        self.usage = usage = self._bounds.tightest()
+        self._timer = self._loop.call_later(pause_for(usage.room), self._look)
+        victim = None
+        if usage.room < 0 and not self._is_one_ending():
+            weighed = [
+                Weighed(each, self._bounds.used_by(each.pids)) for each in running
+            ]
+            victim = choose_victim(weighed, usage.limit)
+        self.cost = time.perf_counter() - began
+        if victim is not None:
+            self._victim, self._told_at = victim.running.pids[0], self._loop.time()
+            self._on_over(victim.running.worker, victim.used, usage.safe_limit())
+
+    def _is_one_ending(self) -> bool:
+        """Whether the last victim has its memory still; it may have been spared."""
+        is_fresh = self._loop.time() < self._told_at + PATIENCE
+        return self._victim != 0 and is_fresh and self._bounds.has(self._victim)
+
+
+def pause_for(room: int) -> float:
+    """Seconds to the next look: half of what it takes to fill the room at `RATE`."""
+    return min(LATEST, max(SOONEST, room / (2 * RATE)))
+
+
+def choose_victim(weighed: Iterable[Weighed], limit: int) -> Weighed | None:
+    """Who is to be ended: who uses most beyond what its task has asked for.
+
+    Who keeps within what it asked for comes last. None if nobody's end would help.
+    """
+    worth = [each for each in weighed if each.used * WORTH >= limit]
+    return max(worth, key=_excess, default=None)
+
+
+def _excess(weighed: Weighed) -> tuple[int, int, int]:
+    # Of equals the youngest, which has done the least.
+    running = weighed.running
+    return weighed.used - running.asked, weighed.used, running.worker

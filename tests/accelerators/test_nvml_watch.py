@@ -1,0 +1,171 @@
+"""What is on a GPU, asked by nvidia-ml-py unmodified on a stub, while it changes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from aiogpu.accelerators.nvidia import Nvidia
+from aiogpu.accelerators.nvml_watch import NvmlWatch, is_alive
+from aiogpu.core.devices import Device
+from tests.accelerators.stub_nvml import (
+    GIB,
+    StubGpu,
+    StubNvml,
+    compile_stub,
+    gpus,
+)
+
+ZERO, ONE = (gpu.uuid for gpu in gpus(2))
+DEAD = 2**22 + 1
+"""No process has this id: it is above the largest that Linux gives (proc(5))."""
+ASK = f"""
+from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.core.devices import Device
+
+ZERO = Device(0, uuid="{ZERO}")
+watch = NvmlWatch()
+watch.open()
+
+def told(device=ZERO):
+    found = watch.look(device)
+    listed = found.processes
+    return [
+        None if listed is None else sorted(listed.items()),
+        sorted(found.living), found.used, found.problem, found.is_lost,
+    ]
+"""
+LOOK = ASK + "result = told()"
+REWRITE = """
+import os
+def rewrite(change):
+    path = os.environ["AIOGPU_STUB_NVML_STATE"]
+    with open(path) as file:
+        text = file.read()
+    with open(path, "w") as file:
+        file.write(change(text))
+"""
+
+
+def one(**details: object) -> list[StubGpu]:
+    return [StubGpu(ZERO, used=GIB, **details)]
+
+
+def test_processes_of_all_lists_and_the_memory_in_use(nvml: StubNvml) -> None:
+    mine = os.getpid()
+    nvml.write(
+        one(
+            processes=((mine, 5), (DEAD, 7)),
+            mps=((DEAD + 1, 1),),
+            graphics=((mine, 9), (DEAD + 2, -1)),
+        )
+    )
+    processes, living, used, problem, is_lost = nvml.run(LOOK)
+    assert processes == [[mine, 9], [DEAD, 7], [DEAD + 1, 1], [DEAD + 2, None]]
+    assert (living, used, problem, is_lost) == ([mine], GIB, None, False)
+
+
+def test_an_idle_gpu_lists_nobody(nvml: StubNvml) -> None:
+    nvml.write(one())
+    assert nvml.run(LOOK) == [[], [], GIB, None, False]
+
+
+V3 = [
+    f"nvmlDeviceGet{name}RunningProcesses_v3"
+    for name in ("Compute", "MPSCompute", "Graphics")
+]
+V2 = [name.replace("v3", "v2") for name in V3 if "MPS" not in name]
+
+
+def test_older_drivers_are_asked_by_older_calls(tmp_path: Path) -> None:
+    nvml = StubNvml(compile_stub(tmp_path, V3), tmp_path / "state")
+    nvml.write(one(processes=((DEAD, 7),), mps=((DEAD + 1, 1),), graphics=((1, 2),)))
+    assert nvml.run(LOOK)[:2] == [[[1, 2], [DEAD, 7]], [1]]
+
+
+def test_without_any_list_memory_is_known(tmp_path: Path) -> None:
+    nvml = StubNvml(compile_stub(tmp_path, [*V3, *V2]), tmp_path / "state")
+    nvml.write(one(processes=((DEAD, 7),)))
+    assert nvml.run(LOOK) == [None, [], GIB, None, False]
+
+
+@pytest.mark.parametrize("code", [3, 4], ids=["not supported", "not permitted"])
+def test_what_a_gpu_does_not_tell_is_unknown(nvml: StubNvml, code: int) -> None:
+    refused = dict.fromkeys([*V3, *V2, "nvmlDeviceGetMemoryInfo"], code)
+    nvml.write(one(processes=((DEAD, 7),)), fail=refused)
+    assert nvml.run(LOOK) == [None, [], None, None, False]
+
+
+def test_a_refused_list_is_not_asked_for_again(
+    nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
+    nvml.write(one(), fail={V3[1]: 3})
+    nvml.run(f"{LOOK}\nopen({str(calls)!r}, 'w').close()\ntold()\nwatch = None")
+    assert calls.read_text().split() == [V3[0], V3[2], "nvmlDeviceGetMemoryInfo"]
+
+
+def test_a_lost_gpu_says_so_and_may_come_back(nvml: StubNvml) -> None:
+    nvml.write(one(), lost=[0])
+    snippet = f"{ASK}{REWRITE}first = told()\n"
+    snippet += "rewrite(lambda text: text.replace('lost 0', 'driver 1'))\n"
+    snippet += "result = [first, told()]"
+    first, second = nvml.run(snippet)
+    assert first == [None, [], None, "GPU is lost", True]
+    assert second == [[], [], GIB, None, False]
+
+
+def test_a_failure_midway_is_a_problem_and_passes(nvml: StubNvml) -> None:
+    nvml.write(one())
+    snippet = f"{ASK}{REWRITE}first = told()\n"
+    snippet += f"rewrite(lambda text: text + 'fail {V3[0]} 999\\n')\nsecond = told()\n"
+    snippet += "rewrite(lambda text: text.replace('fail', 'driver'))\n"
+    snippet += "result = [first, second, told()]"
+    first, second, third = nvml.run(snippet)
+    assert first == third == [[], [], GIB, None, False]
+    assert second == [None, [], None, "Unknown Error", False]
+
+
+def test_an_nvml_that_the_program_has_shut_down_is_started_again(
+    nvml: StubNvml,
+) -> None:
+    nvml.write(one())
+    snippet = f"{ASK}import pynvml\npynvml.nvmlShutdown()\nresult = told()"
+    assert nvml.run(snippet) == [[], [], GIB, None, False]
+
+
+def test_a_gpu_that_is_not_there(nvml: StubNvml) -> None:
+    nvml.write(one())
+    snippet = f"{ASK}result = told(Device(1, uuid='{ONE}'))"
+    assert nvml.run(snippet) == [None, [], None, "Not Found", False]
+
+
+def test_an_nvml_that_does_not_start(nvml: StubNvml) -> None:
+    nvml.write(one(), init_error=9)
+    problem = "NVML does not start: Driver Not Loaded"
+    assert nvml.run(LOOK) == [None, [], None, problem, False]
+
+
+def test_closed_it_knows_nothing(nvml: StubNvml) -> None:
+    nvml.write(one())
+    snippet = f"{ASK}watch.close()\nwatch.close()\nresult = [repr(watch), told()]"
+    assert nvml.run(snippet) == [
+        "<NvmlWatch NVML was closed>",
+        [None, [], None, "NVML was closed", False],
+    ]
+
+
+def test_who_can_be_asked_about() -> None:
+    watch = NvmlWatch()
+    assert watch.knows(Device(0, uuid=ZERO))
+    assert watch.knows(Device("MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"))
+    assert not watch.knows(Device(0))
+    assert not watch.knows(Device("GPU-ab"))
+    assert isinstance(Nvidia().watch(), NvmlWatch)
+
+
+def test_who_is_alive() -> None:
+    assert is_alive(os.getpid())
+    assert is_alive(1)
+    assert [is_alive(pid) for pid in (DEAD, 0, -1, 2**32 - 1)] == [False] * 4

@@ -1,0 +1,140 @@
+"""What the owner of a task is told of its worker's end: from real ends of all kinds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiogpu
+from aiogpu.runtime.hierarchy import find_hierarchy
+from tests.engines import tasks
+from tests.gate import Gate
+from tests.program import run
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGSEGV, "segfault"),
+        (signal.SIGBUS, "bus error"),
+        (signal.SIGFPE, "arithmetic error"),
+        (signal.SIGILL, "illegal instruction"),
+        (signal.SIGABRT, "abort"),
+        (signal.SIGKILL, "killed"),
+        (signal.SIGUSR1, "signal"),
+    ],
+)
+async def test_a_signal(number: signal.Signals, cause: str) -> None:
+    async with aiogpu.init(num_cpus=1):
+        with pytest.raises(aiogpu.WorkerDiedError, match=number.name) as caught:
+            await tasks.kill_self.remote(number)
+        assert (caught.value.cause, caught.value.signal) == (cause, number)
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_an_exit_and_its_last_words() -> None:
+    async with aiogpu.init(num_cpus=1):
+        with pytest.raises(aiogpu.WorkerDiedError, match="last words") as caught:
+            await tasks.exit_at_once.remote(0)
+        assert (caught.value.cause, caught.value.exitcode) == ("exit", 0)
+
+
+async def test_a_connection_that_the_task_closes() -> None:
+    async with aiogpu.init(num_cpus=1):
+        with pytest.raises(aiogpu.WorkerDiedError, match="closerange") as caught:
+            await tasks.close_all_descriptors.remote()
+        assert caught.value.cause == "disconnected"
+        assert await tasks.add.remote(1) == 2
+
+
+async def test_a_keeper_that_dies(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        running = tasks.gated.options(max_retries=0).remote(gate.path, "a")
+        await gate.entered("a")
+        keeper = psutil.Process(gate.pids["a"]).parent()
+        assert keeper is not None
+        keeper.kill()
+        with pytest.raises(aiogpu.WorkerDiedError) as caught:
+            await running
+        assert caught.value.cause == "keeper died"
+
+
+async def test_workers_alone_offer_themselves_to_the_kernel(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        running = tasks.gated.remote(gate.path, "a")
+        await gate.entered("a")
+        worker = psutil.Process(gate.pids["a"])
+        others = worker.parents()[:2]
+        driver = score_of(os.getpid())
+        assert score_of(worker.pid) == 1000
+        assert [score_of(process.pid) for process in others] == [driver] * 2
+        gate.release("a")
+        await running
+
+
+def score_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+LIMITED = """
+    import asyncio, os, sys
+    import aiogpu
+
+    with open(f"{sys.argv[1]}/cgroup.procs", "w") as file:
+        file.write("0")
+
+    @aiogpu.remote(max_retries=0)
+    def devour():
+        kept = []
+        while True:
+            kept.append(b"x" * (1 << 24))
+
+    @aiogpu.remote
+    def add(a, b):
+        return a + b
+
+    async def main():
+        ours = b"x" * (200 << 20)
+        async with aiogpu.init(num_cpus=2):
+            try:
+                await devour.remote()
+            except aiogpu.WorkerDiedError as error:
+                print(error.cause, error.signal, error)
+            print(await add.remote(1, len(ours) >> 20))
+    aiogpu.run(main())
+"""
+
+
+def memory_group() -> Path:
+    """A place for a group with a limit; skips where none can be made."""
+    hierarchy = find_hierarchy("memory")
+    if hierarchy is None:
+        pytest.skip("the memory controller of cgroups of version 1 is not mounted")
+    group = hierarchy.own / f"test-aiogpu-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    return group
+
+
+def test_the_kernels_out_of_memory_killer_takes_the_worker() -> None:
+    """Though the driver itself has more memory at first."""
+    group = memory_group()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(400 << 20))
+        out = run(LIMITED, str(group))
+    finally:
+        while (group / "cgroup.procs").read_text():
+            os.sched_yield()
+        group.rmdir()
+    first, second = out.splitlines()[0], out.splitlines()[-1]
+    assert first.startswith("out of memory 9 the worker that ran devour"), out
+    assert "the kernel ended it because memory ran out" in first
+    assert second == "201"

@@ -1,0 +1,432 @@
+"""What `aiogpu doctor` tries: each mechanism well, and each as it may be missing."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.visible import Inventory
+from aiogpu.core.devices import Device
+from aiogpu.errors import NodeStartError
+from aiogpu.runtime.checks import cgroups, limits, processes
+from aiogpu.runtime.checks.cgroups import check_cgroup
+from aiogpu.runtime.checks.doctor import all_checks
+from aiogpu.runtime.checks.finding import Check, Finding, Level, examine
+from aiogpu.runtime.checks.gpus import check_gpus
+from aiogpu.runtime.checks.imports import check_import
+from aiogpu.runtime.checks.limits import (
+    check_cpus,
+    check_descriptors,
+    check_directory,
+    check_kernel_log,
+    check_memory,
+    check_oom_score,
+)
+from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
+from aiogpu.runtime.checks.trial import TrialError, try_out
+from aiogpu.runtime.node_cgroup import Place, find_cgroup
+
+OK, WARN, MISSING = Level
+FALSE = "/bin/false"
+
+
+def one(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def bad(findings: Iterable[Finding], level: Level) -> Finding:
+    """The one finding, which is not well, says so, and says what it means."""
+    finding = one(findings)
+    assert finding.level is level, finding
+    assert finding.found
+    assert finding.means.endswith(".")
+    assert finding.advice == "" or finding.advice.endswith(".")
+    return finding
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+# Checks are bounded, and their failures are findings.
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def fail() -> Iterator[Finding]:
+        yield Finding("a", OK, "so far")
+        raise ZeroDivisionError("what?")
+
+    first, second = examine([Check("b", fail)])
+    assert first.found == "so far"
+    assert (second.name, second.level, second.found) == (
+        "b",
+        WARN,
+        "ZeroDivisionError: what?",
+    )
+    assert not second.is_fatal
+    *_, fatal = examine([Check("b", fail, is_essential=True)])
+    assert fatal.is_fatal
+
+
+def test_a_check_that_hangs_is_given_up() -> None:
+    gate = threading.Event()
+
+    def hang() -> Iterator[Finding]:
+        gate.wait(20)
+        yield from ()
+
+    found = list(examine([Check("a", hang, limit=0.01), Check("b", list)]))
+    gate.set()
+    assert one(found).found == "no answer within 0.01 s"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys; sys.exit('no luck')", "exit code 1: no luck"),
+        ("raise ValueError(3)", "exit code 1: ValueError: 3"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV: it says nothing"),
+        ("print('no json')", "exit code 0: it says nothing"),
+        ("import signal; signal.pause()", "no answer within 0.3 s"),
+    ],
+)
+def test_a_trial_that_fails_says_why(source: str, said: str) -> None:
+    with pytest.raises(TrialError) as caught:
+        try_out(source, limit=0.3 if "pause" in source else 20)
+    assert str(caught.value) == said
+
+
+def test_a_trial_that_hangs_is_ended_with_what_it_started() -> None:
+    source = (
+        "import subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+    )
+    with pytest.raises(TrialError, match="no answer"):
+        try_out(source, limit=0.5)
+
+
+def test_a_trial_without_an_interpreter() -> None:
+    with pytest.raises(TrialError, match=r"/no/such/python: .*No such file"):
+        try_out("", limit=1, executable="/no/such/python")
+
+
+# Processes.
+
+
+def test_this_python() -> None:
+    assert one(check_python()).found.endswith(sys.executable)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": (3, 10, 4)},
+        {"platform": "darwin"},
+        {"executable": ""},
+        {"executable": "/no/such/python"},
+    ],
+)
+def test_a_python_that_does_not_do(changes: dict[str, Any]) -> None:
+    assert bad(check_python(**changes), MISSING).is_fatal
+
+
+def test_a_node_starts(runtime_directory: Path) -> None:
+    finding = one(check_node())
+    assert finding.level is OK
+    assert "started in " in finding.found
+
+
+def test_a_node_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, runtime_directory: Path
+) -> None:
+    assert bad(check_node(executable=FALSE), MISSING).is_fatal
+    monkeypatch.setattr(processes, "NODE", "import aiogpu; aiogpu.nothing")
+    assert "AttributeError" in bad(check_node(), MISSING).found
+
+
+def test_the_kernel_adopts_orphans_and_shows_ends() -> None:
+    assert [each.level for each in check_kernel()] == [OK, OK]
+
+
+def test_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = (
+        "import os\n"
+        "def refuse(_): raise OSError(38, 'Function not implemented')\n"
+        "os.pidfd_open = refuse\n"
+    )
+    monkeypatch.setattr(processes, "KERNEL", refused + processes.KERNEL)
+    subreaper, pidfd = check_kernel()
+    assert subreaper.level is OK
+    assert bad([pidfd], MISSING).found == "[Errno 38] Function not implemented"
+    assert pidfd.is_fatal
+    assert [each.level for each in check_kernel(executable=FALSE)] == [MISSING] * 2
+
+
+# Limits.
+
+
+def test_a_directory_for_sockets(runtime_directory: Path) -> None:
+    assert one(check_directory()).found == f"{runtime_directory}, mode 700"
+
+
+def test_no_directory_for_sockets(tmp_path: Path) -> None:
+    def refuse() -> str:
+        raise NodeStartError("no place")
+
+    assert bad(check_directory(refuse), MISSING).is_fatal
+    # Too long a path for a socket.
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    assert bad(check_directory(lambda: str(long)), MISSING).is_fatal
+    assert not long.exists()
+
+
+def test_a_directory_that_others_may_enter(runtime_directory: Path) -> None:
+    def create() -> str:
+        place = runtime_directory / "aiogpu-1"
+        place.mkdir()
+        place.chmod(0o755)
+        return str(place)
+
+    assert "mode 755" in bad(check_directory(create), WARN).found
+
+
+@pytest.mark.parametrize(
+    ("soft", "level", "room"),
+    [(1024, OK, "245"), (256, WARN, "53"), (40, MISSING, "0")],
+)
+def test_descriptors(soft: int, level: Level, room: str) -> None:
+    finding = one(check_descriptors((soft, 4096), used=10))
+    assert (finding.level, finding.is_fatal) == (level, level is MISSING)
+    assert f"room for about {room} workers" in finding.found
+    assert ("4096 is allowed" in finding.advice) is (level is not OK)
+
+
+def test_descriptors_without_a_limit() -> None:
+    assert one(check_descriptors((-1, -1))).found == "no limit"
+    assert "any number" in one(check_descriptors((50, -1), used=10)).advice
+    assert "room for about" in one(check_descriptors()).found
+
+
+def test_cpus() -> None:
+    assert one(check_cpus(8, 8, 8)).found == "8 to share out"
+    assert one(check_cpus(8, 4, 1.5)).found == (
+        "1.5 to share out of 8: affinity allows 4, a cgroup's quota allows less"
+    )
+    assert one(check_cpus()).level is OK
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "file"),
+    [
+        ("0::/a/b", "cgroup2 x rw", "a/memory.max"),
+        ("0::/a/b", "cgroup2 x rw", "a/b/memory.max"),
+        ("4:memory:/a", "cgroup x rw,memory", "a/memory.limit_in_bytes"),
+        ("4:memory:/a", "cgroup x rw,memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_memory_is_what_the_tightest_limit_allows(
+    tmp_path: Path, group: str, kind: str, file: str
+) -> None:
+    proc, limit = tmp_path / "proc", tmp_path / "cgroup" / file
+    (proc / "self").mkdir(parents=True)
+    limit.parent.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\n")
+    (proc / "self/cgroup").write_text(f"{group}\n")
+    (proc / "self/mountinfo").write_text(f"1 2 0:1 / {tmp_path}/cgroup rw - {kind}\n")
+    assert one(check_memory(proc)).found == f"8.0 GiB by {proc}/meminfo"
+    for text in ("max\n", f"{2**63 - 4096}\n"):
+        limit.write_text(text)
+        assert one(check_memory(proc)).found.startswith("8.0 GiB")
+    limit.write_text(f"{3 << 30}\n")
+    assert one(check_memory(proc)).found == f"3.0 GiB by {limit}"
+
+
+def test_memory_that_nobody_tells(tmp_path: Path) -> None:
+    bad(check_memory(tmp_path), WARN)
+    assert "GiB by /" in one(check_memory()).found
+
+
+def test_a_worker_offers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(check_oom_score()).level is OK
+    assert "exit code" in bad(check_oom_score(executable=FALSE), WARN).found
+    monkeypatch.setattr(limits, "ADJUST", "print('[0, 0]')")
+    assert "stays" in bad(check_oom_score(), WARN).found
+
+
+def test_the_kernel_log(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").write_text("")
+    assert one(check_kernel_log(str(tmp_path / "kmsg"))).level is OK
+    assert "No such file" in bad(check_kernel_log(str(tmp_path / "no")), WARN).found
+
+
+# cgroup2.
+
+
+def test_a_group_that_is_killed() -> None:
+    place = find_cgroup()
+    if place.directory is None:
+        pytest.skip(f"this machine has no cgroup2 for us: {place.reason}")
+    assert "was killed in" in one(check_cgroup()).found
+    assert list(place.directory.glob("aiogpu-doctor-*")) == []
+
+
+def test_a_group_that_does_not_go(tmp_path: Path) -> None:
+    """A folder that is no cgroup cannot be removed while files are in it."""
+    found = bad(check_cgroup(lambda: Place(tmp_path)), WARN).found
+    assert found.endswith("cannot be removed")
+
+
+def test_a_group_that_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sleeper ends all the same: `nothing_left` sees to that."""
+    monkeypatch.setattr(cgroups, "LIMIT", 0.05)
+    monkeypatch.setattr(cgroups.Cgroup, "kill", lambda _: None)
+    assert "ended nobody" in bad(check_cgroup(lambda: Place(tmp_path)), WARN).found
+
+
+def test_no_group_may_be_made(tmp_path: Path) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    told = bad(check_cgroup(lambda: Place(nowhere)), WARN).found
+    assert told.endswith("Not a directory")
+    assert (
+        bad(check_cgroup(lambda: Place(None, "none here")), WARN).found == "none here"
+    )
+
+
+# GPUs.
+
+
+class Watch:
+    """NVML on paper."""
+
+    driver_version = "570.00"
+
+    def __init__(self, *on: Sample) -> None:
+        self._on = on
+        self.calls: list[str] = []
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def look(self, device: Device) -> Sample:
+        assert isinstance(device.id, int)
+        return self._on[device.id]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+def gpu_findings(*on: Sample, problem: str | None = None) -> list[Finding]:
+    devices = tuple(Device(i, uuid=f"GPU-{i}", name=A100) for i in range(len(on)))
+    there, watch = Inventory(devices, len(on), problem), Watch(*on)
+    found = list(check_gpus(lambda: there, lambda: watch, {"CUDA_VISIBLE_DEVICES": ""}))
+    assert watch.calls == ["open", "close"]
+    return found
+
+
+def test_gpus_that_tell_all() -> None:
+    nvml, first, second, visible = gpu_findings(
+        Sample({7: 5}, frozenset(), True, 3 << 29), Sample({}, frozenset(), True, 0)
+    )
+    assert (nvml.level, nvml.found) == (OK, "driver 570.00, 2 GPUs")
+    assert (first.name, first.level) == ("gpu 0", OK)
+    assert first.found == f"{A100}, 1.5 GiB in use, 1 processes listed"
+    assert second.found == f"{A100}, 0.0 GiB in use, 0 processes listed"
+    assert visible.found == "CUDA_VISIBLE_DEVICES='': a node shares out none"
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (Sample(problem="GPU is lost", is_lost=True), "It is set aside."),
+        (Sample(problem="Unknown Error"), "`unverified`"),
+        (Sample(used=5), "`unverified`"),
+        (Sample(), "`unverified`"),
+        (Sample({}, used=5), "`unverified`"),
+    ],
+)
+def test_gpus_that_tell_less(sample: Sample, said: str) -> None:
+    _, gpu, _ = gpu_findings(sample)
+    assert said in bad([gpu], WARN).means
+
+
+def test_a_gpu_that_does_not_answer_is_told_of() -> None:
+    nvml, *_ = gpu_findings(problem="GPU 0 does not answer: GPU is lost")
+    assert "GPU is lost" in bad([nvml], WARN).found
+
+
+def test_without_nvml_nothing_is_fatal() -> None:
+    nvml, visible = check_gpus(lambda: Inventory(problem="no library"), environ={})
+    assert not bad([nvml], MISSING).is_fatal
+    assert visible.found.startswith("CUDA_VISIBLE_DEVICES is not set: ")
+
+
+def test_a_variable_that_is_wrong() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "0,0"}
+    _, visible = check_gpus(lambda: Inventory(problem="no library"), environ=environ)
+    assert "'0'" in bad([visible], WARN).found
+
+
+# Imports.
+
+
+def test_libraries_are_imported_as_a_zygote_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quiet_one.py").write_text("__version__ = '1.2'\n")
+    (tmp_path / "threaded_one.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    (tmp_path / "broken_one.py").write_text("raise ImportError('no luck')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert one(check_import("quiet_one")).found.startswith("1.2 in 0.")
+    threaded = bad(check_import("threaded_one"), WARN)
+    assert "it left 1 threads running" in threaded.found
+    assert "no luck" in bad(check_import("broken_one"), WARN).found
+    assert list(check_import("no_such_library")) == []
+
+
+def test_a_torch_that_has_touched_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n"
+        "    is_initialized = staticmethod(lambda: False)\n"
+        "    _is_in_bad_fork = staticmethod(lambda: True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = bad(check_import("torch", is_there=lambda _: True), WARN).found
+    assert "CUDA" in told
+
+
+def test_all_of_them_are_asked_for() -> None:
+    assert len(all_checks(with_imports=True)) == len(all_checks()) + 5
+
+
+def test_modes_are_those_that_the_system_gives(runtime_directory: Path) -> None:
+    """`check_directory` says 700 because it is so, whatever the umask."""
+    before = os.umask(0)
+    try:
+        assert one(check_directory()).level is OK
+    finally:
+        os.umask(before)
+    assert stat.S_ISDIR(runtime_directory.stat().st_mode)

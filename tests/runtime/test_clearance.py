@@ -1,0 +1,232 @@
+"""The thread that asks drivers: what it tells the loop, and that it harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from aiogpu.accelerators.sample import Sample
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ids import LeaseId, WorkerId
+from aiogpu.core.ledger import Lease
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.runtime import clearance as module
+from aiogpu.runtime.clearance import Clearance
+from tests.runtime.paper_watch import PaperVendor, PaperWatch
+
+ONE, TWO = WorkerId(1), WorkerId(2)
+PID = 100
+IDLE = Sample({}, reads_pids=True, used=0)
+BUSY = Sample({PID: 1 << 30}, reads_pids=True, used=1 << 30)
+
+
+def lease(*shares: tuple[int, int], kind: str = "GPU") -> Lease:
+    amount = sum(part for _, part in shares)
+    return Lease(LeaseId(1), Request.of({"CPU": UNIT}, {kind: amount}), (shares,))
+
+
+WHOLE, PART = lease((0, UNIT)), lease((0, UNIT // 4))
+
+
+@dataclass
+class Heard:
+    """What a clearance has told, one thing after the other."""
+
+    clearance: Clearance
+    told: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        put = self.told.put_nowait
+        self.clearance.on_settled = lambda *told: put(("settled", *told))
+        self.clearance.on_set_aside = lambda *told: put(("set aside", *told))
+        self.clearance.on_recovered = lambda *told: put(("recovered", *told))
+
+    async def next(self) -> tuple[object, ...]:
+        async with asyncio.timeout(20):
+            return await self.told.get()
+
+
+def listen(
+    watch: PaperWatch, limit: float = 20.0, devices: tuple[Device, ...] | None = None
+) -> Heard:
+    given = (Device(0, uuid="a"), Device(1, uuid="b")) if devices is None else devices
+    sets = [DeviceSet("GPU", given), DeviceSet("TPU", [Device(0, uuid="t")])]
+    loop = asyncio.get_running_loop()
+    return Heard(Clearance(loop, sets, [PaperVendor(watch)], limit))
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "aiogpu-devices"]
+
+
+def join_all() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "aiogpu-devices":
+            thread.join(20)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    assert threads() == []
+    yield
+    assert threads() == []
+
+
+async def test_a_free_device_settles() -> None:
+    watch = PaperWatch(IDLE, IDLE)
+    heard = listen(watch)
+    heard.clearance.begin(ONE, WHOLE)
+    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert await heard.next() == ("settled", ONE, True)
+    assert heard.clearance.end(TWO, PART, [PID])
+    assert await heard.next() == ("settled", TWO, True)
+    # Each was looked at on opening; a part is not looked at when it begins.
+    assert watch.looks == {0: 4, 1: 1}
+    await heard.clearance.close()
+    assert watch.calls == ["open", "close"]
+
+
+async def test_a_busy_device_settles_when_it_is_free() -> None:
+    watch = PaperWatch(IDLE, IDLE)
+    heard = listen(watch)
+    watch.on[0] = BUSY
+    assert heard.clearance.end(ONE, PART, [PID])
+    assert heard.clearance.end(TWO, lease((1, UNIT)), [PID])
+    assert await heard.next() == ("settled", TWO, True)
+    assert "1 workers waited for, 0 devices set aside" in repr(heard.clearance)
+    watch.on[0] = IDLE
+    assert await heard.next() == ("settled", ONE, True)
+    await heard.clearance.close()
+
+
+async def test_past_the_limit_it_is_set_aside_and_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.inspection.ASIDE", 0.01)
+    watch = PaperWatch(BUSY, IDLE)
+    heard = listen(watch, limit=0.05)
+    assert heard.clearance.end(ONE, PART, [PID])
+    assert heard.clearance.end(TWO, PART, [PID])
+    reason = (
+        "GPU 0: of what has ended, the driver still lists pid 100 with 1024 MiB "
+        "(1073741824 bytes)"
+    )
+    told = {await heard.next(), await heard.next()}
+    assert told == {("set aside", ONE, reason), ("set aside", TWO, reason)}
+    watch.on[0] = IDLE
+    assert await heard.next() == ("recovered", "GPU", 0), "once, though two held it"
+    await heard.clearance.close()
+    assert heard.told.empty()
+
+
+async def test_nobody_is_asked_about_logical_devices() -> None:
+    watch = PaperWatch()
+    heard = listen(watch, devices=(Device(0), Device(1)))
+    assert threads() == []
+    heard.clearance.begin(ONE, WHOLE)
+    assert not heard.clearance.end(ONE, WHOLE, [PID])
+    await heard.clearance.close()
+    assert watch.calls == []
+
+
+async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> None:
+    watch = PaperWatch(IDLE, IDLE)
+    heard = listen(watch, devices=(Device(0, uuid="a"), Device(1)))
+    assert heard.clearance.end(ONE, lease((0, UNIT), (1, UNIT)), [PID])
+    assert await heard.next() == ("settled", ONE, True)
+    assert not heard.clearance.end(TWO, lease((1, UNIT)), [PID])
+    await heard.clearance.close()
+
+
+async def test_what_holds_no_device_is_not_asked_about() -> None:
+    heard = listen(PaperWatch(IDLE, IDLE))
+    cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}))
+    heard.clearance.begin(ONE, cpu)
+    assert not heard.clearance.end(ONE, cpu, [PID])
+    await heard.clearance.close()
+
+
+class Hanging(PaperWatch):
+    """A driver that hangs in a look, until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__(IDLE, IDLE)
+        self.is_free = threading.Event()
+
+    def look(self, device: Device) -> Sample:
+        if device.id == 0:
+            assert self.is_free.wait(20)
+        return super().look(device)
+
+
+async def test_a_driver_that_hangs_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MUTE", 0.02)
+    monkeypatch.setattr(module, "CLOSE_LIMIT", 0.02)
+    watch = Hanging()
+    heard = listen(watch, limit=0.01)
+    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert await heard.next() == (
+        "set aside",
+        ONE,
+        "GPU 0: the driver has not answered for 0.03 s",
+    )
+    assert heard.clearance.end(TWO, PART, [PID])
+    assert (await heard.next())[:2] == ("set aside", TWO)
+    watch.is_free.set()
+    assert await heard.next() == ("recovered", "GPU", 0)
+    await heard.clearance.close()
+
+
+async def test_closing_does_not_wait_for_a_driver_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_LIMIT", 0.02)
+    watch = Hanging()
+    heard = listen(watch)
+    assert heard.clearance.end(ONE, WHOLE, [PID])
+    (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
+    await heard.clearance.close()
+    assert thread.is_alive()
+    watch.is_free.set()
+    await asyncio.get_running_loop().run_in_executor(None, thread.join, 20)
+    assert heard.told.empty(), "what comes after the end is not told"
+    assert watch.calls == ["open", "close"]
+
+
+class Broken(PaperWatch):
+    """A driver whose code has a bug."""
+
+    def look(self, device: Device) -> Sample:
+        if self.looks[device.id]:
+            raise ZeroDivisionError
+        return super().look(device)
+
+
+async def test_a_bug_ends_the_watch_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard = listen(Broken(IDLE, IDLE))
+    assert heard.clearance.end(ONE, WHOLE, [PID])
+    assert await heard.next() == ("settled", ONE, False)
+    await asyncio.get_running_loop().run_in_executor(None, join_all)
+    assert not heard.clearance.end(TWO, PART, [PID]), "nobody is there to be asked"
+    assert "devices are not watched any more" in caplog.text
+    await heard.clearance.close()
+
+
+def test_a_loop_that_was_closed_is_told_nothing() -> None:
+    loop = asyncio.new_event_loop()
+    sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
+    clearance = Clearance(loop, sets, [PaperVendor(PaperWatch(IDLE))])
+    (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
+    assert clearance.end(ONE, WHOLE, [PID])
+    loop.close()
+    clearance.quit()
+    thread.join(20)
+    assert not thread.is_alive()
