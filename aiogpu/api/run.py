@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+MOMENT: Final = 0.1
+"""Seconds after which the second Ctrl-C was lost, if the loop still runs."""
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """`asyncio.run` on uvloop.
+
+    Ctrl-C once cancels `main`, and what it holds by `async with` is closed in order;
+    twice ends it at once.
 
     Args:
         main: the program's coroutine.
@@ -22,10 +31,59 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     _open_standard_descriptors()
     # In `with` it would make its loop at once, and fail to close it inside another.
     runner = asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+    presses = _Presses()
+    program = presses.heard(main) if asyncio.iscoroutine(main) else main
     try:
-        return runner.run(main)
+        return runner.run(program)
+    except RuntimeError:
+        if presses.has_stopped:
+            raise KeyboardInterrupt from None
+        raise
     finally:
+        presses.are_over = True
+        if program is not main:
+            program.close()  # it may never have begun
         runner.close()
+
+
+class _Presses:
+    """Counts Ctrl-C. uvloop loses the second where it lands in a callback of its own.
+
+    Attributes:
+        are_over: the loop has come to its end.
+        has_stopped: the loop was stopped since nothing else has ended it.
+    """
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self.has_stopped = False
+        self._count = 0
+
+    async def heard(self, main: Coroutine[Any, Any, T]) -> T:
+        """Await the program, with the runner's own handler behind this one."""
+        theirs = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not callable(theirs) or theirs is signal.default_int_handler:
+            return await main  # the runner does not handle it either
+        loop = asyncio.get_running_loop()
+
+        def press(number: int, frame: FrameType | None) -> None:
+            self._count += 1
+            if self._count > 1:
+                loop.call_soon_threadsafe(loop.call_later, MOMENT, self._stop, loop)
+            theirs(number, frame)
+
+        signal.signal(signal.SIGINT, press)
+        try:
+            return await main
+        finally:
+            if signal.getsignal(signal.SIGINT) is press:
+                signal.signal(signal.SIGINT, theirs)
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self.are_over:
+            self.has_stopped = True
+            loop.stop()
 
 
 def _open_standard_descriptors() -> None:

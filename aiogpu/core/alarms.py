@@ -42,6 +42,8 @@ def _ring_for_task(node: Node, alarm: Alarm, now: float, effects: list[Effect]) 
         return
     if alarm.kind is AlarmKind.STOP:
         go_on_stopping(node, record, now, effects)
+    elif alarm.kind is AlarmKind.ALONE:
+        node.solitude.give_up(node, record)
     elif alarm.kind is AlarmKind.RETRY:
         go_on_waiting(node, record)
         end_deadlocks(node, now, effects)

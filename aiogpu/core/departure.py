@@ -6,7 +6,7 @@ seen free; until then the worker is `SETTLING`, a name without a process.
 
 from __future__ import annotations
 
-from aiogpu.core.effects import Effect, Forget, Lose
+from aiogpu.core.effects import Effect, Forget, Kill, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
 from aiogpu.core.family import part
 from aiogpu.core.ids import WorkerId
@@ -47,6 +47,9 @@ def depart(
         has_run = not is_new and number < begun
         if not (_has_another_run if has_run else _has_another_start)(node, record):
             _lose(node, record, worker.id, effects)
+        elif record.is_starved:
+            record.is_starved = False
+            node.solitude.await_turn(node, record, now)
         elif has_run:
             retry(node, record, now)
         else:
@@ -73,6 +76,8 @@ def _has_another_start(_: Node, record: TaskRecord) -> bool:
 def _has_another_run(node: Node, record: TaskRecord) -> bool:
     """Whether a task that its worker's end has hit is tried again."""
     is_wanted = record.state is not TaskState.STOPPING
+    if record.is_starved and record.is_alone:
+        return False  # it does not even fit alone
     return is_wanted and not node.is_closing and may_retry(record)
 
 
@@ -82,6 +87,16 @@ def _lose(
     was_wanted = record.state is not TaskState.STOPPING
     node.end(record)
     effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
+
+
+def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """End a worker whose task uses more memory than there is."""
+    record = worker.task
+    if record is not None:
+        record.is_starved = True
+        # An answer may be under way; whatever follows it would die in its place.
+        worker.is_last = not worker.queue
+        effects.append(Kill(worker.id))
 
 
 def settle(node: Node, event: Settled) -> None:

@@ -147,6 +147,8 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
     # What is kept for this very shape's first is what the lease would give him.
     if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
         return False
+    if node.solitude.is_wanted:
+        return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
     if ledger.is_overdrawn:

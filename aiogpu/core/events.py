@@ -102,6 +102,13 @@ class WorkerGone:
 
 
 @dataclass(slots=True)
+class MemoryShort:
+    """Memory runs out, and this worker is the first to go."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
 class Settled:
     """The devices of a worker that has gone are free.
 
@@ -155,6 +162,7 @@ Event = (
     | TaskSkipped
     | Revoked
     | WorkerGone
+    | MemoryShort
     | Settled
     | SetAside
     | Recovered

@@ -65,6 +65,9 @@ def _children(why: Why) -> str:
 def _waiting(why: Why) -> Iterator[str]:
     begin = f"{_who(why)} has waited {span(why.seconds or 0.0)}"
     request = terms(why.request.items())
+    if why.is_held_up:
+        yield f"{begin}: another is to run alone first, since memory ran out with it"
+        return
     if not why.reasons:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"

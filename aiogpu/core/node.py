@@ -15,6 +15,7 @@ from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.records import Kin, TaskRecord, move_task
+from aiogpu.core.solitude import Solitude
 from aiogpu.core.spares import Spares
 from aiogpu.core.table import Table
 from aiogpu.core.timers import AlarmKind, Timers
@@ -32,6 +33,7 @@ class Node:
     Attributes:
         reservation: what is kept for a task that has waited long, None for none.
         delayed: tasks that have failed and will wait again some time later.
+        solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
     """
@@ -46,11 +48,14 @@ class Node:
         self.timers = Timers()
         self.reservation: Reservation | None = None
         self.is_closing = False
+        self.solitude = Solitude()
         self.spares = Spares(self.patience.spare_workers)
         self.most_idle = self.patience.idle_workers + self.spares.target
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for, unless it is kept for another."""
+        if self.solitude.is_wanted and self.solitude.bars(record):
+            return None
         reservation = self.reservation
         spec = record.spec
         request = spec.shape.request
@@ -73,6 +78,8 @@ class Node:
         move_task(record, _ENDED)
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
+        if self.solitude.is_wanted:
+            self.solitude.leave(record)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
         if record.kin is not None:

@@ -27,6 +27,7 @@ class Patience:
         retry_after: from a task's second failure to the next try; the first one is
             at once, each later one takes twice as long as the one before it.
         retry_at_last: the longest such wait.
+        alone_within: for how long others are held up for a task that is to run alone.
     """
 
     cancel_grace: float = 2.0
@@ -39,6 +40,7 @@ class Patience:
     reserve_after: float = 1.0
     retry_after: float = 0.1
     retry_at_last: float = 10.0
+    alone_within: float = 30.0
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""

@@ -17,7 +17,7 @@ from aiogpu.core import events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
 from aiogpu.core.closing import abandon_some
-from aiogpu.core.departure import depart, set_aside, settle, settle_all
+from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
@@ -66,6 +66,7 @@ class Scheduler(Node):
             events.Cancelled: self._on_cancelled,
             events.WorkerStarted: self._on_worker_started,
             events.WorkerGone: self._on_worker_gone,
+            events.MemoryShort: self._on_memory_short,
             events.Settled: self._on_settled,
             events.SetAside: self._on_set_aside,
             events.Recovered: self._on_recovered,
@@ -190,7 +191,8 @@ class Scheduler(Node):
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
                 return
         release(self, worker, now)
-        if by_shape or self.workers.idle > self.most_idle:
+        idle, solitude = self.workers.idle, self.solitude
+        if by_shape or idle > self.most_idle or solitude.is_wanted:
             self._place(now, effects)
 
     def _on_spoilt(self, event: events.WorkerSpoilt, now: float) -> Sequence[Effect]:
@@ -265,6 +267,16 @@ class Scheduler(Node):
         depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
+    def _on_memory_short(
+        self, event: events.MemoryShort, now: float
+    ) -> Sequence[Effect]:
+        worker = self.workers.get(event.worker)
+        if worker is None or worker.state is not WorkerState.BUSY:
+            return NOTHING
+        effects: list[Effect] = []
+        starve(worker, effects)
+        return self._place(now, effects)
+
     def _on_settled(self, event: events.Settled, now: float) -> Sequence[Effect]:
         settle(self, event)
         return self._place(now, [])
@@ -306,6 +318,8 @@ class Scheduler(Node):
         return effects
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
+        if self.solitude.is_wanted:
+            self.solitude.look(self)
         if self.ready.by_shape:
             if not self.is_closing:
                 for record, lease in place(self, now):

@@ -152,6 +152,8 @@ def find_shortages(
 
 def why_waiting(node: Node, record: TaskRecord) -> str:
     """In one line what a waiting task waits for."""
+    if node.solitude.bars(record):
+        return "waits until another has run alone, for which memory ran out before"
     rival = rival_of(node, record)
     short = []
     for lack in find_lacks(node, record):

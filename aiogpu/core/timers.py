@@ -33,6 +33,8 @@ class AlarmKind(Enum):
     """A worker is looked at: has it come any further?"""
     RETRY = "retry"
     """A task that has failed is to be tried again."""
+    ALONE = "alone"
+    """A task that is to run alone has waited for long enough."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 

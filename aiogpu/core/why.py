@@ -48,6 +48,8 @@ class Why:
             where that is why it waits.
         is_held_endlessly: whether it waits for what others hold without end; then
             nothing is kept for it, however long it waits.
+        is_held_up: whether it waits so that another can run alone, for which memory
+            ran out before.
         worker: id of its worker, None without one.
         pid: process id of its worker, 0 without one or while it starts.
         runs_for: seconds since its code began; None where that is not known.
@@ -68,6 +70,7 @@ class Why:
     reasons: tuple[Shortage, ...] = ()
     reservation: ReservationStatus | None = None
     is_held_endlessly: bool = False
+    is_held_up: bool = False
     worker: int | None = None
     pid: int = 0
     runs_for: float | None = None
@@ -118,6 +121,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         position=bucket.position(record) + 1,
         of=bucket.size,
         reasons=reasons,
+        is_held_up=node.solitude.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
         is_held_endlessly=is_endless and reserve(node, record, holdings.now) is None,
     )

@@ -42,6 +42,7 @@ class Autopsy:
         self._proc = proc
         self._kmsg = kmsg
         self._log = -1
+        self._has_begun = False
         self._counters: list[tuple[Path, str]] = []
         self._group_kills = self._machine_kills = 0
 
@@ -54,6 +55,7 @@ class Autopsy:
         if memory is not None:
             self._counters.append((memory.own / "memory.oom_control", "oom_kill"))
         self._group_kills, self._machine_kills = self._count()
+        self._has_begun = True
         with suppress(OSError):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
             self._log = os.open(self._kmsg, flags)
@@ -62,6 +64,8 @@ class Autopsy:
 
     def examine(self, pid: int) -> Findings:
         """What there is about a worker that has just died; each kill counts once."""
+        if not self._has_begun:
+            return Findings()
         group, machine = self._count()
         found = Findings(
             max(0, group - self._group_kills),

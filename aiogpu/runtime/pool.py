@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.core.specs import Environment
 from aiogpu.errors import NodeError
 from aiogpu.runtime import cause
-from aiogpu.runtime.autopsy import Autopsy, Findings
+from aiogpu.runtime.autopsy import Autopsy
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.hearing import Hearing
@@ -276,20 +276,7 @@ class Pool:
         slot.worker = None
         if slot.keeper is not None:
             self._slots.put_back(slot)
-        last = tuple(slot.output.last)
-        begun = self._zygotes.page.begun(slot.index)
-        findings = Findings()
-        if cause.is_kernels(worker.status, worker.cause):
-            findings = self.autopsy.examine(worker.pid)
-        death = Death(
-            worker.pid,
-            worker.status,
-            last,
-            worker.reason,
-            begun,
-            worker.cause,
-            findings,
-        )
+        death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
         tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
 

@@ -6,6 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.runtime.autopsy import Autopsy, Findings
+from aiogpu.runtime.cause import is_kernels
+from aiogpu.runtime.death import Death
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.transport import Peer
 from aiogpu.wire.messages import Define, Failed, Forget, Message
@@ -50,6 +53,26 @@ class LiveWorker:
     reason: str = ""
     cause: str = ""
     is_gone: bool = False
+
+    def death(self, begun: int, autopsy: Autopsy) -> Death:
+        """How it ended, with what the kernel has to say where it may have had a hand.
+
+        Args:
+            begun: number of the task that it had begun last.
+            autopsy: asks the kernel.
+        """
+        findings = Findings()
+        if is_kernels(self.status, self.cause):
+            findings = autopsy.examine(self.pid)
+        return Death(
+            self.pid,
+            self.status,
+            tuple(self.slot.output.last),
+            self.reason,
+            begun,
+            self.cause,
+            findings,
+        )
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""

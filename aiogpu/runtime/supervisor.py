@@ -107,7 +107,7 @@ class Supervisor:
         return self.driver
 
     async def stop(self) -> None:
-        """End tasks, workers, keepers, zygote, socket and directory, in that order."""
+        """End tasks, workers, keepers, socket, directory and zygote, in that order."""
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -118,14 +118,15 @@ class Supervisor:
         if self._clearance is not None:
             await self._clearance.close()
         await parts.pool.close()
-        await parts.zygotes.close()
-        await parts.zygotes.cgroup.remove()
         parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
+        # Before the zygote is asked to end: if we are killed now, it does this.
+        remove_directory(parts.directory)
+        await parts.zygotes.close()
+        await parts.zygotes.cgroup.remove()
         await parts.console.drain(SLACK)
         parts.console.close()
-        remove_directory(parts.directory)
 
     def abandon(self) -> None:
         """Give up at once, where no loop runs any more; workers see us end."""

@@ -81,13 +81,13 @@ class SlotCgroup:
             self._members = -1
 
     def remove(self) -> None:
-        """Step out for good and remove it, and the node's if it was the last."""
+        """Step out for good and remove it, and the node's if nobody is in it."""
         if self._members >= 0:
             self.forget()
             with suppress(OSError):
                 self._origin.enter()
-                self._group.remove()
-                os.rmdir(self._node.path)
+                # Slots whose keepers were closed long ago are there as well.
+                self._node.remove()
 
 
 def fork_into_slot(node: str, slot: int) -> int:

@@ -39,6 +39,7 @@ class Interrupts:
         self._is_pending = False
         self._own: set[CodeType] = set()
         self._handler = self._on_signal
+        self._is_installed = False
 
     def spare(self, *own: CodeType) -> None:
         """Never interrupt frames that run this code."""
@@ -50,13 +51,17 @@ class Interrupts:
 
     def install(self) -> None:
         """Handle the signal from now on; it means nothing where no task runs."""
+        self._is_installed = True
         signal.signal(signal.SIGINT, self._handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def restore(self) -> None:
-        """Handle the signal again, if a task's code has seen to it otherwise."""
+        """Handle the signal again, if a task's code has seen to it otherwise.
+
+        Where it was not installed, in a rehearsal, another's handler stays.
+        """
         # `signal.getsignal` would make an enumeration of it, a hundred times dearer.
-        if _signal.getsignal(_SIGINT) is not self._handler:
+        if _signal.getsignal(_SIGINT) is not self._handler and self._is_installed:
             signal.signal(signal.SIGINT, self._handler)
 
     def is_asked(self, task: int) -> bool:

@@ -58,6 +58,7 @@ PATIENCE = st.builds(
     reserve_after=st.sampled_from([0, 0.3, 1.0]),
     spare_workers=st.integers(0, 3),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
+    alone_within=st.sampled_from([0.0, 5.0, 30.0]),
 )
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
@@ -89,6 +90,7 @@ class Judge(World):
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
                 assert CPU not in dict(record.spec.shape.request.scalars), record
+        is_kept = is_kept or scheduler.solitude.is_wanted
         if not is_kept and not self._kept:
             for record in begun:
                 self._check_turn(record, still)
@@ -229,6 +231,12 @@ class NodeMachine(RuleBasedStateMachine):
         self.w.spoil(name)
         self.w.finish(name, retry=retry)
 
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data())
+    def run_out_of_memory(self, data):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        self.w.tell(events.MemoryShort(self.w.worker_of(name)))
+
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
         self.w.settles = settles
@@ -263,6 +271,8 @@ class NodeMachine(RuleBasedStateMachine):
     def nobody_waits_for_what_is_free(self):
         ledger = self.w.scheduler.ledger
         if self.w.scheduler.reservation is not None:
+            return
+        if self.w.scheduler.solitude.is_wanted:
             return
         for record in list(self.w.scheduler.ready):
             lease = ledger.take(record.spec.shape.request)

@@ -20,6 +20,7 @@ from aiogpu.runtime import node_cgroup
 from aiogpu.runtime.node_cgroup import Place
 from tests.cgroups import PLACE, groups_of
 from tests.engines import tasks
+from tests.engines.alive import is_alive
 from tests.gate import Gate
 from tests.program import start
 
@@ -54,14 +55,6 @@ class House:
         async with asyncio.timeout(20):
             while is_alive(process):
                 await asyncio.sleep(0)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that init has yet to wait for has."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @asynccontextmanager

@@ -56,6 +56,7 @@ def machine(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def test_counters_are_compared_with_what_was_before(machine: Machine) -> None:
     machine.count(v1=3, v2=4, machine=9)
+    assert machine.autopsy.examine(12) == Findings(), "nobody knows since when"
     machine.autopsy.begin()
     assert machine.autopsy.examine(12) == Findings(0, 0)
     machine.count(v1=4, v2=4, machine=10)

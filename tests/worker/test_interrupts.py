@@ -109,6 +109,19 @@ def test_a_blocked_signal_is_let_through_again(interrupts: Interrupts) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+def test_a_handler_that_a_task_has_changed_is_put_back(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    rehearsed = Interrupts(page)
+    interrupts.install()
+    handler = signal.getsignal(signal.SIGINT)
+    rehearsed.restore()
+    assert signal.getsignal(signal.SIGINT) is handler, "it was never installed"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.restore()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_what_was_sent_may_begin(page: ControlPage, interrupts: Interrupts) -> None:
     page.revoke(3, 7)
     page.revoke(2, 100)

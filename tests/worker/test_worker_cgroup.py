@@ -120,6 +120,7 @@ def test_all_but_the_keeper_are_ended() -> None:
     assert not slot.has_others
     assert mine().endswith("/3"), mine()
     end_children()
+    Cgroup(node).child("4").make()
     slot.remove()
     assert mine() == origin
     assert not os.path.exists(node)

@@ -1,0 +1,31 @@
+"""What a driver that has died leaves: processes and files, looked up in /proc."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def living(place: str) -> list[str]:
+    """Processes that have the place in their environment, in words."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                environ = (process / "environ").read_bytes()
+                if f"XDG_RUNTIME_DIR={place}\0".encode() in environ:
+                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                    command = (process / "cmdline").read_bytes().decode()
+                    if state not in "ZX":
+                        found.append(f"{process.name} {command!r:.80}")
+            except OSError:
+                continue
+    return found
+
+
+def gone_within(seconds: float, place: str) -> None:
+    """Wait until nothing is left; raises `AssertionError` after so many seconds."""
+    ends = time.monotonic() + seconds
+    while (left := living(place)) or os.listdir(place):
+        assert time.monotonic() < ends, (left, os.listdir(place))

@@ -1,0 +1,113 @@
+"""[B7] The death of the driver after message 1, 2, 3 … of its program's life.
+
+The program kills itself, from the node's start to its end; two seconds later there
+is no worker, nothing that a worker started, and no directory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import closing
+
+import pytest
+
+from tests.deaths.remains import living
+from tests.program import start
+
+LIMIT = 2.0
+"""Seconds for which something may be left."""
+AT_ONCE = 4
+"""Programs that run side by side."""
+
+PROGRAM = """
+    import asyncio, sys
+    import aiogpu
+    from tests.deaths.lives import LIVES
+    from tests.deaths.steps import Steps
+
+    async def main(life, at):
+        with Steps() as steps:
+            steps.begin("driver", at)
+            async with aiogpu.init(num_cpus=1, num_gpus=1):
+                assert await LIVES[life](0) == 2
+            print(steps.passed)
+
+    aiogpu.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+class Program:
+    """A driver that dies after message `at`."""
+
+    def __init__(self, life: str, at: int) -> None:
+        self.at = at
+        self._life = life
+        self._place = tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp")
+        place = self._place.name
+        self._process = start(PROGRAM, life, str(at), XDG_RUNTIME_DIR=place)
+
+    def end(self) -> bool:
+        """See that nothing is left; False if it was not reached."""
+        out, err = self._communicate()
+        died, place = time.monotonic(), self._place.name
+        where = f"{self._life}, driver after {self.at}: {err}"
+        is_reached = self._process.returncode == -signal.SIGKILL
+        assert is_reached or self._process.returncode == 0, where
+        while (left := living(place)) or os.listdir(place):
+            assert time.monotonic() < died + LIMIT, (where, left, os.listdir(place))
+        self._place.cleanup()
+        if not is_reached:
+            assert out.count(",") + 1 < self.at, (where, out)
+        return is_reached
+
+    def give_up(self) -> None:
+        """It need not be looked at any more."""
+        self._process.kill()
+        self._process.communicate(timeout=30)
+        while living(self._place.name) or os.listdir(self._place.name):
+            os.sched_yield()
+        self._place.cleanup()
+
+    def _communicate(self) -> tuple[str, str]:
+        # Its helpers hold its pipes open, so these are no sign of its end.
+        self._process.wait(timeout=30)
+        try:
+            return self._process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(living(self._place.name)) from None
+
+
+def programs(life: str) -> Generator[Program, None, None]:
+    """One for each step, a few of them started before they are asked for."""
+    started: list[Program] = []
+    at = 0
+    try:
+        while True:
+            while len(started) < AT_ONCE:
+                at += 1
+                started.append(Program(life, at))
+            yield started.pop(0)
+    finally:
+        for program in started:
+            program.give_up()
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        "daemon",
+        *(
+            pytest.param(life, marks=pytest.mark.slow)
+            for life in ("isolated", "reused", "nested", "nested-soft")
+        ),
+    ],
+)
+def test_each_step(life: str) -> None:
+    with closing(programs(life)) as each:
+        last = next(program.at for program in each if not program.end())
+    assert last > 8, "a table without steps"

@@ -1,0 +1,159 @@
+"""Ctrl-C, Ctrl-\\ and a closed terminal, in a shell on a pseudo-terminal.
+
+Ctrl-C once is orderly, twice is at once; whatever it is, nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.deaths.remains import gone_within, living
+from tests.program import environment
+
+LIMIT = 3.0
+"""Seconds until the prompt is back."""
+PROMPT = "READY> "
+
+PROGRAM = """
+    import asyncio, sys
+    import aiogpu
+    from tests.engines import phase_tasks, tasks
+    from tests.gate import Gate
+
+    async def main():
+        deaf, place = sys.argv[2] == "deaf", sys.argv[3]
+        grace = 60 if deaf else 20
+        async with Gate.open() as gate, aiogpu.init(
+            num_cpus=4, num_gpus=1, cancel_grace=grace
+        ):
+            handles = [
+                phase_tasks.loop.remote(gate.path, "plain", place),
+                phase_tasks.coroutine.remote(gate.path, "coroutine", place),
+                tasks.start_sleeper.options(num_gpus=1).remote(gate.path, "sleeper"),
+            ]
+            if deaf:
+                task = phase_tasks.swallowing
+                handles.append(task.remote(gate.path, "deaf", place))
+            await gate.entered("plain", "coroutine", "sleeper", *["deaf"] * deaf)
+            print("all run", flush=True)
+            try:
+                await asyncio.gather(*handles)
+            finally:
+                print("on its way out", flush=True)
+
+    {"uvloop": aiogpu.run, "asyncio": asyncio.run}[sys.argv[1]](main())
+"""
+
+PLAIN = """
+    import asyncio, sys
+
+    async def main():
+        print("all run", flush=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            print("on its way out", flush=True)
+
+    asyncio.run(main())
+"""
+
+
+class Shell:
+    """A shell with a program in its foreground."""
+
+    def __init__(self, place: Path, source: str, *arguments: str) -> None:
+        program = place / "program.py"
+        program.write_text(textwrap.dedent(source))
+        self.noted = place / "noted"
+        self.run = place / "run"
+        self.run.mkdir()
+        variables = environment(PS1=PROMPT, XDG_RUNTIME_DIR=str(self.run), TERM="dumb")
+        self.terminal = pexpect.spawn(
+            "bash", ["--norc", "--noprofile", "-i"], env=variables, encoding="utf8"
+        )
+        self.terminal.expect_exact(PROMPT)
+        words = [sys.executable, str(program), *arguments, str(self.noted)]
+        self.terminal.sendline(shlex.join(words))
+        self.terminal.expect_exact("all run", timeout=30)
+
+    def prompt(self) -> str:
+        """What was written until the prompt is back."""
+        self.terminal.expect_exact(PROMPT, timeout=LIMIT)
+        return str(self.terminal.before)
+
+    def status(self) -> int:
+        """How the program has ended, as shells tell it."""
+        self.terminal.sendline("echo status=$?")
+        self.terminal.expect(r"status=(\d+)\r", timeout=LIMIT)
+        return int(self.terminal.match.group(1))
+
+
+@contextmanager
+def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
+    short = Path("/tmp") / f"agc-{os.getpid()}-{time.monotonic_ns() % 10**6}"
+    short.symlink_to(place)
+    try:
+        opened = Shell(short, source, *arguments)
+        try:
+            yield opened
+        finally:
+            if not opened.terminal.closed:
+                opened.terminal.close(force=True)
+        gone_within(2.0, str(opened.run))
+    finally:
+        short.unlink()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_once_is_orderly(loop: str, tmp_path: Path) -> None:
+    with shell(tmp_path, PROGRAM, loop, "-") as opened:
+        opened.terminal.sendintr()
+        written = opened.prompt()
+        assert "on its way out" in written
+        assert "KeyboardInterrupt" in written
+        assert "never retrieved" not in written
+        # The processes of the shell itself are there as well.
+        rest = [p for p in living(str(opened.run)) if "bash" not in p]
+        assert (rest, os.listdir(opened.run)) == ([], [])
+        words = opened.noted.read_text().split()
+        assert sorted(words) == ["begun"] * 2 + ["stopped"] * 2, "`finally` has run"
+        status = opened.status()
+    (tmp_path / "twin").mkdir()
+    with shell(tmp_path / "twin", PLAIN) as twin:
+        twin.terminal.sendintr()
+        twin.prompt()
+        assert status == twin.status() == 130
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_twice_is_at_once(loop: str, tmp_path: Path) -> None:
+    """One of its tasks would have a minute to stop."""
+    with shell(tmp_path, PROGRAM, loop, "deaf") as opened:
+        opened.terminal.sendintr()
+        opened.terminal.expect_exact("on its way out", timeout=LIMIT)
+        opened.terminal.sendintr()
+        opened.prompt()
+        assert opened.status() == 130
+
+
+def test_ctrl_backslash(tmp_path: Path) -> None:
+    with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened:
+        opened.terminal.sendcontrol("\\")
+        opened.prompt()
+        assert opened.status() == 131
+
+
+def test_a_closed_terminal(tmp_path: Path) -> None:
+    """The shell and all in its foreground are hung up on."""
+    with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened:
+        opened.terminal.close(force=False)
