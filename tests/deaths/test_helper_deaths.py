@@ -91,7 +91,7 @@ def table() -> list[Any]:
             for retries in (0, 1):
                 for spares in (0, 2):
                     is_short = life in ("isolated", "reused") and victim != "zygote"
-                    is_quick = not spares and (is_short or retries and life in QUICK)
+                    is_quick = not spares and (is_short or (retries and life in QUICK))
                     marks = [] if is_quick else [pytest.mark.slow]
                     name = f"{life}-{victim}-{retries}-{spares}"
                     # A node starts three zygotes anew in a while, and no more.
