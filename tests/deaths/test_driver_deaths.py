@@ -16,7 +16,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.deaths.remains import living
+from tests.deaths.remains import gone_within, living
 from tests.program import start
 
 LIMIT = 2.0
@@ -65,14 +65,6 @@ class Program:
             assert out.count(",") + 1 < self.at, (where, out)
         return is_reached
 
-    def give_up(self) -> None:
-        """It need not be looked at any more."""
-        self._process.kill()
-        self._process.communicate(timeout=30)
-        while living(self._place.name) or os.listdir(self._place.name):
-            os.sched_yield()
-        self._place.cleanup()
-
     def _communicate(self) -> tuple[str, str]:
         # Its helpers hold its pipes open, so these are no sign of its end.
         self._process.wait(timeout=30)
@@ -94,7 +86,7 @@ def programs(life: str) -> Generator[Program, None, None]:
             yield started.pop(0)
     finally:
         for program in started:
-            program.give_up()
+            assert not program.end()
 
 
 @pytest.mark.parametrize(
@@ -111,3 +103,33 @@ def test_each_step(life: str) -> None:
     with closing(programs(life)) as each:
         last = next(program.at for program in each if not program.end())
     assert last > 8, "a table without steps"
+
+
+STILLBORN = """
+    import os, signal
+    import aiogpu
+    from aiogpu.runtime import zygote
+    from tests.engines import tasks
+
+    start = zygote.start_interpreter
+
+    def start_and_die(*args, **options):
+        start(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    zygote.start_interpreter = start_and_die
+
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            pass
+
+    aiogpu.run(main())
+"""
+
+
+def test_before_the_zygote_has_said_anything() -> None:
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
+        program = start(STILLBORN, XDG_RUNTIME_DIR=place)
+        program.communicate(timeout=30)
+        assert program.returncode == -signal.SIGKILL
+        gone_within(LIMIT, place)
