@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -132,4 +133,37 @@ def test_before_the_zygote_has_said_anything() -> None:
         program = start(STILLBORN, XDG_RUNTIME_DIR=place)
         program.communicate(timeout=30)
         assert program.returncode == -signal.SIGKILL
+        gone_within(LIMIT, place)
+
+
+HANGING = """
+    import sys
+    import aiogpu
+    sys.path.insert(0, sys.argv[1])
+
+    async def main():
+        await aiogpu.init(preload=["endless"])
+
+    aiogpu.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    reason="the kernel ends a zygote that hangs in an import, and so nobody is left "
+    "to remove the directory; its processes are gone",
+)
+def test_while_a_module_to_preload_hangs(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, threading\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'in').touch()\nthreading.Event().wait()\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
+        program = start(HANGING, str(tmp_path), XDG_RUNTIME_DIR=place)
+        while not (tmp_path / "in").exists():
+            assert program.poll() is None
+            os.sched_yield()
+        program.kill()
+        program.communicate(timeout=30)
         gone_within(LIMIT, place)
