@@ -20,6 +20,9 @@ class Options(TypedDict, total=False):
     Attributes:
         num_cpus: CPUs, may be a fraction; 1 unless given.
         num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.
+        memory: main memory in bytes or as a text, "6GiB": as much must not have been
+            given to others. Who uses more is the first to be ended where it runs
+            short (`OutOfMemoryError`), and tried again alone.
         resources: custom resources by name, such as `{"license": 1}`.
         accelerator_type: only devices of this type, such as "A100".
         strategy: where a share of a GPU goes: "pack", the default, to the fullest
@@ -44,6 +47,7 @@ class Options(TypedDict, total=False):
 
     num_cpus: float | None
     num_gpus: float | None
+    memory: int | str | None
     resources: Mapping[str, float] | None
     accelerator_type: str | None
     strategy: Strategy | None

@@ -98,6 +98,8 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     log_to_driver: bool = True,
     cancel_grace: float = 2.0,
     spare_workers: int = 2,
+    memory: int | str | None = None,
+    memory_guard: bool = True,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` it, or `async with` it.
@@ -117,6 +119,10 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         cancel_grace: seconds from a task's cancel to the kill of its process.
         spare_workers: clean processes that stand ready, once there are tasks that get
             one of their own (with GPUs, or `max_calls`). 0: forked when needed.
+        memory: main memory to share out among tasks that ask for some, in bytes or as
+            a text, "64GiB"; 95 % of what this process may use unless given.
+        memory_guard: end the task that uses most beyond what it asked for, before
+            the machine or its container runs out of memory; it is tried again alone.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
@@ -134,6 +140,8 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         log_to_driver=log_to_driver,
         cancel_grace=cancel_grace,
         spare_workers=spare_workers,
+        memory=memory,
+        memory_guard=memory_guard,
     )
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(check_text("address", address) or default_address(), options, shared)

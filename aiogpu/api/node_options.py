@@ -7,6 +7,7 @@ from typing import Final
 
 from aiogpu.api.options import check_resources, check_seconds, check_text
 from aiogpu.core.resources import quantity
+from aiogpu.core.sizes import parse_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 
@@ -26,6 +27,8 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     log_to_driver: object,
     cancel_grace: object,
     spare_workers: object,
+    memory: object,
+    memory_guard: object,
 ) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
     modules = _check_preload(preload)
@@ -39,6 +42,8 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         log_to_driver=check_flag("log_to_driver", log_to_driver),
         cancel_grace=check_seconds("cancel_grace", cancel_grace),
         spare_workers=_check_spares(spare_workers),
+        memory=None if memory is None else parse_size("memory", memory),
+        memory_guard=check_flag("memory_guard", memory_guard),
     )
 
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 from aiogpu.core.resources import (
     CPU,
     GPU,
+    MEMORY,
     UNIT,
     Request,
     device_quantity,
     quantity,
 )
+from aiogpu.core.sizes import parse_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ Retried = bool | tuple[type[BaseException], ...]
 Strategy = Literal["pack", "spread"]
 Lifetime = Literal["detached"] | None
 
+_OWN_OPTIONS: Final = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
+
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""
 
@@ -45,6 +49,7 @@ class TaskOptions(NamedTuple):
 
     num_cpus: int = UNIT
     num_gpus: int = 0
+    memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
     strategy: Strategy = "pack"
@@ -62,7 +67,7 @@ class TaskOptions(NamedTuple):
     def request(self) -> Request:
         """What the task asks for."""
         return Request.of(
-            {CPU: self.num_cpus, **self.resources},
+            {CPU: self.num_cpus, MEMORY: self.memory, **self.resources},
             {GPU: self.num_gpus},
             self.accelerator_type,
             spread=self.strategy == "spread",
@@ -134,9 +139,9 @@ def check_resources(option: str, value: object) -> dict[str, int]:
     for name, amount in value.items():
         if not isinstance(name, str) or not name:
             raise OptionError(f"{option} has the key {name!r}; names are strings.")
-        if name in (CPU, GPU):
+        if name in _OWN_OPTIONS:
             raise OptionError(
-                f"{option} names {name!r}; say num_{name.lower()}s={amount!r} instead."
+                f"{option} names {name!r}; say {_OWN_OPTIONS[name]}={amount!r} instead."
             )
         amounts[name] = quantity(f"{option}[{name!r}]", amount)
     return amounts
@@ -221,6 +226,10 @@ def _check_strategy(option: str, value: object) -> Strategy:
     )
 
 
+def _check_memory(option: str, value: object) -> int:
+    return parse_size(option, value) * UNIT
+
+
 def _check_lifetime(option: str, value: object) -> Lifetime:
     if value is None:
         return None
@@ -278,6 +287,7 @@ def _is_variable(name: str, text: str) -> bool:
 _CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_cpus": _optional(quantity, UNIT),
     "num_gpus": _optional(device_quantity, 0),
+    "memory": _optional(_check_memory, 0),
     "resources": _optional(check_resources, {}),
     "accelerator_type": check_text,
     "strategy": _optional(_check_strategy, "pack"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from aiogpu.core.resources import written
 from aiogpu.core.wording import SHOWN, listing, span, terms
 
 if TYPE_CHECKING:
@@ -96,9 +97,10 @@ def _longest_first(holder: Holder) -> float:
 
 
 def _shortage(shortage: Shortage) -> str:
+    name = shortage.resource
     told = (
-        f"{shortage.resource} {shortage.asked:g}: "
-        f"{shortage.free:g} of {shortage.total:g} free"
+        f"{name} {written(name, shortage.asked)}: "
+        f"{written(name, shortage.free)} of {written(name, shortage.total)} free"
     )
     if shortage.devices:
         shares = (
@@ -106,12 +108,13 @@ def _shortage(shortage: Shortage) -> str:
             for device in shortage.devices
         )
         told += f" ({listing(shares, len(shortage.devices))})"
-    return f"{told}, {shortage.kept:g} of it kept" if shortage.kept else told
+    kept = written(name, shortage.kept)
+    return f"{told}, {kept} of it kept" if shortage.kept else told
 
 
 def _holder(holder: Holder, shortage: Shortage) -> str:
     """Say who holds how much; the device, where there are some."""
-    share = f"{holder.share:g}"
+    share = written(shortage.resource, holder.share)
     for device in shortage.devices:
         if any(one is holder for one in device.holders):
             share = f"{holder.share:g} of {shortage.resource} {device.id}"

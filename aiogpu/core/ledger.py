@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.ids import LeaseId
-from aiogpu.core.resources import CPU, UNIT, Request, number
+from aiogpu.core.resources import CPU, UNIT, Request, number, written
 
 
 @dataclass(slots=True, eq=False)
@@ -168,17 +168,18 @@ class Ledger:
 
     def why_infeasible(self, request: Request) -> str | None:
         """Say in words what this node lacks even when idle, None if nothing."""
-        for name, amount in request.scalars:
+        for name, asked in request.scalars:
             capacity = self.capacity.get(name, 0)
-            if capacity < amount:
-                return f"{name} {number(amount):g} of {number(capacity):g}"
-        for kind, amount in request.devices:
+            if capacity < asked:
+                there = written(name, number(capacity))
+                return f"{name} {written(name, number(asked))} of {there}"
+        for kind, asked in request.devices:
             devices = self.device_sets.get(kind)
             wanted = request.accelerator_type
             count = devices.count_of(wanted) if devices else 0
-            if count * UNIT < amount:
+            if count * UNIT < asked:
                 suffix = f" of type {wanted}" if wanted else ""
-                return f"{kind} {number(amount):g} of {count}{suffix}"
+                return f"{kind} {number(asked):g} of {count}{suffix}"
         return None
 
     def totals(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.resources import MEMORY, written
 from aiogpu.core.wording import SHOWN, span, terms
 
 if TYPE_CHECKING:
@@ -19,10 +20,18 @@ _STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiti
 def summary(status: NodeStatus) -> str:
     """What there is and what happens, on one line."""
     resources = ", ".join(
-        f"{name} {status.available.get(name, 0.0):g}/{total:g}"
-        for name, total in status.total.items()
+        f"{name} {written(name, free)}/{written(name, total)}"
+        for name, free, total in _worth_telling(status)
     )
     return f"{resources}; {len(status.workers)} workers; {_counts(status)}"
+
+
+def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
+    """All resources, but memory only where somebody has asked for some."""
+    for name, total in status.total.items():
+        free = status.available.get(name, 0.0)
+        if name != MEMORY or free != total:
+            yield name, free, total
 
 
 def _counts(status: NodeStatus) -> str:
@@ -47,8 +56,8 @@ def report(status: NodeStatus) -> str:
 
 def _resources(status: NodeStatus) -> Iterator[str]:
     rows = [
-        (name, f"{status.available.get(name, 0.0):g} of {total:g} free")
-        for name, total in status.total.items()
+        (name, f"{written(name, free)} of {written(name, total)} free")
+        for name, free, total in _worth_telling(status)
     ]
     states = Counter(worker.state for worker in status.workers)
     told = ", ".join(f"{count} {state}" for state, count in states.items())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from aiogpu.core.sizes import size
 from aiogpu.errors import OptionError
 
 UNIT = 10_000
@@ -19,6 +20,8 @@ LARGEST = 10**14
 
 CPU = "CPU"
 GPU = "GPU"
+MEMORY = "memory"
+"""Main memory, in bytes."""
 TYPE_PREFIX = "accelerator_type:"
 TYPE_SHARE = 10
 """What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
@@ -135,9 +138,16 @@ class Request:
         return {name: number(parts) for name, parts in (*self.scalars, *self.devices)}
 
     def __str__(self) -> str:
-        terms = [f"{name}: {parts / UNIT:g}" for name, parts in self.scalars]
+        terms = [
+            f"{name}: {written(name, parts / UNIT)}" for name, parts in self.scalars
+        ]
         terms += [f"{name}: {parts / UNIT:g}" for name, parts in self.devices]
         return "{" + ", ".join(terms) + "}"
+
+
+def written(name: str, value: float) -> str:
+    """How much of a resource, as people read it: "0.25", "3.2GiB"."""
+    return size(value) if name == MEMORY else f"{value:g}"
 
 
 def _sorted(amounts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -16,7 +16,7 @@ from aiogpu.core.holding import DeviceStatus, Holder, Holdings
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.reservation import Reservation
-from aiogpu.core.resources import number
+from aiogpu.core.resources import number, written
 from aiogpu.core.wording import in_words, listing
 
 
@@ -44,7 +44,9 @@ class ReservationStatus:
             f"{kind} {listing(map(str, ids), len(ids))}"
             for kind, ids in self.devices.items()
         ]
-        parts += [f"{name} {amount:g}" for name, amount in self.amounts.items()]
+        parts += [
+            f"{name} {written(name, kept)}" for name, kept in self.amounts.items()
+        ]
         return in_words(parts)
 
 
@@ -157,7 +159,7 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
     rival = rival_of(node, record)
     short = []
     for lack in find_lacks(node, record):
-        told = f"free: {number(lack.free):g}"
+        told = f"free: {written(lack.name, number(lack.free))}"
         if lack.mask:
             devices = node.ledger.device_sets[lack.name]
             shares = (
@@ -170,7 +172,8 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
             told = f"free by device: {listing(shares, lack.mask.bit_count())}"
         if rival and lack.kept:
             told += f"; kept for {rival.record.spec.name}"
-        short.append(f"{lack.name} {number(lack.asked):g} ({told})")
+        asked = written(lack.name, number(lack.asked))
+        short.append(f"{lack.name} {asked} ({told})")
     if short:
         return "waits for " + " and ".join(short)
     return "waits for its turn"

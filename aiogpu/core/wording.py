@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from aiogpu.core.resources import written
+
 SHOWN: Final = 8
 """Entries of a list that are written out; the rest is counted."""
 
@@ -37,4 +39,5 @@ def in_words(parts: Sequence[str]) -> str:
 
 def terms(numbers: Iterable[tuple[str, float]]) -> str:
     """Amounts by name, as a request is written: "{CPU: 1, GPU: 0.5}"."""
-    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in numbers) + "}"
+    told = (f"{name}: {written(name, value)}" for name, value in numbers)
+    return "{" + ", ".join(told) + "}"

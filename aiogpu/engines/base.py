@@ -26,6 +26,8 @@ class NodeOptions(NamedTuple):
         log_to_driver: whether tasks' output is shown.
         cancel_grace: seconds from a cancel to the kill.
         spare_workers: clean workers kept ready.
+        memory: bytes to share out; None for what is safe.
+        memory_guard: whether a task is ended before memory runs out.
     """
 
     num_cpus: float | None = None
@@ -37,6 +39,8 @@ class NodeOptions(NamedTuple):
     log_to_driver: bool = True
     cancel_grace: float = 2.0
     spare_workers: int = 2
+    memory: int | None = None
+    memory_guard: bool = True
 
 
 class Waits(Protocol):

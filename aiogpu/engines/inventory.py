@@ -13,9 +13,10 @@ from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, TYPE_PREFIX, UNIT, quantity
+from aiogpu.core.resources import CPU, MEMORY, TYPE_PREFIX, UNIT, quantity
 from aiogpu.engines.base import NodeOptions
 from aiogpu.runtime.cpus import usable_cpus
+from aiogpu.runtime.memory_bounds import MemoryBounds
 
 T = TypeVar("T")
 
@@ -43,7 +44,8 @@ def build_ledger(options: NodeOptions, device_sets: list[DeviceSet]) -> Ledger:
     `accelerator_type:X`, is that of all devices whose type is not known.
     """
     cpus = usable_cpus() if options.num_cpus is None else options.num_cpus
-    scalars = {CPU: quantity("num_cpus", cpus)}
+    memory = MemoryBounds().safe_limit() if options.memory is None else options.memory
+    scalars = {CPU: quantity("num_cpus", cpus), MEMORY: memory * UNIT}
     for name, amount in options.resources.items():
         scalars[name] = quantity(f"resources[{name!r}]", amount)
     declared = options.accelerator_type

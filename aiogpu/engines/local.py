@@ -54,6 +54,7 @@ class LocalEngine:
                 assignment,
                 lambda site: check_site(site, scheduler.ledger),
             )
+            self._driver.guard.is_on = options.memory_guard
         except BaseException:
             await self._supervisor.stop()
             raise

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import NamedTuple
 
+from aiogpu.core.sizes import size
 from aiogpu.errors import OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import find_cause, tell
@@ -72,12 +73,12 @@ def describe_out_of_memory(
         used: bytes that its process and all below it had in use when it was ended.
         limit: bytes that all processes together may use safely.
     """
-    wanted = f"it asked for {_size(asked)}" if asked else "it asked for none (memory=)"
+    wanted = f"it asked for {size(asked)}" if asked else "it asked for none (memory=)"
     return OutOfMemoryError(
-        f"{task_name} (pid {death.pid}) was ended while it used {_size(used)} of "
-        f"memory; {wanted}, and all together may use {_size(limit)} before the "
+        f"{task_name} (pid {death.pid}) was ended while it used {size(used)} of "
+        f"memory; {wanted}, and all together may use {size(limit)} before the "
         f"kernel ends processes of its own choice. Give the task "
-        f'memory="{_size(used)}", so that fewer run at once, or let it use less.'
+        f'memory="{size(used)}", so that fewer run at once, or let it use less.'
         f"{_quote(death.last_output)}",
         pid=death.pid,
         last_output=death.last_output,
@@ -91,13 +92,6 @@ def _quote(lines: tuple[str, ...]) -> str:
     if not lines:
         return ""
     return " Its last output:" + "".join(f"\n  {line}" for line in lines)
-
-
-def _size(count: int) -> str:
-    """Bytes as `memory=` takes them, rounded up: 512MiB, 3.2GiB."""
-    if count < 1 << 30:
-        return f"{-(-count >> 20)}MiB"
-    return f"{-(-count * 10 >> 30) / 10:g}GiB"
 
 
 def _signal_name(number: int) -> str:

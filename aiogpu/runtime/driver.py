@@ -38,6 +38,7 @@ from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.wire.frames import LARGE
 from aiogpu.wire.messages import Done, Failed, Skipped
@@ -66,6 +67,7 @@ class Driver:
         self._orders = pool.orders
         self._assignment = assignment
         self._clearance = clearance
+        self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
         clearance.on_settled = lambda *told: self.feed(Settled(*told))
         clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
         clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
@@ -171,6 +173,7 @@ class Driver:
         Time is up when nothing more has ended for that long: a million owners are
         told in a few seconds. Tasks that were given longer to stop have it.
         """
+        self.guard.close()
         self.feed(Closing())
         specs = [record.spec for record in self.scheduler.tasks.values()]
         timeout += max((spec.cancel_grace or 0.0 for spec in specs), default=0.0)
@@ -219,6 +222,7 @@ class Driver:
         began = self._sent_as(gone, death.begun)
         self.feed(WorkerGone(gone, began, self._settles(gone, death.pid)))
         del self._deaths[gone]
+        self.guard.forget(worker)
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
         """Whether it is still to be seen that a worker has left its devices."""
@@ -240,6 +244,7 @@ class Driver:
         call = self._calls[effect.task]
         self._last_number += 1
         call.send_to(effect.worker, self._last_number)
+        self.guard.wake()
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
@@ -322,7 +327,9 @@ class Driver:
 
     def _lose(self, effect: effects.Lose) -> None:
         call = self._calls.pop(effect.task)
-        call.tell(describe_death(call.site.spec.name, self._deaths[effect.worker]))
+        name, death = call.site.spec.name, self._deaths[effect.worker]
+        short = self.guard.explain(name, effect.worker, death)
+        call.tell(short or describe_death(name, death))
 
     def _deadlock(self, effect: effects.Deadlock) -> None:
         self._calls.pop(effect.task).tell_deadlock(effect.reason)

@@ -199,8 +199,10 @@ async def test_it_waits_for_a_shutdown_that_has_begun(makers: Makers) -> None:
 
 async def test_a_question_opens_a_node(makers: Makers) -> None:
     """[B5] [B8]"""
-    assert await aiogpu.cluster_resources() == {"CPU": 4.0}
-    assert await aiogpu.available_resources() == {"CPU": 3.0}
+    found = await aiogpu.cluster_resources()
+    assert {"CPU": 4.0}.items() <= found.items()
+    found = await aiogpu.available_resources()
+    assert {"CPU": 3.0}.items() <= found.items()
     assert await aiogpu.status() == "status"
     assert makers.asked == [(None, NodeOptions())]
     await aiogpu.shutdown()

@@ -22,6 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "log_to_driver": True,
     "cancel_grace": 2.0,
     "spare_workers": 2,
+    "memory": None,
+    "memory_guard": True,
 }
 
 
@@ -52,6 +54,11 @@ def test_the_defaults() -> None:
         ("cancel_grace", 0.05, 0.05),
         ("spare_workers", 0, 0),
         ("spare_workers", 1024, 1024),
+        ("memory", 0, 0),
+        ("memory", 1 << 33, 1 << 33),
+        ("memory", "6GiB", 6 << 30),
+        ("memory", "1.5 GB", 1_500_000_000),
+        ("memory_guard", False, False),
     ],
 )
 def test_what_is_allowed(option: str, value: object, held: object) -> None:
@@ -73,6 +80,7 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
         *(("resources", value, "a dict of names") for value in ([1], "license", 1)),
         ("resources", {"CPU": 1}, "say num_cpus=1 instead"),
         ("resources", {"GPU": 1}, "say num_gpus=1 instead"),
+        ("resources", {"memory": 1}, "say memory=1 instead"),
         ("resources", {"license": -1}, "not a quantity"),
         ("resources", {"license": True}, "is a bool"),
         *(("accelerator_type", value, "a text") for value in ("", 1, ["A100"])),
@@ -85,6 +93,15 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
             ("cancel_grace", value, "seconds above 0")
             for value in (0, -1, None, True, "2", math.nan, math.inf, 10**400)
         ),
+        *(
+            ("spare_workers", value, "a whole number from 0")
+            for value in (-1, 1.5, True, None, "2", 1025)
+        ),
+        *(
+            ("memory", value, "no amount of memory")
+            for value in (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1])
+        ),
+        *(("memory_guard", value, "True or False") for value in (0, None)),
         *(("ignore_reinit_error", value, "True or False") for value in (0, 1, None)),
         *(("address", value, "a text") for value in ("", 1, b"local")),
     ],

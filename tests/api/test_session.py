@@ -103,8 +103,10 @@ async def test_it_passes_questions_on(engine: PaperEngine) -> None:
     assert session.cluster_resources() == {"CPU": 4.0}
     assert session.available_resources() == {"CPU": 3.0}
     assert session.status() == "status"
-    assert await aiogpu.cluster_resources() == {"CPU": 4.0}
-    assert await aiogpu.available_resources() == {"CPU": 3.0}
+    found = await aiogpu.cluster_resources()
+    assert {"CPU": 4.0}.items() <= found.items()
+    found = await aiogpu.available_resources()
+    assert {"CPU": 3.0}.items() <= found.items()
     assert await aiogpu.status() == "status"
     await aiogpu.shutdown()
     for ask in (session.cluster_resources, session.available_resources, session.status):

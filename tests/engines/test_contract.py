@@ -64,14 +64,20 @@ async def test_a_node_can_be_opened_again(address: str) -> None:
 async def test_resources_are_told(address: str, gate: Gate) -> None:
     """[B3] [B8]"""
     async with aiogpu.init(
-        address=address, num_cpus=4, num_gpus=2, resources={"license": 2}
+        address=address,
+        num_cpus=4,
+        num_gpus=2,
+        memory="4GiB",
+        resources={"license": 2},
     ):
-        total = {"CPU": 4.0, "GPU": 2.0, "license": 2.0}
+        total = {"CPU": 4.0, "GPU": 2.0, "license": 2.0, "memory": 2.0**32}
         assert await aiogpu.cluster_resources() == total
-        task = tasks.gated_coroutine.options(num_gpus=0.25, resources={"license": 2})
+        task = tasks.gated_coroutine.options(
+            num_gpus=0.25, memory="1GiB", resources={"license": 2}
+        )
         handle = task.remote(gate.path, "a")
         await gate.entered("a")
-        left = {"CPU": 3.0, "GPU": 1.75, "license": 0.0}
+        left = {"CPU": 3.0, "GPU": 1.75, "license": 0.0, "memory": 3 * 2.0**30}
         assert await aiogpu.available_resources() == left
         gate.release("a")
         await handle

@@ -162,7 +162,8 @@ async def test_four_quarters_at_once_need_four_cpus(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         handles = [f.remote(gate.path, f"with-4-{i}") for i in range(4)]
         await gate.entered(*(f"with-4-{i}" for i in range(4)))
-        assert await aiogpu.available_resources() == {"CPU": 0.0, "GPU": 0.0}
+        found = await aiogpu.available_resources()
+        assert {"CPU": 0.0, "GPU": 0.0}.items() <= found.items()
         gate.release(*(f"with-4-{i}" for i in range(4)))
         await asyncio.gather(*handles)
 
@@ -224,7 +225,8 @@ async def test_what_is_used_up_is_told_as_zero(gate: Gate) -> None:
         everything = tasks.gated_coroutine.options(num_gpus=1)
         handle = everything.remote(gate.path, "all")
         await gate.entered("all")
-        assert await aiogpu.available_resources() == {"CPU": 0.0, "GPU": 0.0}
+        found = await aiogpu.available_resources()
+        assert {"CPU": 0.0, "GPU": 0.0}.items() <= found.items()
         gate.release("all")
         await handle
 

@@ -344,7 +344,8 @@ async def test_a_retried_task_can_be_stopped(node: aiogpu.Session) -> None:
             await asyncio.sleep(0)
         handle.cancel()
         assert await tasks.add.remote(1) == 2, steps
-    assert await aiogpu.available_resources() == {"CPU": 2.0, "GPU": 2.0}
+    found = await aiogpu.available_resources()
+    assert {"CPU": 2.0, "GPU": 2.0}.items() <= found.items()
 
 
 @aiogpu.remote

@@ -37,7 +37,8 @@ async def node() -> AsyncIterator[aiogpu.Session]:
     ) as session:
         before = os.environ.get(VISIBLE)
         yield session
-        assert await aiogpu.available_resources() == {"CPU": 1.0, "GPU": 2.0}
+        found = await aiogpu.available_resources()
+        assert {"CPU": 1.0, "GPU": 2.0}.items() <= found.items()
         assert os.environ.get(VISIBLE) == before
         assert aiogpu.get_runtime_context().worker_id == 0
 

@@ -48,13 +48,15 @@ pytestmark = pytest.mark.asyncio
 
 async def test_inline(inline_node):
     assert await where.remote() == (os.getpid(), [0])
-    assert await aiogpu.cluster_resources() == {"CPU": 2.0, "GPU": 1.0}
+    found = await aiogpu.cluster_resources()
+    assert {"CPU": 2.0, "GPU": 1.0}.items() <= found.items()
 
 
 async def test_local(local_node):
     pid, ids = await where.remote()
     assert (pid != os.getpid(), ids) == (True, [0])
-    assert await aiogpu.cluster_resources() == {"CPU": 2.0, "GPU": 1.0}
+    found = await aiogpu.cluster_resources()
+    assert {"CPU": 2.0, "GPU": 1.0}.items() <= found.items()
 
 
 @pytest.mark.aiogpu(num_gpus=3, resources={"license": 2})
@@ -66,7 +68,7 @@ class TestMarked:
 
     async def test_local(self, local_node):
         total = await aiogpu.cluster_resources()
-        assert total == {"CPU": 2.0, "GPU": 3.0, "license": 2.0}
+        assert {"CPU": 2.0, "GPU": 3.0, "license": 2.0}.items() <= total.items()
 """
 
 LEAKS = """

@@ -1,0 +1,64 @@
+"""Amounts of memory: bytes, and how people write them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.errors import OptionError
+
+_UNITS: Final = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+LARGEST: Final = 1 << 60
+"""More memory than this is a mistake."""
+
+
+def parse_size(option: str, value: object) -> int:
+    """Bytes, given as a whole number or as a text such as "6GiB" or "512 MB".
+
+    Args:
+        option: the option's name, for the message.
+        value: what was given for it.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    count = _from_text(value) if isinstance(value, str) else value
+    if isinstance(count, bool) or not isinstance(count, int):
+        count = None
+    if count is None or not 0 <= count <= LARGEST:
+        raise OptionError(
+            f"{option}={value!r} is no amount of memory; give bytes as an int, or a "
+            f'text with a unit such as {option}="6GiB" or {option}="500MB".'
+        )
+    return count
+
+
+def _from_text(text: str) -> int | None:
+    number = text.strip().rstrip("BbIiKkMmGgTt").rstrip()
+    unit = text.strip()[len(number) :].strip().upper()
+    factor = _UNITS.get(unit)
+    try:
+        amount = float(number)
+    except ValueError:
+        return None
+    # Not a number and infinite are no sizes either.
+    if factor is None or not 0 <= amount * factor <= LARGEST:
+        return None
+    return int(amount * factor)
+
+
+def size(count: float) -> str:
+    """Bytes as `parse_size` takes them, rounded up: "512MiB", "3.2GiB"."""
+    whole = int(count)
+    if whole < 1 << 30:
+        return f"{-(-whole >> 20)}MiB"
+    return f"{-(-whole * 10 >> 30) / 10:g}GiB"

@@ -1,0 +1,64 @@
+"""Amounts of memory, as people write and read them."""
+
+import pytest
+
+from aiogpu.core.resources import Request
+from aiogpu.core.sizes import LARGEST, parse_size, size
+from aiogpu.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (0, 0),
+        (12, 12),
+        (LARGEST, LARGEST),
+        ("6GiB", 6 << 30),
+        ("6 gib", 6 << 30),
+        ("0.5KiB", 512),
+        ("500MB", 500_000_000),
+        ("1TB", 10**12),
+        ("1TiB", 1 << 40),
+        (" 7 B ", 7),
+    ],
+)
+def test_what_is_a_size(given, count):
+    assert parse_size("memory", given) == count
+
+
+@pytest.mark.parametrize(
+    "given",
+    [-1, 1.5, True, None, LARGEST + 1, "6", "", "GiB", "6GiBB", "-1GB", "nanGB"],
+)
+def test_what_is_none(given):
+    with pytest.raises(OptionError) as caught:
+        parse_size("memory", given)
+    assert f"memory={given!r}" in str(caught.value)
+    assert '"6GiB"' in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["infGB", "1e99GB"])
+def test_more_than_there_can_be(given):
+    with pytest.raises(OptionError):
+        parse_size("memory", given)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0MiB"),
+        (1, "1MiB"),
+        (1 << 20, "1MiB"),
+        ((1 << 20) + 1, "2MiB"),
+        (6 << 30, "6GiB"),
+        ((3 << 30) + (1 << 28), "3.3GiB"),
+    ],
+)
+def test_how_a_size_is_told(count, text):
+    assert size(count) == text
+    assert parse_size("memory", text) >= count
+
+
+def test_a_request_tells_its_memory():
+    request = Request.of({"CPU": 10_000, "memory": (6 << 30) * 10_000}, {})
+    assert str(request) == "{CPU: 1, memory: 6GiB}"
