@@ -111,14 +111,12 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
             since resources are logical.
         resources: custom resources by name, such as `{"license": 2}`.
         accelerator_type: type of the node's GPUs where it is not detected.
-        preload: modules that are imported once, before workers are forked. "auto"
-            is for those that workers turn out to import at a cost; `("numpy",
-            "auto")` for both, `()` for none.
+        preload: modules that workers are forked with. "auto": those that they turn
+            out to import at a cost; `("numpy", "auto")`: both; `()`: none.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
-        spare_workers: clean processes that stand ready for tasks that get one of
-            their own (those with GPUs, or `max_calls`), once there are such tasks.
-            Each takes a few megabytes; 0 has every process forked when it is needed.
+        spare_workers: clean processes that stand ready, once there are tasks that get
+            one of their own (with GPUs, or `max_calls`). 0: forked when needed.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:

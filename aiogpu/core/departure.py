@@ -35,8 +35,7 @@ def depart(
     worker.task = None
     worker.queue.clear()
     if event.settles and worker.lease is not None and not node.is_closing:
-        if worker.lease.is_lent:
-            node.ledger.resume(worker.lease)
+        node.ledger.keep_devices(worker.lease)
         move_worker(worker, WorkerState.SETTLING)
     else:
         _remove(node, worker)

@@ -8,7 +8,7 @@ less all leases is what is free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.ids import LeaseId
@@ -138,6 +138,14 @@ class Ledger:
             self.free[name] += amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             self.device_sets[kind].give_back(shares)
+
+    def keep_devices(self, lease: Lease) -> None:
+        """Give back all of a lease but its devices, which are not free yet."""
+        if lease.is_lent:
+            self.resume(lease)
+        for name, amount in lease.request.scalars:
+            self.free[name] += amount
+        lease.request = replace(lease.request, scalars=())
 
     def lend(self, lease: Lease) -> None:
         """Give back the CPUs of a lease whose task waits for others; nothing else."""

@@ -81,7 +81,12 @@ TASK_LEADS_TO: Final = {
         TaskState.DELAYED,
         TaskState.ENDED,
     ),
-    TaskState.DELAYED: (TaskState.WAITING, TaskState.ENDED),
+    TaskState.DELAYED: (
+        TaskState.STARTING,
+        TaskState.RUNNING,
+        TaskState.WAITING,
+        TaskState.ENDED,
+    ),
     TaskState.STOPPING: (TaskState.ENDED,),
     TaskState.ENDED: (),
 }

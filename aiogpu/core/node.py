@@ -111,5 +111,7 @@ class Node:
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task that holds nothing any more where it stood in the queue."""
         record.worker = None
+        if self.solitude.is_wanted:
+            self.solitude.leave(record)
         move_task(record, TaskState.WAITING)
         self.ready.push_back(record)

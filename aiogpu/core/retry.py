@@ -30,6 +30,8 @@ def retry(node: Node, record: TaskRecord, now: float) -> None:
         node.wait_again(record)
         return
     record.worker = None
+    if node.solitude.is_wanted:
+        node.solitude.leave(record)
     move_task(record, TaskState.DELAYED)
     node.delayed[record.id] = record
     node.timers.set(now + delay, AlarmKind.RETRY, record.id)

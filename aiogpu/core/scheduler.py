@@ -143,6 +143,8 @@ class Scheduler(Node):
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
+        if self.solitude.is_wanted:
+            is_special = True
         if is_special:
             self._end_specially(record, worker, retry, now, effects)
         else:
@@ -238,7 +240,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and self.reservation is None:
+        if is_alone and self.reservation is None and not self.solitude.is_wanted:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -318,8 +320,10 @@ class Scheduler(Node):
         return effects
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
-        if self.solitude.is_wanted:
-            self.solitude.look(self)
+        if self.solitude.is_wanted and not self.is_closing:
+            alone = self.solitude.begin(self)
+            if alone is not None:
+                start(self, *alone, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
                 for record, lease in place(self, now):

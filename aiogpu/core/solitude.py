@@ -14,6 +14,7 @@ from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
 from aiogpu.core.timers import AlarmKind
 
 if TYPE_CHECKING:
+    from aiogpu.core.ledger import Lease
     from aiogpu.core.node import Node
 
 
@@ -51,21 +52,27 @@ class Solitude:
             record.kin.parent is None and record.kin.awaited_by is None
         )
 
-    def look(self, node: Node) -> None:
-        """If nothing else runs, have the first of those that wait go on."""
-        if self._current is None and self._waiting and _is_quiet(node):
-            self._current = self._waiting.popleft()
-            _go_on(node, self._current)
+    def begin(self, node: Node) -> tuple[TaskRecord, Lease] | None:
+        """If nothing else runs, take what the first of those that wait needs."""
+        if self._current is not None or not self._waiting or not _is_quiet(node):
+            return None
+        record = self._waiting[0]
+        lease = node.ledger.take(record.spec.shape.request)
+        if lease is None:
+            return None
+        self._current = self._waiting.popleft()
+        del node.delayed[record.id]
+        return record, lease
 
     def give_up(self, node: Node, record: TaskRecord) -> None:
         """A task has waited for its turn for too long: it is tried like any other."""
         if record in self._waiting:
-            self._waiting.remove(record)
-            self._note()
-            _go_on(node, record)
+            self.leave(record)
+            del node.delayed[record.id]
+            node.wait_again(record)
 
     def leave(self, record: TaskRecord) -> None:
-        """A task has ended; others may start again if it was to run alone."""
+        """A task has ended or begins anew; if it ran alone, others may start again."""
         if record is self._current:
             self._current = None
         elif record in self._waiting:
@@ -74,11 +81,6 @@ class Solitude:
 
     def _note(self) -> None:
         self.is_wanted = self._current is not None or bool(self._waiting)
-
-
-def _go_on(node: Node, record: TaskRecord) -> None:
-    del node.delayed[record.id]
-    node.wait_again(record)
 
 
 def _is_quiet(node: Node) -> bool:

@@ -89,7 +89,7 @@ def start_interpreter(
         os.write(source, marshal.dumps(fields))
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [sys.executable, *interpreter_flags(), "-c", _BOOT],
+            [sys.executable, *interpreter_flags(environ), "-c", _BOOT],
             stdin=source,
             stdout=output,
             stderr=output,
@@ -104,11 +104,19 @@ def start_interpreter(
         os.close(source)
 
 
-def interpreter_flags() -> Sequence[str]:
-    """The command-line options of this interpreter that its workers are to share."""
+def interpreter_flags(environ: Mapping[str, str] | None = None) -> Sequence[str]:
+    """The command-line options of this interpreter that its workers are to share.
+
+    Options go before variables; so filters of warnings are left out where the
+    child's `environ` has its own.
+    """
     options = [
         "-" + letter * int(getattr(sys.flags, name))
         for name, letter in _FLAGS
         if getattr(sys.flags, name)
     ]
+    if environ is not None:
+        own = environ.get("PYTHONWARNINGS")
+        if own is not None and own != os.environ.get("PYTHONWARNINGS"):
+            return options
     return [*options, *(f"-W{option}" for option in sys.warnoptions)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from aiogpu.core import effects
+from aiogpu.core import effects, events
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.records import Binding
 from aiogpu.core.specs import Environment, TaskSpec
@@ -119,3 +119,14 @@ class PaperWorker:
         """Come to a task's turn and find it revoked."""
         self.began = self.void[0]
         return self.began
+
+    def know_revoked(self) -> events.Revoked:
+        """What is told of the earliest revocation that is not answered."""
+        assert self.revoking, f"nothing is taken back from {self.id}"
+        began = self.began.id if self.began else None
+        return events.Revoked(self.id, self.revoking.popleft(), began)
+
+    def gone(self, settles: bool) -> events.WorkerGone:
+        """What is told of its end; `settles`: its devices must be seen free."""
+        began = self.began.id if self.began else None
+        return events.WorkerGone(self.id, began, settles and self.binding is not None)

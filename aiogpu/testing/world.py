@@ -165,12 +165,7 @@ class World(Onlooker):
     def revoked(self, whom: str | int) -> None:
         """It is known what a worker has not begun of what it was sent."""
         worker = self.workers[self.worker_of(whom)]
-        self._happen(self._know_revoked(worker))
-
-    def _know_revoked(self, worker: PaperWorker) -> events.Revoked:
-        assert worker.revoking, f"nothing is taken back from {worker.id}"
-        began = worker.began.id if worker.began else None
-        return events.Revoked(worker.id, worker.revoking.popleft(), began)
+        self._happen(worker.know_revoked())
 
     def skip(self, name: str, *, is_late: bool = False) -> None:
         """The worker answers and, in the same moment, finds its next task revoked.
@@ -182,7 +177,7 @@ class World(Onlooker):
         skipped = events.TaskSkipped(worker.skip().id, worker.id)
         self._happen()
         if is_late:
-            self._happen(self._know_revoked(worker))
+            self._happen(worker.know_revoked())
         self._happen(skipped)
 
     def stop(self, whom: str | int) -> None:
@@ -197,12 +192,7 @@ class World(Onlooker):
 
     def die(self, whom: str | int) -> None:
         """A worker's process ends; named by its id or by the task it is for."""
-        self._happen(self._gone(self.workers[self.worker_of(whom)]))
-
-    def _gone(self, worker: PaperWorker) -> events.WorkerGone:
-        began = worker.began.id if worker.began else None
-        settles = self.settles and worker.binding is not None
-        return events.WorkerGone(worker.id, began, settles)
+        self._happen(self.workers[self.worker_of(whom)].gone(self.settles))
 
     def spoil(self, whom: str | int) -> None:
         """A worker will end by itself after the task that it runs."""
@@ -237,7 +227,7 @@ class World(Onlooker):
             worker.is_stopped = False
             worker.begin()
             while worker.revoking:
-                self._coming.append(self._know_revoked(worker))
+                self._coming.append(worker.know_revoked())
             if not worker.has_started:
                 self._coming.append(events.WorkerStarted(worker.id))
             elif worker.is_ending and worker.task is None:
@@ -309,7 +299,7 @@ class World(Onlooker):
     def _revoke(self, worker: PaperWorker, number: int) -> None:
         worker.revoke(number)
         if self.revokes:
-            self._coming.append(self._know_revoked(worker))
+            self._coming.append(worker.know_revoked())
 
     def _drop(self, worker: PaperWorker, task: PaperTask) -> None:
         if task in worker.void:
@@ -352,7 +342,7 @@ class World(Onlooker):
     def _leave(self, worker: PaperWorker) -> None:
         worker.is_ending = True
         if self.exits:
-            self._coming.append(self._gone(worker))
+            self._coming.append(worker.gone(self.settles))
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

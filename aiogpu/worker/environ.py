@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from aiogpu.wire.messages import Bind
 from aiogpu.worker.context import current
 
 _bound: Final[dict[str, str]] = {}
+_given: Final[set[str]] = set()
 
 
 def bind(message: Bind) -> None:
     """Take on the environment and the devices that this worker has for life."""
     _bound.update(message.environ)
+    _given.update(message.environ)
     os.environ.update(message.environ)
     current.accelerators = message.accelerators
+
+
+def is_given(names: Iterable[str]) -> bool:
+    """Whether the assignment has set one of these variables."""
+    return not _given.isdisjoint(names)
 
 
 def keep(name: str, value: str) -> None:

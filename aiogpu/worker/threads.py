@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any, Final
 
-from aiogpu.worker.environ import keep
+from aiogpu.worker.environ import is_given, keep
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 OF_LIBRARY: Final = {
@@ -19,6 +19,7 @@ OF_LIBRARY: Final = {
     "blis": "BLIS_NUM_THREADS",
 }
 """Variables that go before `VARIABLE`, by threadpoolctl's names of libraries."""
+COUNTS: Final = frozenset({VARIABLE, *OF_LIBRARY.values()})
 NUMERIC: Final = ("numpy", "scipy", "sklearn", "torch", "numexpr", "jax", "cv2")
 """Where one of these is loaded, threads may have to be counted."""
 
@@ -31,6 +32,7 @@ class Threads:
         self._controller: Any = None
         self._set: dict[str, int] = {}
         self._is_users: bool | None = None
+        self._is_first = True
         self._cpus = 0
 
     def scan(self) -> None:
@@ -52,7 +54,7 @@ class Threads:
 
         What was loaded here uses one thread already.
         """
-        if VARIABLE not in os.environ:
+        if COUNTS.isdisjoint(os.environ):
             keep(VARIABLE, "1")
             self._is_users = False
             if all(count == 1 for count in self._set.values()):
@@ -64,6 +66,13 @@ class Threads:
         What the program or the task has set by a variable goes first.
         """
         whole = max(int(cpus), 1)
+        if self._is_first:
+            self._is_first = False
+            if is_given(COUNTS):
+                # What `begin_with_one` has assumed does not hold.
+                self._cpus = 0
+                if is_given((VARIABLE,)):
+                    self._is_users = True
         if whole == self._cpus:
             return
         self._cpus = whole

@@ -41,9 +41,7 @@ class Zygote:
         self._lost: list[int] = []
         self._threads = Threads()
         self._imports = Imports()
-        driver = os.pidfd_open(setup.driver)
-        if os.getppid() != setup.driver:
-            sys.exit(0)  # the driver died before this; the pidfd may be another's
+        driver = self._watch_driver()
         kernel.set_process_name("aiogpu-zygote")
         # The driver's blocked signals would come along; SIGCHLD must not be one.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -55,9 +53,29 @@ class Zygote:
         self._birth: Birth
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
-        self._watch = Watch(
-            ZYGOTE, setup.generation, socket_path(setup.directory), driver
-        )
+        try:
+            self._watch = Watch(
+                ZYGOTE, setup.generation, socket_path(setup.directory), driver
+            )
+        except OSError:
+            self._leave_early()
+            raise  # it lives, and has refused us
+
+    def _watch_driver(self) -> int:
+        """A pidfd of the driver; ends this process if the driver has died."""
+        try:
+            driver = os.pidfd_open(self._setup.driver)
+        except ProcessLookupError:
+            driver = -1
+        self._leave_early()  # what has the number now may be another
+        return driver
+
+    def _leave_early(self) -> None:
+        """If the driver has died before it knew us, nobody else will clear up."""
+        if os.getppid() != self._setup.driver:
+            end_node(self._setup.cgroup)
+            remove_directory(self._setup.directory)
+            sys.exit(0)
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""

@@ -21,7 +21,7 @@ def gone(gpus=1, **options):
 def test_the_owner_is_told_at_once_and_the_share_comes_back_later():
     w, worker = gone()
     assert w.told == {"a": "settled"}
-    assert w.free == {"CPU": 3.0, "GPU": 1.0}
+    assert w.free == {"CPU": 4.0, "GPU": 1.0}, "its code has ended"
     w.submit("b", num_gpus=2)
     assert w.waiting == {"b"}
     w.tell(events.Settled(worker))

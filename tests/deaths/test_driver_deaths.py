@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from tests.deaths.remains import living
+from tests.deaths.remains import gone_within, living
 from tests.program import start
 
 LIMIT = 2.0
@@ -65,14 +66,6 @@ class Program:
             assert out.count(",") + 1 < self.at, (where, out)
         return is_reached
 
-    def give_up(self) -> None:
-        """It need not be looked at any more."""
-        self._process.kill()
-        self._process.communicate(timeout=30)
-        while living(self._place.name) or os.listdir(self._place.name):
-            os.sched_yield()
-        self._place.cleanup()
-
     def _communicate(self) -> tuple[str, str]:
         # Its helpers hold its pipes open, so these are no sign of its end.
         self._process.wait(timeout=30)
@@ -94,7 +87,7 @@ def programs(life: str) -> Generator[Program, None, None]:
             yield started.pop(0)
     finally:
         for program in started:
-            program.give_up()
+            assert not program.end()
 
 
 @pytest.mark.parametrize(
@@ -111,3 +104,66 @@ def test_each_step(life: str) -> None:
     with closing(programs(life)) as each:
         last = next(program.at for program in each if not program.end())
     assert last > 8, "a table without steps"
+
+
+STILLBORN = """
+    import os, signal
+    import aiogpu
+    from aiogpu.runtime import zygote
+    from tests.engines import tasks
+
+    start = zygote.start_interpreter
+
+    def start_and_die(*args, **options):
+        start(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    zygote.start_interpreter = start_and_die
+
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            pass
+
+    aiogpu.run(main())
+"""
+
+
+def test_before_the_zygote_has_said_anything() -> None:
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
+        program = start(STILLBORN, XDG_RUNTIME_DIR=place)
+        program.communicate(timeout=30)
+        assert program.returncode == -signal.SIGKILL
+        gone_within(LIMIT, place)
+
+
+HANGING = """
+    import sys
+    import aiogpu
+    sys.path.insert(0, sys.argv[1])
+
+    async def main():
+        await aiogpu.init(preload=["endless"])
+
+    aiogpu.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    reason="the kernel ends a zygote that hangs in an import, and so nobody is left "
+    "to remove the directory; its processes are gone",
+)
+def test_while_a_module_to_preload_hangs(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, threading\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'in').touch()\nthreading.Event().wait()\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="agd-", dir="/tmp") as place:
+        program = start(HANGING, str(tmp_path), XDG_RUNTIME_DIR=place)
+        while not (tmp_path / "in").exists():
+            assert program.poll() is None
+            os.sched_yield()
+        program.kill()
+        program.communicate(timeout=30)
+        gone_within(LIMIT, place)

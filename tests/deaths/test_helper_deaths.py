@@ -25,6 +25,9 @@ FEWEST = 5
 """Messages that each life has at least, so that a table is no empty one."""
 
 
+QUICK = ("isolated", "reused", "nested")
+
+
 @asynccontextmanager
 async def node(spare_workers: int) -> AsyncIterator[Any]:
     async with aiogpu.init(
@@ -87,9 +90,8 @@ def table() -> list[Any]:
         for victim in ("worker", "keeper", "zygote"):
             for retries in (0, 1):
                 for spares in (0, 2):
-                    is_quick = spares == 0 and (
-                        life in ("isolated", "reused") or (life == "nested" and retries)
-                    )
+                    is_short = life in ("isolated", "reused") and victim != "zygote"
+                    is_quick = not spares and (is_short or (retries and life in QUICK))
                     marks = [] if is_quick else [pytest.mark.slow]
                     name = f"{life}-{victim}-{retries}-{spares}"
                     # A node starts three zygotes anew in a while, and no more.

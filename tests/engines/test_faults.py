@@ -119,11 +119,12 @@ async def test_a_killed_keeper_and_the_next_task(gate: Gate) -> None:
         for name in "abc":
             first = tasks.gated.remote(gate.path, name)
             await gate.entered(name)
-            keeper = psutil.Process(gate.pids[name]).parent()
+            worker = psutil.Process(gate.pids[name])
+            keeper = worker.parent()
             assert keeper is not None
             keeper.kill()
             # Held, so that the keeper's end and the zygote's word come together.
-            psutil.wait_procs([psutil.Process(gate.pids[name])], 20)
+            psutil.wait_procs([worker], 20)
             first.cancel()
             assert await tasks.add.remote(1) == 2
 

@@ -65,6 +65,17 @@ def test_an_interpreter_without_options_carries_none(
     assert list(interpreter_flags()) == []
 
 
+def test_a_childs_own_filters_of_warnings_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    given = ["-Werror"]
+    assert list(interpreter_flags({}))[-1:] == given
+    assert list(interpreter_flags({"PYTHONWARNINGS": "error"}))[-1:] == given
+    assert "-Werror" not in interpreter_flags({"PYTHONWARNINGS": "ignore"})
+
+
 @contextmanager
 def pipe() -> Iterator[tuple[int, int]]:
     reading, writing = os.pipe2(os.O_CLOEXEC)

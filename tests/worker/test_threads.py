@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from aiogpu.wire.messages import Bind
 from aiogpu.worker import environ
 from aiogpu.worker import threads as threads_module
+from aiogpu.worker.context import Context
 from aiogpu.worker.threads import Threads
 
 OWN = "OMP_NUM_THREADS"
@@ -42,10 +44,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
     """No library is loaded, no variable set, and nothing is left behind."""
     machine = Machine()
     monkeypatch.setattr(environ, "_bound", {})
+    monkeypatch.setattr(environ, "_given", set())
     for name in (OWN, *threads_module.OF_LIBRARY.values()):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -156,3 +159,69 @@ def test_tasks_find_the_variable_unchanged(machine: Machine) -> None:
     os.environ[OWN] = "9"
     environ.restore()
     assert os.environ[OWN] == "2"
+
+
+BLAS = "OPENBLAS_NUM_THREADS"
+
+
+@pytest.mark.parametrize(
+    ("programs", "tasks", "omp", "blas"),
+    [
+        ({}, {}, "2", 2),
+        ({}, {OWN: "5"}, "5", 5),
+        ({}, {OWN: "1"}, "1", 1),
+        ({}, {BLAS: "5"}, "2", 5),
+        ({OWN: "3"}, {}, "3", 3),
+        ({OWN: "3"}, {OWN: "5"}, "5", 5),
+        ({OWN: "3"}, {BLAS: "5"}, "3", 5),
+        ({BLAS: "3"}, {}, "2", 3),
+        ({BLAS: "3"}, {BLAS: "5"}, "2", 5),
+        ({BLAS: "3"}, {OWN: "5"}, "5", 3),
+    ],
+)
+def test_who_has_the_last_word(
+    programs: dict[str, str],
+    tasks: dict[str, str],
+    omp: str,
+    blas: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the zygote's start on, first with one CPU and then with two."""
+    for name, value in programs.items():
+        monkeypatch.setenv(name, value)
+    load(monkeypatch, "numpy")
+    openblas = Library("openblas")
+    machine.libraries = [openblas]
+    threads = Threads()
+    threads.scan()
+    threads.begin_with_one()
+    environ.bind(Bind(tasks, {}))
+    threads.adapt(1.0)
+    given = {**programs, **tasks}
+    assert os.environ[OWN] == given.get(OWN, "1")
+    assert openblas.num_threads == int(given.get(BLAS, given.get(OWN, "1")))
+    threads.adapt(2.0)
+    assert (os.environ[OWN], openblas.num_threads) == (omp, blas)
+
+
+def test_what_most_tasks_have_costs_nothing(machine: Machine) -> None:
+    threads = Threads()
+    threads.begin_with_one()
+    assert os.environ[OWN] == "1"
+    threads.adapt(1.0)
+    assert machine.scans == 0
+
+
+def test_a_library_that_has_more_in_the_zygote(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(monkeypatch, "numpy")
+    openblas = Library("openblas")
+    openblas.num_threads = 2
+    machine.libraries = [openblas]
+    threads = Threads()
+    threads.scan()
+    threads.begin_with_one()
+    threads.adapt(1.0)
+    assert openblas.sets == [1]
