@@ -14,11 +14,13 @@ class Weight:
     """Of one process, or of several together.
 
     Attributes:
-        memory: bytes; what several processes share counts once, a part for each.
+        resident: bytes in memory; what a process shares with others counts in full.
+        proportional: the same, but what is shared counts a part for each.
     """
 
     processes: int
-    memory: int
+    resident: int
+    proportional: int
     descriptors: int
     threads: int
 
@@ -26,20 +28,21 @@ class Weight:
 def weigh(pids: list[int]) -> Weight:
     """Weigh processes of this user. None of them may end meanwhile."""
     places = [Path(f"/proc/{pid}") for pid in pids]
+    memory = [_memory(place) for place in places]
     return Weight(
         len(pids),
-        sum(map(_proportional, places)),
+        sum(each["Rss"] for each in memory),
+        sum(each["Pss"] for each in memory),
         sum(len(os.listdir(place / "fd")) for place in places),
         sum(len(os.listdir(place / "task")) for place in places),
     )
 
 
-def _proportional(place: Path) -> int:
-    for line in (place / "smaps_rollup").read_text(encoding="ascii").splitlines():
-        key, _, value = line.partition(":")
-        if key == "Pss":
-            return int(value.split()[0]) * 1024
-    raise OSError(f"{place}/smaps_rollup has no Pss")
+def _memory(place: Path) -> dict[str, int]:
+    """Bytes by the kernel's words for them."""
+    _, *lines = (place / "smaps_rollup").read_text(encoding="ascii").splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {key: int(value.split()[0]) * 1024 for key, _, value in pairs}
 
 
 def descendants() -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -18,4 +19,5 @@ def in_script(function: Callable[[int], T]) -> Callable[[int], T]:
         function: uses nothing global.
     """
     source = cast("Any", function)
-    return FunctionType(source.__code__, {"__name__": "__main__"}, source.__name__)
+    names = {"__name__": "__main__", "__builtins__": builtins}
+    return FunctionType(source.__code__, names, source.__name__)

@@ -91,17 +91,22 @@ async def _beside_forks(
     run: Callable[[Call[object], int], Coroutine[None, None, Block]],
 ) -> Row:
     """A row beside forks of what the workers are forked from, and bare ones."""
-    count = scale.isolated if run is shared_out else scale.singles
+    are_gathered = run is shared_out
+    count = scale.isolated if are_gathered else scale.singles
     async with opened(environment, kind.preload):
         call = environment.task(kind.function, QUARTER)
         with (
             open_forks() as bare,
             open_forks(environment.image(kind.preload)) as image,
         ):
+            floors = (
+                (bare.fork_in_a_row, image.fork_in_a_row)
+                if are_gathered
+                else (bare.fork, image.fork)
+            )
             bares, floor, workload = await rotate(
                 [
-                    partial(bare.fork, scale.singles),
-                    partial(image.fork, scale.singles),
+                    *(partial(fork, scale.singles) for fork in floors),
                     partial(run, call, count),
                 ],
                 scale.isolates,
