@@ -1,28 +1,32 @@
-"""The floor of isolation: a bare interpreter that forks, and reaps what it forked.
+"""The floor of isolation: a process that forks, and reaps what it forked.
 
-Run as a program it reads a count from each line, forks so often one after the other,
-and answers with the nanoseconds of each.
+It is made what the system's workers are forked from, since a fork costs the more the
+more memory it shares; or it is left a bare interpreter.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter_ns
+from typing import Final
+
+REST: Final = 0.05
+"""Seconds before a block, in which what the block before has set off is done."""
 
 
 class Forks:
-    """The program below, at work."""
+    """The program `forking`, at work."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     async def fork(self, count: int) -> list[int]:
-        """Fork so often. Blocks the loop, which has nothing else to do."""
+        """Fork so often. Blocks the loop, so nobody else has work meanwhile."""
+        await asyncio.sleep(REST)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{count}\n")
@@ -30,29 +34,23 @@ class Forks:
         samples: list[int] = json.loads(self._process.stdout.readline())
         return samples
 
+    async def fork_in_a_row(self, count: int) -> list[int]:
+        """The same; gives what each adds to the whole."""
+        return [sum(await self.fork(count)) // count]
+
 
 @contextmanager
-def open_forks() -> Iterator[Forks]:
-    """Start the program; it ends with the block."""
+def open_forks(image: str = "") -> Iterator[Forks]:
+    """Start the program; it ends with the block.
+
+    Args:
+        image: source that makes the interpreter what is to be forked.
+    """
+    source = f"{image}\nfrom benchmarks.forking import serve\nserve()\n"
     with subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, "-c", source],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         yield Forks(process)
-
-
-def fork_and_reap() -> int:
-    """One fork that ends at once; gives its nanoseconds."""
-    start = perf_counter_ns()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return perf_counter_ns() - start
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps([fork_and_reap() for _ in range(int(line))]), flush=True)

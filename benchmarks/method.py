@@ -30,8 +30,12 @@ class Scale:
         blocks: of these, for the workload and as many for the floor.
         gathered: calls in a block of overlapping ones.
         gathers: blocks of these.
-        isolated: calls in a block of isolated ones.
+        isolated: calls in a block of overlapping isolated ones.
         isolates: blocks of these.
+        singles: calls in a block of isolated ones awaited one at a time.
+        cancels: tasks of each kind that are cancelled.
+        lives: workers that are started and ended.
+        imports: imports of a library that takes long, each in a process of its own.
         starts: fresh interpreters for each question.
         waiting: tasks that wait, where very many do.
         few: tasks that wait, where few do.
@@ -48,6 +52,10 @@ class Scale:
     gathers: int
     isolated: int
     isolates: int
+    singles: int
+    cancels: int
+    lives: int
+    imports: int
     starts: int
     waiting: int
     few: int
@@ -63,8 +71,12 @@ FULL = Scale(
     blocks=40,
     gathered=20_000,
     gathers=5,
-    isolated=32,
+    isolated=200,
     isolates=8,
+    singles=50,
+    cancels=40,
+    lives=1_000,
+    imports=5,
     starts=25,
     waiting=1_000_000,
     few=1_000,
@@ -79,8 +91,12 @@ QUICK = Scale(
     blocks=2,
     gathered=200,
     gathers=2,
-    isolated=4,
+    isolated=8,
     isolates=1,
+    singles=4,
+    cancels=2,
+    lives=20,
+    imports=1,
     starts=1,
     waiting=2_000,
     few=100,
@@ -123,13 +139,18 @@ class Pair:
 
 async def alternate(floor: Run, workload: Run, blocks: int) -> Pair:
     """Run both in turn; the first block of each warms up and is not counted."""
-    await floor()
-    await workload()
-    pair = Pair()
+    return Pair(*await rotate([floor, workload], blocks))
+
+
+async def rotate(runs: Sequence[Run], blocks: int) -> list[list[Block]]:
+    """Run all in turn; gives the blocks of each, without the first of each."""
+    found: list[list[Block]] = [[] for _ in runs]
+    for run in runs:
+        await run()
     for _ in range(blocks):
-        pair.floor.append(await floor())
-        pair.workload.append(await workload())
-    return pair
+        for each, run in zip(found, runs, strict=True):
+            each.append(await run())
+    return found
 
 
 async def one_at_a_time(call: Callable[[int], Awaitable[object]], count: int) -> Block:
@@ -147,6 +168,25 @@ async def all_at_once(call: Callable[[int], Awaitable[object]], count: int) -> B
     start = perf_counter_ns()
     await asyncio.gather(*(call(number) for number in range(count)))
     return [perf_counter_ns() - start]
+
+
+async def shared_out(call: Callable[[int], Awaitable[object]], count: int) -> Block:
+    """Gather all calls; gives what each adds to the whole."""
+    (whole,) = await all_at_once(call, count)
+    return [whole // count]
+
+
+async def spaced(
+    call: Callable[[int], Awaitable[object]], count: int, gap: float
+) -> Block:
+    """Await each call, and nothing for `gap` seconds before the next is made."""
+    samples: Block = []
+    for number in range(count):
+        await asyncio.sleep(gap)
+        start = perf_counter_ns()
+        await call(number)
+        samples.append(perf_counter_ns() - start)
+    return samples
 
 
 def percentile(blocks: Sequence[Block], percent: int) -> float:

@@ -7,7 +7,7 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 Call = Callable[[int], asyncio.Future[T]]
 """Starts a task at once; its result is awaited, its `cancel()` stops the work."""
+
+Preload = Sequence[str] | None
+"""Modules that are imported once for all workers; None for the system's default."""
 
 
 class UnsupportedError(Exception):
@@ -27,11 +30,14 @@ class Need:
 
     Attributes:
         is_isolated: each call in a process that has run nothing else.
+        grace: seconds that a cancelled task gets before it is stopped by force; None
+            for the system's default.
     """
 
     num_cpus: float = 1
     num_gpus: float = 0
     is_isolated: bool = False
+    grace: float | None = None
 
 
 class Programs(NamedTuple):
@@ -85,12 +91,39 @@ class Environment(Protocol):
         ...
 
     @property
+    def lasting(self) -> Mapping[str, str]:
+        """Its processes that outlive tasks: a word for them, how their names begin."""
+        ...
+
+    @property
     def programs(self) -> Programs:
         """How programs of it begin."""
         ...
 
-    async def open(self, num_cpus: int, num_gpus: int = 0) -> None:
-        """Start the system with so much to share out."""
+    async def open(
+        self, num_cpus: int, num_gpus: int = 0, preload: Preload = None
+    ) -> None:
+        """Start the system with so much to share out.
+
+        Raises:
+            UnsupportedError: it imports no modules beforehand.
+        """
+        ...
+
+    def image(self, preload: Preload = None) -> str:
+        """Source that makes an interpreter what isolated tasks are forked from.
+
+        Raises:
+            UnsupportedError: they are not forked.
+        """
+        ...
+
+    async def free_gpus(self) -> float:
+        """How many GPUs are free now, shares included.
+
+        Raises:
+            UnsupportedError: it shares out none.
+        """
         ...
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:

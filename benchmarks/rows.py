@@ -144,3 +144,53 @@ def time_row(
         goal=str(goal or ""),
         samples=blocks,
     )
+
+
+def beside_row(
+    name: str, pair: Pair, goal: Goal | None, scale: Scale, *notes: str
+) -> Row:
+    """Milliseconds beside the floor's; of their ratio the goal speaks.
+
+    Args:
+        name: of the row.
+        pair: what was measured.
+        goal: None to report only.
+        scale: whether there was enough of it.
+        notes: what is to be said besides the spread.
+    """
+    return Row(
+        name,
+        "ms",
+        judge(pair.ratio, goal, scale),
+        p50=percentile(pair.workload, 50) / MS,
+        p99=percentile(pair.workload, 99) / MS,
+        floor=percentile(pair.floor, 50) / MS,
+        floor_p99=percentile(pair.floor, 99) / MS,
+        ratio=pair.ratio,
+        note="; ".join([spread(pair.ratios), *notes]),
+        goal=str(goal or ""),
+        samples=pair.workload,
+        floor_samples=pair.floor,
+    )
+
+
+def slowest_row(
+    name: str, samples: Block, goal: Goal, scale: Scale, *notes: str
+) -> Row:
+    """Milliseconds of which the goal speaks for every one, so the slowest is judged."""
+    slowest = max(samples) / MS
+    return Row(
+        name,
+        "ms",
+        judge(slowest, goal, scale),
+        p50=percentile([samples], 50) / MS,
+        p99=percentile([samples], 99) / MS,
+        note="; ".join([f"slowest of {len(samples)}: {slowest:.1f} ms", *notes]),
+        goal=str(goal),
+        samples=[samples],
+    )
+
+
+def missing_row(name: str, reason: object) -> Row:
+    """What cannot be measured here, and why."""
+    return Row(name, "", f"not measured: {reason}")

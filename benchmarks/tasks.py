@@ -19,3 +19,55 @@ def wait_at_gate(number: int) -> None:
     with socket(AF_UNIX) as visitor:
         visitor.connect(f"\0aiogpu-benchmarks-{number}")
         visitor.recv(1)
+
+
+def use_numpy(number: int) -> int:
+    """Import numpy and add up some numbers."""
+    import numpy
+
+    return int(numpy.arange(1_000).sum())
+
+
+def use_torch(number: int) -> int:
+    """Import torch and add up some numbers."""
+    import torch  # type: ignore[import-not-found,unused-ignore]
+
+    return int(torch.arange(1_000).sum())
+
+
+def has_numpy(number: int) -> bool:
+    """Whether this process has imported it, or its parent had."""
+    import sys
+
+    return "numpy" in sys.modules
+
+
+def has_torch(number: int) -> bool:
+    """Whether this process has imported it, or its parent had."""
+    import sys
+
+    return "torch" in sys.modules
+
+
+def spin(number: int) -> None:
+    """Knock at the gate of that process, and be busy for ever."""
+    from socket import AF_UNIX, socket
+
+    with socket(AF_UNIX) as visitor:
+        visitor.connect(f"\0aiogpu-benchmarks-{number}")
+    while True:
+        pass
+
+
+def hang(number: int) -> None:
+    """Knock at the gate of that process, and wait in C for what never comes."""
+    from ctypes import CDLL, create_string_buffer
+    from socket import AF_UNIX, socket
+
+    # Zeros are a mutex that is free (pthread_mutex_init(3)). No signal ends the wait
+    # for one that is taken.
+    mutex, lock = create_string_buffer(64), CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    with socket(AF_UNIX) as visitor:
+        visitor.connect(f"\0aiogpu-benchmarks-{number}")
+    lock(mutex)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 import aiogpu
 from aiogpu.core.devices import Device, DeviceSet
@@ -16,10 +18,11 @@ from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.specs import Shape, TaskSpec
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
-from benchmarks.port import Call, Need, Programs, UnsupportedError
+from benchmarks.port import Call, Need, Preload, Programs, UnsupportedError
 
 T = TypeVar("T")
 
+IMAGE: Final = Path(__file__).with_name("aiogpu_image.py")
 FIRST_RESULT = """
 from time import perf_counter_ns
 from aiogpu import init, remote, run
@@ -43,13 +46,31 @@ class AiogpuLocal:
 
     name = "aiogpu"
     libraries = ("aiogpu", "uvloop", "msgpack", "cloudpickle", "nvidia-ml-py")
+    lasting: Mapping[str, str] = MappingProxyType(
+        {"zygote": "aiogpu-zygote", "keepers": "aiogpu-keep"}
+    )
     programs = Programs(
         "import aiogpu", "from aiogpu import init, remote", FIRST_RESULT
     )
 
-    async def open(self, num_cpus: int, num_gpus: int = 0) -> None:
+    async def open(
+        self, num_cpus: int, num_gpus: int = 0, preload: Preload = None
+    ) -> None:
         """Start a node."""
-        await aiogpu.init(num_cpus=num_cpus, num_gpus=num_gpus)
+        await aiogpu.init(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            preload="auto" if preload is None else preload,
+        )
+
+    def image(self, preload: Preload = None) -> str:
+        """The text of `aiogpu_image`, and the call that makes it a zygote."""
+        source = IMAGE.read_text(encoding="utf-8")
+        return f"{source}\nbecome({list(preload or ())}, {preload is None})"
+
+    async def free_gpus(self) -> float:
+        """`available_resources()`."""
+        return (await aiogpu.available_resources())["GPU"]
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """`f.remote`, which is what a program calls."""
@@ -57,6 +78,7 @@ class AiogpuLocal:
             num_cpus=need.num_cpus,
             num_gpus=need.num_gpus,
             max_calls=1 if need.is_isolated else 0,
+            cancel_grace=need.grace,
         )(function).remote
 
     def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:

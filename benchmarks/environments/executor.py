@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
-from benchmarks.port import Call, Need, Programs, UnsupportedError
+from benchmarks.port import Call, Need, Preload, Programs, UnsupportedError
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class Executor:
 
     name = "executor"
     libraries = ("uvloop",)
+    lasting: Mapping[str, str] = MappingProxyType({})
     programs = Programs(
         "import concurrent.futures",
         "from concurrent.futures import ProcessPoolExecutor",
@@ -41,11 +43,23 @@ class Executor:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
-    async def open(self, num_cpus: int, num_gpus: int = 0) -> None:
+    async def open(
+        self, num_cpus: int, num_gpus: int = 0, preload: Preload = None
+    ) -> None:
         """Start a pool."""
+        if preload:
+            raise UnsupportedError("an executor imports nothing beforehand")
         # Not by "fork": this process runs an event loop.
         context = multiprocessing.get_context("forkserver")
         self._pool = ProcessPoolExecutor(num_cpus, context)
+
+    def image(self, preload: Preload = None) -> NoReturn:
+        """Never possible: its workers are there once and for all."""
+        raise UnsupportedError("an executor isolates no tasks")
+
+    async def free_gpus(self) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor shares out no GPUs")
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """`pool.submit`, as an asyncio future."""

@@ -10,15 +10,19 @@ from benchmarks.port import Environment
 from benchmarks.rows import Row
 from benchmarks.workloads import (
     backlog,
+    cancel,
     gpu_latency,
     isolated,
+    learning,
     many_gpus,
     nested,
     noop_latency,
     queue,
     scheduler_only,
+    spaced,
     start,
     throughput,
+    turnover,
 )
 
 Workload = Callable[[Environment, Scale], Awaitable[list[Row]]]
@@ -28,6 +32,10 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "gpu_latency": gpu_latency.measure,
     "start": start.measure,
     "isolated": isolated.measure,
+    "spaced": spaced.measure,
+    "learning": learning.measure,
+    "cancel": cancel.measure,
+    "turnover": turnover.measure,
     "throughput": throughput.measure,
     "nested": nested.measure,
     "backlog": backlog.measure,

@@ -1,0 +1,83 @@
+"""What processes weigh: their memory, descriptors and threads; see proc(5)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Of one process, or of several together.
+
+    Attributes:
+        resident: bytes in memory; what a process shares with others counts in full.
+        proportional: the same, but what is shared counts a part for each.
+    """
+
+    processes: int
+    resident: int
+    proportional: int
+    descriptors: int
+    threads: int
+
+
+def weigh(pids: list[int]) -> Weight:
+    """Weigh processes of this user. None of them may end meanwhile."""
+    places = [Path(f"/proc/{pid}") for pid in pids]
+    memory = [_memory(place) for place in places]
+    return Weight(
+        len(pids),
+        sum(each["Rss"] for each in memory),
+        sum(each["Pss"] for each in memory),
+        sum(len(os.listdir(place / "fd")) for place in places),
+        sum(len(os.listdir(place / "task")) for place in places),
+    )
+
+
+def _memory(place: Path) -> dict[str, int]:
+    """Bytes by the kernel's words for them."""
+    _, *lines = (place / "smaps_rollup").read_text(encoding="ascii").splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {key: int(value.split()[0]) * 1024 for key, _, value in pairs}
+
+
+def descendants() -> dict[int, str]:
+    """The processes below this one that have not ended, and their names."""
+    parents = dict(_parents())
+    found: dict[int, str] = {}
+    for pid, (name, _) in parents.items():
+        above = pid
+        while above in parents and above != os.getpid():
+            above = parents[above][1]
+        if above == os.getpid() != pid:
+            found[pid] = name
+    return found
+
+
+def _parents() -> Iterator[tuple[int, tuple[str, int]]]:
+    """Of each process that has not ended its name, and its parent's id."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
+            # The name in parentheses may hold anything, spaces included.
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+            if state != "Z":
+                yield int(pid), (name, int(parent))
+
+
+def by_part(lasting: Mapping[str, str]) -> dict[str, list[int]]:
+    """Process ids of this process, the driver, and of its lasting ones below it.
+
+    Args:
+        lasting: a word for them, and how their names begin.
+    """
+    below = descendants()
+    parts = {"driver": [os.getpid()]}
+    for part, beginning in lasting.items():
+        parts[part] = [p for p, name in below.items() if name.startswith(beginning)]
+    return parts
