@@ -309,7 +309,8 @@ async def test_a_type_is_a_thousandth_of_its_own_resource(gate: Gate) -> None:
         handle = train.remote(gate.path)
         await gate.entered("train")
         left = await aiogpu.available_resources()
-        assert left == {"CPU": 0.0, "GPU": 3.0, "accelerator_type:V100": 0.999}
+        expected = {"CPU": 0.0, "GPU": 3.0, "accelerator_type:V100": 0.999}
+        assert expected.items() <= left.items()
         gate.release("train")
         assert await handle == "trained on a V100"
         with pytest.raises(aiogpu.InfeasibleError, match="T4"):

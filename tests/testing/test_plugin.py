@@ -64,7 +64,7 @@ class TestMarked:
     @pytest.mark.aiogpu(num_cpus=1.5)
     async def test_inline(self, inline_node):
         total = await aiogpu.cluster_resources()
-        assert total == {"CPU": 1.5, "GPU": 3.0, "license": 2.0}
+        assert {"CPU": 1.5, "GPU": 3.0, "license": 2.0}.items() <= total.items()
 
     async def test_local(self, local_node):
         total = await aiogpu.cluster_resources()
