@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiogpu.core.closing import abandon_some
+from aiogpu.core.dispatch import refill_spares
 from aiogpu.core.effects import Effect, Expire, Kill
 from aiogpu.core.family import end_deadlocks, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -18,6 +19,9 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
     """An alarm rings; it may have become needless."""
     if alarm.kind is AlarmKind.CLOSE:
         abandon_some(node, now, effects)
+    elif alarm.kind is AlarmKind.REFILL:
+        if not node.is_closing:
+            refill_spares(node, effects)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

@@ -23,6 +23,7 @@ from aiogpu.core.records import (
     move_worker,
 )
 from aiogpu.core.stopping import interrupt, let_end
+from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import watch
 
 _QUEUED: Final = TaskState.QUEUED
@@ -52,11 +53,18 @@ def start(
             effects.append(Spawn(worker.id, environment))
         move_task(record, TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
-    refill_spares(node, effects)
+    if node.spares.missing(workers.spares(())):
+        later = node.patience.refill_after
+        if not later:
+            refill_spares(node, effects)
+        elif node.spares.await_refill():
+            # Not beside the task that has just begun: forking would slow it down.
+            node.timers.set(now + later, AlarmKind.REFILL, 0)
 
 
 def refill_spares(node: Node, effects: list[Effect]) -> None:
     """Have clean workers forked until there are as many as are wanted."""
+    node.spares.note_refill()
     for _ in range(node.spares.missing(node.workers.spares(()))):
         spare = node.workers.create(())
         node.workers.put_unclaimed(spare)

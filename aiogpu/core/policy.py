@@ -20,6 +20,7 @@ class Patience:
             has waited longest is retired.
         spare_workers: clean ones kept ready beside them, once a task has taken a
             process of its own.
+        refill_after: from the moment when one of them is taken until it is replaced.
         long: a task that runs longer is not one to queue behind.
         unheard: a worker that has not begun its task by then is given up.
         reserve_after: a task that has been the first of those who ask for the same
@@ -35,6 +36,7 @@ class Patience:
     exit_grace: float = 5.0
     idle_workers: int = 8
     spare_workers: int = 0
+    refill_after: float = 0.0
     long: float = 0.01
     unheard: float = 1.0
     reserve_after: float = 1.0

@@ -19,6 +19,7 @@ class Spares:
         self.target = target
         self._is_wanted = False
         self._is_in_vain = False
+        self._is_awaited = False
 
     def __repr__(self) -> str:
         return f"<Spares {self.target} {'wanted' if self._is_wanted else 'unwanted'}>"
@@ -34,6 +35,15 @@ class Spares:
         forked, asking would never end.
         """
         self._is_in_vain = not has_started
+
+    def await_refill(self) -> bool:
+        """Whether nobody has said before that they will be refilled."""
+        was_awaited, self._is_awaited = self._is_awaited, True
+        return not was_awaited
+
+    def note_refill(self) -> None:
+        """They are refilled now."""
+        self._is_awaited = False
 
     def missing(self, there: int) -> int:
         """How many are to be forked where there are so many."""

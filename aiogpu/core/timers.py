@@ -33,6 +33,8 @@ class AlarmKind(Enum):
     """A worker is looked at: has it come any further?"""
     RETRY = "retry"
     """A task that has failed is to be tried again."""
+    REFILL = "refill"
+    """Spares that were taken are to be replaced."""
     ALONE = "alone"
     """A task that is to run alone has waited for long enough."""
     CLOSE = "close"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
 
+REFILL_AFTER: Final = 2e-3
+"""Seconds in which a task that has taken a spare is let alone by the next fork."""
 WARM: Final = 8
 """Idle workers kept beside one for each CPU."""
 
@@ -132,5 +134,6 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
         spare_workers=options.spare_workers,
+        refill_after=REFILL_AFTER,
     )
     return Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)

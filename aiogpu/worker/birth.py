@@ -19,7 +19,7 @@ from aiogpu.worker.environ import seeds
 from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
-from aiogpu.worker.rehearsal import rehearse
+from aiogpu.worker.rehearsal import Rehearsal
 from aiogpu.worker.threads import Threads
 
 ROUNDS: Final = 20
@@ -42,7 +42,8 @@ class Birth:
         self._worker.footing.find()
         self._seeds = seeds()
         current.node = setup.node
-        rehearse(ROUNDS)
+        self._rehearsal = Rehearsal()
+        self._rehearsal.play(ROUNDS)
 
     def begin(self, worker: int, slot: int, keeper: int) -> None:
         """Become worker `worker` in this fork, and never return."""
@@ -59,7 +60,7 @@ class Birth:
         try:
             self._channel.connect(self._path, worker)
             if self._channel.is_silent(SILENCE):
-                rehearse(1)
+                self._rehearsal.play(1)
             process.serve()
         except BaseException:  # noqa: BLE001 - the last word of a broken worker
             sys.excepthook(*sys.exc_info())

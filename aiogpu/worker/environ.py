@@ -32,6 +32,12 @@ def keep(name: str, value: str) -> None:
     _bound[name] = os.environ[name] = value
 
 
+def drop(name: str) -> None:
+    """Forget a bound variable, and unset it."""
+    _bound.pop(name, None)
+    os.environ.pop(name, None)
+
+
 def restore() -> None:
     """Undo what a task did to the bound variables; the next one relies on them."""
     for name, value in _bound.items():

@@ -16,16 +16,19 @@ from typing import Final
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.frames import encode_all
 from aiogpu.wire.messages import Bind, Define, Exit, Run
-from aiogpu.wire.payload import dump_arguments, dump_reference
+from aiogpu.wire.payload import dump_arguments, dump_function, dump_reference
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context, current
+from aiogpu.worker.environ import drop
 from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loop import Worker
 from aiogpu.worker.threads import Threads
 
-TASKS: Final = 2
-"""In each rehearsal: the first of a site, and one that finds it known."""
+TASKS: Final = 3
+"""In each rehearsal: the first of a site by name, of one by value, a known one."""
+VARIABLES: Final = ("AIOGPU_REHEARSAL_1", "AIOGPU_REHEARSAL_2")
+"""As many as a task with a GPU is given; they are gone afterwards."""
 
 
 class Unmoved(Threads):
@@ -43,42 +46,51 @@ class Deaf(Interrupts):
 
 
 def nothing(*_args: object, **_kwargs: object) -> None:
-    """What the rehearsed tasks run."""
+    """What the rehearsed tasks run, sent by its name."""
 
 
-def rehearse(rounds: int) -> None:
-    """Bind, define and run, on a socket, a page and a worker of its own."""
-    before = {name: getattr(current, name) for name in Context.__slots__}
-    streams = sys.stdout, sys.stderr
-    descriptor = ControlPage.create()
-    page = ControlPage.open(descriptor)
-    os.close(descriptor)
-    try:
-        for _ in range(rounds):
-            _play(page)
-    finally:
-        page.close()
-        sys.stdout, sys.stderr = streams
-        for name, value in before.items():
-            setattr(current, name, value)
+class Rehearsal:
+    """Bind, define and run, on a socket, a page and a worker of its own.
 
+    Made in the zygote; all its forks can play it.
+    """
 
-def _play(page: ControlPage) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        interrupts = Deaf(page)
-        channel = Channel(interrupts)
-        channel.use(theirs)
+    def __init__(self) -> None:
+        descriptor = ControlPage.create()
+        self._page = ControlPage.open(descriptor)
+        os.close(descriptor)
+        by_name = dump_reference(__name__, nothing.__name__)
+        by_value = dump_function("nothing", lambda *_args: None)
         payload = dump_arguments("nothing", (1, "a"), {})
-        function = dump_reference(__name__, nothing.__name__)
-        ours.sendall(
-            encode_all(
-                [
-                    Bind({}, {"GPU": (0,)}),
-                    Define(1, 1, "nothing", {"CPU": 1.0}, function),
-                    *(Run(n + 1, 1, payload, False, n + 1) for n in range(TASKS)),
-                    Exit(),
-                ]
-            )
+        self._script = encode_all(
+            [
+                Bind(dict.fromkeys(VARIABLES, "1"), {"GPU": (0,)}),
+                Define(1, 1, "nothing", {"CPU": 1.0}, by_name),
+                Define(2, 2, "nothing", {"CPU": 1.0}, by_value),
+                *(Run(n + 1, n % 2 + 1, payload, False, n + 1) for n in range(TASKS)),
+                Exit(),
+            ]
         )
-        Worker(channel, interrupts, Imports(), Unmoved()).serve()
+
+    def play(self, rounds: int) -> None:
+        """Go through all of it so often, and leave the process as it was."""
+        before = {name: getattr(current, name) for name in Context.__slots__}
+        streams = sys.stdout, sys.stderr
+        try:
+            for _ in range(rounds):
+                self._play()
+        finally:
+            sys.stdout, sys.stderr = streams
+            for name, value in before.items():
+                setattr(current, name, value)
+            for name in VARIABLES:
+                drop(name)
+
+    def _play(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            interrupts = Deaf(self._page)
+            channel = Channel(interrupts)
+            channel.use(theirs)
+            ours.sendall(self._script)
+            Worker(channel, interrupts, Imports(), Unmoved()).serve()

@@ -57,6 +57,7 @@ PATIENCE = st.builds(
     idle_workers=st.integers(0, 3),
     reserve_after=st.sampled_from([0, 0.3, 1.0]),
     spare_workers=st.integers(0, 3),
+    refill_after=st.sampled_from([0.0, 0.1]),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
 )

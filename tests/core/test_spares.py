@@ -38,6 +38,22 @@ def test_a_spare_is_taken_at_once_and_replaced_behind_the_task():
     assert len(w.workers) == 4
 
 
+def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
+    w = World(cpus=4, patience=Patience(spare_workers=2, refill_after=0.002))
+    w.submit("a", max_calls=1)
+    assert len(w.workers) == 1
+    w.submit("b", max_calls=1)
+    assert len(w.workers) == 2
+    w.advance(0.001)
+    assert len(w.workers) == 2
+    w.advance(0.001)
+    assert len(w.workers) == 4
+    w.submit("c", max_calls=1)
+    w.close()
+    w.advance(1)
+    assert not [e for e in w.effects if isinstance(e, Spawn)]
+
+
 def test_a_starting_spare_goes_to_who_needs_a_worker():
     w = world(starts=False)
     w.submit("a", max_calls=1)
