@@ -42,7 +42,7 @@ MODULES = {
     "crashes": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
     "leaves": "import os\nos._exit(7)",
     "looks": "import os\nos.environ.get('CUDA_VISIBLE_DEVICES')",
-    "spawns": "import subprocess\nsubprocess.Popen(['sleep', '1000'])",
+    "spawns": "import subprocess\nsubprocess.Popen(['sleep', '3'])",
 }
 
 
