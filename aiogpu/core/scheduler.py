@@ -26,7 +26,7 @@ from aiogpu.core.dispatch import (
     start,
     take_turn,
 )
-from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Kill, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -315,6 +315,9 @@ class Scheduler(Node):
                 if record is not None and record.state is not TaskState.STOPPING:
                     effects.append(Abandon(record.id))
                     stop(self, record, now, effects)
+            if worker.state is WorkerState.STARTING:
+                # It may never come: its zygote may be importing what does not end.
+                effects.append(Kill(worker.id))
         abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects

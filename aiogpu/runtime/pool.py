@@ -150,7 +150,11 @@ class Pool:
 
     def kill(self, worker_id: int) -> None:
         """End a worker and all that it has started, at once."""
-        self._end(self.workers[worker_id], cause.ENDED)
+        worker = self.workers[worker_id]
+        if worker.slot.keeper is None and not worker.pid:
+            # Nobody has been asked to fork it yet.
+            self._loop.call_soon(self._check_gone, worker, True)
+        self._end(worker, cause.ENDED)
 
     def _end(self, worker: LiveWorker, why: str) -> None:
         if worker.slot.keeper is not None and worker.status is None:

@@ -332,7 +332,8 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def a_share_is_held_until_the_process_is_gone(self):
         for worker in self.w.workers.values():
-            if worker.is_ending and worker.id not in self.w.retired:
+            is_bound = worker.binding is not None
+            if is_bound and worker.is_ending and worker.id not in self.w.retired:
                 record = self.w.scheduler.workers.get(worker.id)
                 assert record.lease is not None, record
         for worker in self.w.unsettled:

@@ -160,7 +160,7 @@ async def test_cancels_in_between(num_cpus: int, ledger: Ledger, gate: Gate) -> 
                 cancelled.add(number)
         told = await results(handles)
         assert {n for n in range(COUNT) if told[n] != n} == cancelled
-        assert len(cancelled) > 10
+        assert {200, 202} <= cancelled, "those that could not have ended"
         await all_free()
     counts = ledger.counts()
     assert all(counts[number] <= 1 for number in cancelled)
