@@ -90,12 +90,11 @@ def _lose(
 
 def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
     """End a worker whose task uses more memory than there is."""
-    record = worker.task
-    if record is not None:
-        record.is_starved = True
-        # An answer may be under way; whatever follows it would die in its place.
-        worker.is_last = not worker.queue
-        effects.append(Kill(worker.id))
+    assert worker.task is not None, worker
+    worker.task.is_starved = True
+    # An answer may be under way; whatever follows it would die in its place.
+    worker.is_last = not worker.queue
+    effects.append(Kill(worker.id))
 
 
 def settle(node: Node, event: Settled) -> None:

@@ -442,3 +442,12 @@ def count_looks(monkeypatch) -> list[object]:
 
     monkeypatch.setattr(ready_module, "precedence", note)
     return looks
+
+
+def test_memory_is_told_of_where_somebody_has_asked_for_some():
+    w = World(cpus=2, resources={"memory": 4 << 30})
+    w.submit("a")
+    assert "memory" not in str(snapshot(w.scheduler, {}, w.now))
+    w.submit("b", resources={"memory": 1 << 30})
+    assert "memory   3GiB of 4GiB free" in str(snapshot(w.scheduler, {}, w.now))
+    assert "memory 3GiB/4GiB" in repr(snapshot(w.scheduler, {}, w.now))

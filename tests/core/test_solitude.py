@@ -179,3 +179,44 @@ def test_it_says_who_is_to_run_alone():
     w = World()
     w.submit("a")
     assert repr(w.scheduler.solitude) == "<Solitude for None, then 0>"
+
+
+def test_who_fails_while_he_runs_alone_has_had_his_turn():
+    w = World(cpus=2)
+    w.submit("a")
+    starved(w, "a")
+    w.submit("b")
+    assert w.running == {"a"}
+    w.die("a")
+    assert w.running == {"b"}
+    w.advance(0.2)
+    assert w.running == {"a", "b"}
+
+
+def test_he_waits_for_his_own_device_to_come_back():
+    w = World(cpus=2, gpus=1)
+    w.settles = True
+    w.submit("a", num_gpus=1)
+    worker = w.worker_of("a")
+    starved(w, "a")
+    w.submit("b")
+    assert w.running == set()
+    w.tell(events.Settled(worker))
+    assert w.running == {"a"}
+    w.settles = False
+    w.advance(31)
+    assert w.running == {"a"}, "his time was up while he ran"
+
+
+def test_a_worker_that_is_ending_is_company():
+    w = World(cpus=2, exits=False)
+    w.submit("a")
+    w.submit("b", max_calls=1)
+    b = w.worker_of("b")
+    w.finish("b")
+    a = w.worker_of("a")
+    starved(w, "a")
+    w.die(a)
+    assert w.running == set()
+    w.die(b)
+    assert w.running == {"a"}

@@ -99,3 +99,15 @@ def test_two_workers_of_one_device_are_both_remembered():
         w.submit(name, num_gpus=0.5)
         assert w.gpus_of(name) == [1]
     assert len(w.workers) == 2
+
+
+def test_of_two_sets_one_may_go():
+    w = World(gpus=4)
+    for name in "ab":
+        w.submit(name, num_gpus=2)
+    first, second = w.worker_of("a"), w.worker_of("b")
+    for name in "ab":
+        w.finish(name)
+    w.die(first)
+    w.submit("c", num_gpus=2)
+    assert (w.worker_of("c"), w.gpus_of("c")) == (second, [2, 3])
