@@ -131,7 +131,9 @@ class Zygote:
                 begin = self._birth.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
             except BaseException:  # noqa: BLE001 - the fork must not return
-                sys.excepthook(*sys.exc_info())
+                # A node that closes removes its directory first, and us after it.
+                if os.path.exists(socket_path(self._setup.directory)):
+                    sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(0)
         self._keepers[pid] = slot

@@ -101,7 +101,8 @@ LIMITED = """
 
     async def main():
         ours = b"x" * (200 << 20)
-        async with aiogpu.init(num_cpus=2):
+        is_guarded = sys.argv[2] == "guarded"
+        async with aiogpu.init(num_cpus=2, memory_guard=is_guarded):
             try:
                 await devour.remote()
             except aiogpu.WorkerDiedError as error:
@@ -124,17 +125,30 @@ def memory_group() -> Path:
     return group
 
 
-def test_the_kernels_out_of_memory_killer_takes_the_worker() -> None:
-    """Though the driver itself has more memory at first."""
+def run_limited(guard: str) -> tuple[str, str]:
+    """What a program says in which a task fills 400 MiB: at first, and at last."""
     group = memory_group()
     try:
         (group / "memory.limit_in_bytes").write_text(str(400 << 20))
-        out = run(LIMITED, str(group))
+        out = run(LIMITED, str(group), guard)
     finally:
         while (group / "cgroup.procs").read_text():
             os.sched_yield()
         group.rmdir()
-    first, second = out.splitlines()[0], out.splitlines()[-1]
-    assert first.startswith("out of memory 9 the worker that ran devour"), out
+    lines = out.splitlines()
+    return lines[0], lines[-1]
+
+
+def test_the_kernels_out_of_memory_killer_takes_the_worker() -> None:
+    """Though the driver itself has more memory at first."""
+    first, second = run_limited("unguarded")
+    assert first.startswith("out of memory 9 the worker that ran devour"), first
     assert "the kernel ended it because memory ran out" in first
+    assert second == "201"
+
+
+def test_the_guard_comes_before_the_kernel() -> None:
+    first, second = run_limited("guarded")
+    assert first.startswith("out of memory 9 devour (pid"), first
+    assert "it asked for none (memory=)" in first
     assert second == "201"
