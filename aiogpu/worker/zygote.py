@@ -130,10 +130,10 @@ class Zygote:
                     signal.signal(number, signal.SIG_DFL)
                 begin = self._birth.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
+            except FileNotFoundError:
+                pass  # its slot was given up meanwhile, with its pipes
             except BaseException:  # noqa: BLE001 - the fork must not return
-                # A node that closes removes its directory first, and us after it.
-                if os.path.exists(socket_path(self._setup.directory)):
-                    sys.excepthook(*sys.exc_info())
+                sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(0)
         self._keepers[pid] = slot
