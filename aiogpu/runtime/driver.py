@@ -175,8 +175,14 @@ class Driver:
         """
         self.guard.close()
         self.feed(Closing())
-        specs = [record.spec for record in self.scheduler.tasks.values()]
-        timeout += max((spec.cancel_grace or 0.0 for spec in specs), default=0.0)
+        # Of those alone that have a worker: a million may wait.
+        graces = (
+            record.spec.cancel_grace or 0.0
+            for worker in self.scheduler.workers
+            for record in (worker.task, *worker.queue)
+            if record is not None
+        )
+        timeout += max(graces, default=0.0)
         left = None
         while left != (left := len(self._calls)) and not self._closed.done():
             await asyncio.wait([self._closed], timeout=timeout)
