@@ -105,30 +105,22 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     """Open a node for this event loop: `await` it, or `async with` it.
 
     Args:
-        address: None or "local" for a node inside this program; "inline" has tasks
-            run in this very process, for tests. The variable AIOGPU_ADDRESS
-            supplies the default.
+        address: "local", "inline" (for tests), or None: AIOGPU_ADDRESS, else "local".
         num_cpus: CPUs to share out; what this process may use unless given.
-        num_gpus: GPUs to share out; those detected unless given. May exceed them,
-            since resources are logical.
+        num_gpus: GPUs to share out, maybe more than there are; those detected else.
         resources: custom resources by name, such as `{"license": 2}`.
         accelerator_type: type of the node's GPUs where it is not detected.
-        preload: modules that workers are forked with. "auto": those that they turn
-            out to import at a cost; `("numpy", "auto")`: both; `()`: none.
+        preload: modules that workers are forked with; "auto": those that prove dear.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
-        spare_workers: clean processes that stand ready, once there are tasks that get
-            one of their own (with GPUs, or `max_calls`). 0: forked when needed.
-        memory: main memory to share out among tasks that ask for some, in bytes or as
-            a text, "64GiB"; 95 % of what this process may use unless given.
-        memory_guard: end the task that uses most beyond what it asked for, before
-            the machine or its container runs out of memory; it is tried again alone.
+        spare_workers: processes kept ready, once tasks want one of their own.
+        memory: bytes or "64GiB" for tasks that ask; 95 % of what is there else.
+        memory_guard: end who uses most before memory runs out, and try him alone.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
         OptionError: an option is ill-valued.
-        NodeRunningError: at the await; this loop has a node already.
-        NodeStartError: at the await; the node cannot start.
+        NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """
     options = check_node_options(

@@ -6,6 +6,7 @@ seen free; until then the worker is `SETTLING`, a name without a process.
 
 from __future__ import annotations
 
+from aiogpu.core.devices import DeviceSet
 from aiogpu.core.effects import Effect, Forget, Kill, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
 from aiogpu.core.family import part
@@ -97,32 +98,34 @@ def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
     effects.append(Kill(worker.id))
 
 
-def settle(node: Node, event: Settled) -> None:
-    """Give back what a worker held whose devices are free."""
-    worker = node.workers.get(event.worker)
+def _devices_returned(node: Node, worker_id: WorkerId) -> list[tuple[DeviceSet, int]]:
+    """End the lease of a worker that settles; the devices that it was for, by index."""
+    worker = node.workers.get(worker_id)
     if worker is None or worker.state is not WorkerState.SETTLING:
-        return
+        return []
     lease = _remove(node, worker)
     assert lease is not None, worker
-    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        unverified = node.ledger.device_sets[kind].unverified
-        for index, _ in shares:
-            if event.is_verified:
-                unverified.discard(index)
-            else:
-                unverified.add(index)
+    held = zip(lease.request.devices, lease.shares, strict=True)
+    return [
+        (node.ledger.device_sets[kind], index)
+        for (kind, _), shares in held
+        for index, _ in shares
+    ]
+
+
+def settle(node: Node, event: Settled) -> None:
+    """Give back what a worker held whose devices are free."""
+    for devices, index in _devices_returned(node, event.worker):
+        if event.is_verified:
+            devices.unverified.discard(index)
+        else:
+            devices.unverified.add(index)
 
 
 def set_aside(node: Node, event: SetAside) -> None:
     """Give nobody the devices that a worker held and that do not become free."""
-    worker = node.workers.get(event.worker)
-    if worker is None or worker.state is not WorkerState.SETTLING:
-        return
-    lease = _remove(node, worker)
-    assert lease is not None, worker
-    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        for index, _ in shares:
-            node.ledger.device_sets[kind].set_aside(index, event.reason)
+    for devices, index in _devices_returned(node, event.worker):
+        devices.set_aside(index, event.reason)
 
 
 def settle_all(node: Node) -> None:

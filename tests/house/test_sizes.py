@@ -18,18 +18,10 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def described(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the docstring: the more options there are, the longer it should be."""
-    first = node.body[0]
-    if ast.get_docstring(node) is None:
-        return 0
-    return first.end_lineno - first.lineno + 1
-
-
 def too_long(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1 - described(node)
+            length = node.end_lineno - node.lineno + 1
             if length > LONGEST_FUNCTION:
                 yield f"{path.name}:{node.lineno} {node.name}: {length} lines"
 
