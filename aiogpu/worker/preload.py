@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,39 +16,70 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.setup import Setup
 from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 from aiogpu.worker.keeper import end_children
-from aiogpu.worker.probe import probe
+from aiogpu.worker.probe import DriverHasDied, probe
 from aiogpu.worker.reading import recorded_reads
+from aiogpu.worker.sentinel import watched_over
 
 NEEDED: Final = ("cloudpickle",)
 """What nearly every worker would import to read its first function."""
 
 
 class Preload:
-    """The imports of one zygote, before its first fork."""
+    """The imports of one zygote, before its first fork.
+
+    Args:
+        setup: names the modules.
+        send: tells the driver.
+        leave: called in forks, to give up what is this process's alone.
+        driver: pidfd of the driver, whose death ends all imports.
+    """
 
     def __init__(
-        self, setup: Setup, send: Callable[[Message], None], leave: Callable[[], None]
+        self,
+        setup: Setup,
+        send: Callable[[Message], None],
+        leave: Callable[[], None],
+        driver: int,
     ) -> None:
         self._setup = setup
         self._send = send
         self._leave = leave
+        self._driver = driver
 
     def run(self) -> Ready | None:
-        """Import all; gives what is to be said of it, None if that made us unfit.
+        """Import all; gives what is to be said of it.
 
-        Then `Unfit` was sent.
+        Returns:
+            None if that made us unfit, and `Unfit` was sent; or the driver has died.
         """
         with _guarded():
             if not all(self._import_named(module) for module in NEEDED):
                 return None
             before = _top_level()
             with recorded_reads() as names:
-                if not all(map(self._import_named, self._setup.preload)):
-                    return None
-                if not all(map(self._import_learnt, self._choose())):
+                if not self._import_asked():
                     return None
         modules = _top_level() - before - sys.stdlib_module_names
         return Ready(tuple(sorted(modules)), tuple(sorted(names)))
+
+    def _import_asked(self) -> bool:
+        setup = self._setup
+        proven = [module for module in setup.learnt if module in setup.proven]
+        rest = [module for module in setup.learnt if module not in setup.proven]
+        try:
+            return (
+                self._import_all(self._import_named, setup.preload)
+                and self._import_all(self._import_learnt, proven)
+                and self._import_all(self._import_learnt, self._choose(rest))
+            )
+        except DriverHasDied:
+            return False
+
+    def _import_all(self, how: Callable[[str], bool], modules: Sequence[str]) -> bool:
+        if not modules:
+            return True
+        with watched_over(self._setup, self._driver, self._leave):
+            return all(map(how, modules))
 
     def _import_named(self, module: str) -> bool:
         try:
@@ -73,18 +104,16 @@ class Preload:
             self._send(Unfit(module, reason, False))
         return reason is None
 
-    def _choose(self) -> Iterator[str]:
-        """The learnt modules to import: those known to be fit, then those found so."""
-        proven = set(self._setup.proven)
-        yield from (module for module in self._setup.learnt if module in proven)
-        rest = [module for module in self._setup.learnt if module not in proven]
-        if rest:
-            fit, unfit = probe(rest, self._leave)
-            # What they have started, and left when they were ended.
-            end_children()
-            for module, reason in unfit.items():
-                self._send(LeftOut(module, reason))
-            yield from fit
+    def _choose(self, modules: Sequence[str]) -> list[str]:
+        """Those of them that a process may import that is to be forked."""
+        if not modules:
+            return []
+        fit, unfit = probe(modules, self._leave, self._driver)
+        # What they have started, and left when they were ended.
+        end_children()
+        for module, reason in unfit.items():
+            self._send(LeftOut(module, reason))
+        return fit
 
 
 def _top_level() -> set[str]:

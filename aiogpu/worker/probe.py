@@ -27,24 +27,32 @@ VISIBILITY: Final = (
 """Variables that nobody reads who does not want to know which devices there are."""
 
 
+class DriverHasDied(Exception):  # noqa: N818 - it is no error
+    """There is nobody for whom to go on."""
+
+
 def probe(
-    modules: Sequence[str], leave: Callable[[], None]
+    modules: Sequence[str], leave: Callable[[], None], driver: int
 ) -> tuple[list[str], dict[str, str]]:
     """Try to import each module.
 
     Args:
         modules: their names, in the order in which to import them.
         leave: called in each fork first, to give up what is the parent's alone.
+        driver: pidfd of the driver.
 
     Returns:
         Those that leave a process fit to be forked, and why the others do not.
+
+    Raises:
+        DriverHasDied: while a module was imported.
     """
     fit: list[str] = []
     unfit: dict[str, str] = {}
     rest = list(modules)
     while rest:
         # Those that are fit go first, since others may build on them.
-        answers = _attempt([*fit, *rest], len(fit), leave)
+        answers = _attempt([*fit, *rest], len(fit), leave, driver)
         for answer in answers:
             if answer == "":
                 fit.append(rest.pop(0))
@@ -54,7 +62,7 @@ def probe(
 
 
 def _attempt(
-    modules: Sequence[str], known: int, leave: Callable[[], None]
+    modules: Sequence[str], known: int, leave: Callable[[], None], driver: int
 ) -> list[str]:
     """What is said of the modules after the first `known`, up to the first culprit."""
     reading, writing = os.pipe()
@@ -69,10 +77,12 @@ def _attempt(
         finally:
             os._exit(0)
     os.close(writing)
-    answers, is_hanging = _listen(reading, len(modules) - known)
-    os.close(reading)
-    kernel.kill(pid)
-    status = os.waitpid(pid, 0)[1]
+    try:
+        answers, is_hanging = _listen(reading, len(modules) - known, driver)
+    finally:
+        os.close(reading)
+        kernel.kill(pid)
+        status = os.waitpid(pid, 0)[1]
     if len(answers) < len(modules) - known and not any(answers):
         answers.append(_describe(status, is_hanging))
     return answers
@@ -106,20 +116,24 @@ def _import_one(module: str) -> str:
     return unfit_to_fork() or ""
 
 
-def _listen(reading: int, count: int) -> tuple[list[str], bool]:
+def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
     """Read so many answers, up to the first that names a reason.
 
     Returns:
         The answers, and whether the next one did not come in time.
     """
     poll = select.poll()
-    poll.register(reading, select.POLLIN)
+    for descriptor in (reading, driver):
+        poll.register(descriptor, select.POLLIN)
     answers: list[str] = []
     partial = b""
     deadline = time.monotonic() + LIMIT
     while len(answers) < count and not any(answers):
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if not ready:
             return answers, True
+        if driver in ready:
+            raise DriverHasDied
         data = os.read(reading, 1 << 16)
         if not data:
             break

@@ -7,7 +7,6 @@ hold open.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -71,18 +70,6 @@ class Watch:
         if any(isinstance(message, Close) for message in messages):
             self.is_over = self.is_asked = True
         return messages
-
-    def die_with_connection(self, is_on: bool) -> None:
-        """Have the kernel end this process when anything comes, the end above all.
-
-        For the time in which it runs code that may never return and `wait` is not
-        called. SIGIO's default is to terminate (signal(7), F_SETOWN in fcntl(2)).
-        """
-        signal.signal(signal.SIGIO, signal.SIG_DFL)
-        fcntl.fcntl(self._socket, fcntl.F_SETOWN, os.getpid())
-        flags = fcntl.fcntl(self._socket, fcntl.F_GETFL)
-        wanted = flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC
-        fcntl.fcntl(self._socket, fcntl.F_SETFL, wanted)
 
     def wait_for_child(self, timeout: float) -> None:
         """Block until a child may have ended, for so many seconds at most."""

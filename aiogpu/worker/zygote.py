@@ -16,7 +16,7 @@ from typing import Final
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
-from aiogpu.wire.forking import Check, Keep, Lost, Stale
+from aiogpu.wire.forking import Check, Keep, Lost, Ready, Stale
 from aiogpu.wire.setup import Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
@@ -79,14 +79,19 @@ class Zygote:
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
-        self._watch.die_with_connection(True)
         began = time.time_ns()
-        ready = Preload(self._setup, self._watch.send, self._watch.leave).run()
-        self._watch.die_with_connection(False)
-        if ready is None:
-            self._watch.close()
-            return
-        files = Files(began)
+        watch = self._watch
+        ready = Preload(self._setup, watch.send, watch.leave, watch.driver).run()
+        if ready is not None:
+            self._serve(ready, Files(began))
+        watch.close()
+        # One that is unfit has a driver that waits for its end.
+        within = 0.0 if ready is None else 2.0
+        if not watch.is_asked and self._driver_has_left(within):
+            end_node(self._setup.cgroup)
+            remove_directory(self._setup.directory)
+
+    def _serve(self, ready: Ready, files: Files) -> None:
         self._threads.scan()
         self._threads.begin_with_one()
         if self._setup.learns:
@@ -103,15 +108,11 @@ class Zygote:
                     self._check(files)
             self._reap()
         self._wait_for_keepers()
-        self._watch.close()
-        if not self._watch.is_asked and self._driver_has_left():
-            end_node(self._setup.cgroup)
-            remove_directory(self._setup.directory)
 
-    def _driver_has_left(self) -> bool:
+    def _driver_has_left(self, within: float) -> bool:
         """Whether nobody but us will clear up; its directory may have gone before."""
-        return not os.path.exists(self._setup.directory) or self._watch.driver_has_died(
-            within=2.0
+        return self._watch.driver_has_died(within) or not os.path.exists(
+            self._setup.directory
         )
 
     def _check(self, files: Files) -> None:

@@ -45,7 +45,8 @@ def become(preload: list[str], learns: bool) -> None:
     threads, imports = Threads(), Imports()
     pages = ControlPage.open(page)
     began = time.time_ns()
-    if Preload(setup, _give_up, _leave).run() is None:
+    driver = os.pidfd_open(os.getppid())
+    if Preload(setup, _give_up, _leave, driver).run() is None:
         raise SystemExit(f"an interpreter with {preload} cannot be forked")
     held.append(Files(began))
     threads.scan()

@@ -20,7 +20,7 @@ import pytest
 from tests.deaths.remains import gone_within, living
 from tests.program import environment
 
-LIMIT = 3.0
+LIMIT = 10.0
 """Seconds until the prompt is back."""
 PROMPT = "READY> "
 
@@ -109,7 +109,7 @@ def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
         finally:
             if not opened.terminal.closed:
                 opened.terminal.close(force=True)
-        gone_within(2.0, str(opened.run))
+        gone_within(LIMIT, str(opened.run))
     finally:
         short.unlink()
 

@@ -11,11 +11,11 @@ from tests.program import run
 PROBING = """
     import os, sys, time
     from aiogpu.worker import fitness, keeper, probe
-    left = []
+    left, driver = [], os.pidfd_open(os.getppid())
     sys.path.insert(0, sys.argv[1])
     fitness.DEVICE_FILES = (sys.argv[1] + "/fake_nvidia",)
     probe.LIMIT = 0.5
-    fit, unfit = probe.probe(sys.argv[2:], lambda: left.append(1))
+    fit, unfit = probe.probe(sys.argv[2:], lambda: left.append(1), driver)
     print(fit)
     for name, reason in unfit.items():
         print(name, "|", reason)
@@ -125,9 +125,10 @@ def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
     sys.path.insert(0, sys.argv[1])
     from aiogpu.worker import kernel, probe
     kernel.adopt_orphans()
+    driver = os.pidfd_open(os.getppid())
     middle = os.fork()
     if middle == 0:
-        probe.probe(["hangs"], lambda: os.kill(os.getppid(), 9))
+        probe.probe(["hangs"], lambda: os.kill(os.getppid(), 9), driver)
         os._exit(0)
     print(os.waitpid(middle, 0)[1])
     print(os.waitpid(-1, 0)[1])

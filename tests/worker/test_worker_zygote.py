@@ -12,7 +12,9 @@ PRELOAD = """
     from aiogpu.worker.preload import Preload
     setup = Setup([], "node", "", 0, 0, sys.argv[2:])
     sys.path.insert(0, sys.argv[1])
-    print(Preload(setup, print, list).run(), os.environ.get("OMP_NUM_THREADS", "unset"))
+    driver = os.pidfd_open(os.getppid())
+    preload = Preload(setup, print, list, driver)
+    print(preload.run(), os.environ.get("OMP_NUM_THREADS", "unset"))
 """
 
 
