@@ -83,17 +83,23 @@ def score_of(pid: int) -> int:
 
 
 LIMITED = """
-    import asyncio, os, sys
+    import asyncio, sys, threading
     import aiogpu
 
     with open(f"{sys.argv[1]}/cgroup.procs", "w") as file:
         file.write("0")
 
+    def used(group):
+        with open(f"{group}/memory.stat") as file:
+            stat = dict(line.split() for line in file)
+        return int(stat["total_rss"]) + int(stat["total_shmem"])
+
     @aiogpu.remote(max_retries=0)
-    def devour():
+    def devour(group, at_most):
         kept = []
-        while True:
-            kept.append(b"x" * (1 << 24))
+        while used(group) < at_most:
+            kept.append(b"x" * (1 << 22))
+        threading.Event().wait()
 
     @aiogpu.remote
     def add(a, b):
@@ -102,9 +108,11 @@ LIMITED = """
     async def main():
         ours = b"x" * (200 << 20)
         is_guarded = sys.argv[2] == "guarded"
+        # With a guard it stops short of the limit, however late the guard looks.
+        at_most = (390 if is_guarded else 1000) << 20
         async with aiogpu.init(num_cpus=2, memory_guard=is_guarded):
             try:
-                await devour.remote()
+                await devour.remote(sys.argv[1], at_most)
             except aiogpu.WorkerDiedError as error:
                 print(error.cause, error.signal, error)
             print(await add.remote(1, len(ours) >> 20))
