@@ -51,7 +51,10 @@ def quantity(option: str, value: object) -> int:
             f"to {LARGEST:.0e}."
         )
     # A subclass (numpy's float64, an IntEnum) may write itself in words.
-    text = float.__repr__(value) if isinstance(value, float) else int.__repr__(value)
+    if isinstance(value, int):
+        # Not by an operator that a subclass may have changed.
+        return int.__mul__(value, UNIT)
+    text = float.__repr__(value)
     # Once per function; a worker that imports a module of tasks may never need it.
     from decimal import ROUND_FLOOR, Decimal
 

@@ -7,11 +7,9 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId
-from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.supervisor import Supervisor
-from aiogpu.wire.frames import LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
 
 REFILL_AFTER: Final = 2e-3
 """Seconds in which a task that has taken a spare is let alone by the next fork."""
+UNCHECKED: Final = 1 << 20
+"""Bytes that any call may carry."""
 WARM: Final = 8
 """Idle workers kept beside one for each CPU."""
 
@@ -50,11 +50,14 @@ class LocalEngine:
             await self._supervisor.start_zygote(
                 options.preload, options.log_to_driver, options.learns
             )
+            # Imported here, since the zygote starts meanwhile on another core.
+            from aiogpu.engines import admission
+
             scheduler, assignment = await build_node(options)
             self._driver = await self._supervisor.start_driver(
                 scheduler,
                 assignment,
-                lambda site: check_site(site, scheduler.ledger),
+                lambda site: admission.check_site(site, scheduler.ledger),
             )
             self._driver.guard.is_on = options.memory_guard
         except BaseException:
@@ -71,12 +74,20 @@ class LocalEngine:
         """Start a task; see `Engine.submit`."""
         driver = self._driver
         if driver is None or site.checked_by is not self._mark:
-            driver = self._open_driver
-            check_site(site, driver.scheduler.ledger)
-            site.checked_by = self._mark
-        if len(payload) > LARGEST_PAYLOAD:
+            driver = self._admit(site)
+        if len(payload) > UNCHECKED:
+            from aiogpu.engines.admission import check_arguments
+
             check_arguments(site, payload)
         return driver.submit(site, payload, receiver)
+
+    def _admit(self, site: Site) -> Driver:
+        from aiogpu.engines.admission import check_site
+
+        driver = self._open_driver
+        check_site(site, driver.scheduler.ledger)
+        site.checked_by = self._mark
+        return driver
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
@@ -118,10 +129,7 @@ class LocalEngine:
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
-    """What decides, and what tells workers their devices.
-
-    Imported here, since the zygote starts meanwhile on another core.
-    """
+    """What decides, and what tells workers their devices."""
     from aiogpu.accelerators.registry import INSTALLED
     from aiogpu.core.policy import Patience
     from aiogpu.core.resources import CPU, UNIT

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from aiogpu.errors import NodeStartError, PreloadError
+from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.learning import Learning
 from aiogpu.runtime.zygote import IMPORT_LIMIT, Zygote
 from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
@@ -75,9 +76,9 @@ class Lineage:
     def __repr__(self) -> str:
         return f"<Lineage {self.current!r}, next {self._next!r}>"
 
-    def start(self) -> None:
-        """Start the first generation; raises `NodeStartError`."""
-        self.current.start()
+    def start(self, launched: Launched | None = None) -> None:
+        """Start the first generation, or listen to it; see `Zygote.start`."""
+        self.current.start(launched)
 
     async def ready(self) -> None:
         """Wait until the first generation may be asked to fork.

@@ -7,26 +7,23 @@ it has made; a stop is bounded in time and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.runtime.console import Console
+from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
-from aiogpu.runtime.paths import create_directory, remove_directory
-from aiogpu.runtime.pool import Pool
-from aiogpu.runtime.surroundings import Surroundings
-from aiogpu.runtime.transport import Peer
-from aiogpu.runtime.zygotes import Zygotes
-from aiogpu.wire.setup import socket_path
+from aiogpu.runtime.paths import remove_directory
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
+    from aiogpu.runtime.console import Console
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
+    from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.zygotes import Zygotes
 
 SLACK: Final = 5.0
 """Seconds that a stop may take beyond the grace that the core gives."""
@@ -63,21 +60,34 @@ class Supervisor:
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
-        directory = create_directory()
-        console = Console(self._loop, log_to_driver)
-        node = os.path.basename(directory)
-        cgroup = NodeCgroup(self._loop)
-        cgroup.choose(node)
-        surroundings = Surroundings.take(node, directory, cgroup, learns)
-        zygotes = Zygotes(self._loop, console, surroundings, preload)
-        pool = Pool(self._loop, zygotes, console, directory)
-        self._parts = parts = Parts(directory, console, zygotes, pool)
+        ground = Ground.lay(NodeCgroup(self._loop), preload, learns)
+        try:
+            parts = self._build(ground, preload, log_to_driver)
+        except BaseException:
+            ground.clear()
+            raise
+        self._parts = parts
+        from aiogpu.runtime.transport import Peer
+
+        pool = parts.pool
         parts.server = await self._loop.create_unix_server(
-            lambda: Peer(pool.greeted), socket_path(directory), backlog=64
+            lambda: Peer(pool.greeted), sock=ground.listening
         )
-        zygotes.start()
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
+
+    def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
+        # Imported while the zygote starts, not before.
+        from aiogpu.runtime.console import Console
+        from aiogpu.runtime.pool import Pool
+        from aiogpu.runtime.zygotes import Zygotes
+
+        directory = ground.around.directory
+        console = Console(self._loop, shows)
+        zygotes = Zygotes(self._loop, console, ground.around, preload)
+        pool = Pool(self._loop, zygotes, console, directory)
+        zygotes.start(ground.first)
+        return Parts(directory, console, zygotes, pool)
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check

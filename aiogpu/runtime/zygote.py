@@ -6,15 +6,14 @@ What follows from its end is not decided here; see `runtime.lineage`.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from aiogpu.errors import NodeStartError
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.launch import Launched, Modules, launch
 from aiogpu.runtime.lines import LinePipe
-from aiogpu.runtime.process import Process, start_interpreter
+from aiogpu.runtime.process import Process
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
 from aiogpu.wire.forking import Check, Keep, Lost, Ready, Unfit
@@ -22,7 +21,6 @@ from aiogpu.wire.messages import (
     Close,
     Message,
 )
-from aiogpu.wire.setup import Setup
 
 CHECKS: Final = 1.0
 """Seconds after which it is asked again whether modules were edited."""
@@ -111,41 +109,19 @@ class Zygote:
         """Whether it was told to end, or killed by us."""
         return self._is_closing
 
-    def start(self) -> None:
-        """Start the process; raises `NodeStartError` if that is impossible."""
-        try:
-            reading, writing = os.pipe2(os.O_CLOEXEC)
-        except OSError as error:
-            raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
-        around, own = self._surroundings, dict(self.environment)
-        first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
-        setup = Setup(
-            sys_path=[*first, *around.sys_path],
-            node=around.node,
-            directory=around.directory,
-            driver=os.getpid(),
-            page=around.page,
-            preload=list(self.preload),
-            cgroup=around.cgroup.path,
-            generation=self.generation,
-            learns=around.learns,
-            learnt=list(self.learnt),
-            proven=list(self.proven),
+    def start(self, launched: Launched | None = None) -> None:
+        """Listen to the process, which is started unless it is on its way already.
+
+        Raises:
+            NodeStartError: there is no interpreter, or it cannot be started.
+        """
+        child, output = launched or launch(
+            self._surroundings,
+            self.generation,
+            self.environment,
+            Modules(self.preload, self.learnt, self.proven),
         )
-        try:
-            child = start_interpreter(
-                setup._asdict(),
-                around.page,
-                writing,
-                {**around.environ, **own},
-                None if around.place is None else f"/proc/self/fd/{around.place}",
-            )
-        except NodeStartError:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        self._output = ZygoteOutput(self._loop, self._console, reading, child.pid)
+        self._output = ZygoteOutput(self._loop, self._console, output, child.pid)
         self._process = Process(self._loop, child, self._on_process_end)
         # What is learnt may be imported twice, once by a probe.
         count = 1 + len(self.preload) + 2 * len(self.learnt)

@@ -16,6 +16,7 @@ from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.early import early_variables
+from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.lineage import Lineage
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
@@ -67,9 +68,9 @@ class Zygotes:
     def __repr__(self) -> str:
         return f"<Zygotes {len(self._zygotes)} for {len(self._lineages)} environments>"
 
-    def start(self) -> None:
-        """Start the plain one; raises `NodeStartError` if that is impossible."""
-        self.plain.start()
+    def start(self, launched: Launched) -> None:
+        """Listen to the plain one, which is on its way."""
+        self.plain.start(launched)
 
     async def ready(self) -> None:
         """Wait until the plain one may be asked to fork; see `Lineage.ready`."""

@@ -10,15 +10,15 @@ from typing import Final
 from aiogpu.wire.messages import Bind
 from aiogpu.worker.context import current
 
-_bound: Final[dict[str, str]] = {}
+_bound: Final[dict[bytes, bytes]] = {}
 _given: Final[set[str]] = set()
 
 
 def bind(message: Bind) -> None:
     """Take on the environment and the devices that this worker has for life."""
-    _bound.update(message.environ)
+    for name, value in message.environ.items():
+        keep(name, value)
     _given.update(message.environ)
-    os.environ.update(message.environ)
     current.accelerators = message.accelerators
 
 
@@ -29,20 +29,27 @@ def is_given(names: Iterable[str]) -> bool:
 
 def keep(name: str, value: str) -> None:
     """Set a variable that tasks find unchanged, whatever one of them does to it."""
-    _bound[name] = os.environ[name] = value
+    os.environ[name] = value
+    _bound[os.fsencode(name)] = os.fsencode(value)
 
 
 def drop(name: str) -> None:
     """Forget a bound variable, and unset it."""
-    _bound.pop(name, None)
+    _bound.pop(os.fsencode(name), None)
     os.environ.pop(name, None)
 
 
 def restore() -> None:
     """Undo what a task did to the bound variables; the next one relies on them."""
+    # As bytes, since `os.environ` would encode and decode at each look.
+    environ = os.environb
     for name, value in _bound.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+        try:
+            if environ[name] == value:
+                continue
+        except KeyError:
+            pass
+        environ[name] = value
 
 
 def seeds() -> list[Callable[[], object]]:

@@ -111,16 +111,16 @@ def test_each_step(life: str) -> None:
 STILLBORN = """
     import os, signal
     import aiogpu
-    from aiogpu.runtime import zygote
+    from aiogpu.runtime import launch
     from tests.engines import tasks
 
-    start = zygote.start_interpreter
+    start = launch.start_interpreter
 
     def start_and_die(*args, **options):
         start(*args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    zygote.start_interpreter = start_and_die
+    launch.start_interpreter = start_and_die
 
     async def main():
         async with aiogpu.init(num_cpus=1):

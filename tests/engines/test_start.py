@@ -198,7 +198,7 @@ async def test_no_place_for_the_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/place")
-    monkeypatch.setattr("tempfile.tempdir", "/no/such/place/either")
+    monkeypatch.setenv("TMPDIR", "/no/such/place/either")
     # The last resort is /tmp, which is there on every Linux.
     async with aiogpu.init(num_cpus=1):
         assert await tasks.add.remote(1) == 2

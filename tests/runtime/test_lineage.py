@@ -37,7 +37,7 @@ class PaperProcess:
         self.on_end: Any = None
         self.on_message: Any = None
 
-    def start(self) -> None:
+    def start(self, _launched: object = None) -> None:
         self.calls.append("start")
         if self.fault is not None:
             raise self.fault

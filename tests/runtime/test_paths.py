@@ -29,7 +29,7 @@ def test_one_that_is_too_long_for_a_socket_is_passed_over(
     long = tmp_path / ("ä" * (LONGEST // 2))
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    monkeypatch.setattr("tempfile.tempdir", str(runtime_directory))
+    monkeypatch.setenv("TMPDIR", str(runtime_directory))
     path = create_directory()
     assert os.path.dirname(path) == str(runtime_directory)
     remove_directory(path)
@@ -43,7 +43,7 @@ def test_without_a_runtime_directory_the_temporary_one_serves(
         monkeypatch.delenv("XDG_RUNTIME_DIR")
     else:
         monkeypatch.setenv("XDG_RUNTIME_DIR", unset)
-    monkeypatch.setattr("tempfile.tempdir", str(runtime_directory))
+    monkeypatch.setenv("TMPDIR", str(runtime_directory))
     path = create_directory()
     assert os.path.dirname(path) == str(runtime_directory)
     remove_directory(path)
@@ -52,12 +52,12 @@ def test_without_a_runtime_directory_the_temporary_one_serves(
 def test_no_place_at_all_is_told_with_all_that_was_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(prefix: str, dir: str) -> str:  # noqa: A002
-        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x")
+    def refuse(path: str, _mode: int) -> None:
+        raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
-    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setattr("os.mkdir", refuse)
     with pytest.raises(NodeStartError, match="XDG_RUNTIME_DIR or TMPDIR") as caught:
         create_directory()
     assert "/run/user/1, /var/tmp, /tmp: [Errno 13]" in str(caught.value)

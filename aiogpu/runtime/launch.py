@@ -1,0 +1,152 @@
+"""A zygote's interpreter on its way, and the ground that a node's first one stands on.
+
+Little is imported here: the interpreter is to start while the driver imports the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from aiogpu.errors import NodeStartError
+from aiogpu.runtime.node_cgroup import NodeCgroup
+from aiogpu.runtime.paths import create_directory, remove_directory
+from aiogpu.runtime.process import start_interpreter
+from aiogpu.runtime.surroundings import Surroundings
+from aiogpu.wire.setup import Setup, socket_path
+
+BACKLOG: Final = 64
+
+
+class Modules(NamedTuple):
+    """What a zygote imports.
+
+    Attributes:
+        named: modules that the user has named.
+        learnt: modules that were learnt.
+        proven: those of them that need no probe.
+    """
+
+    named: Sequence[str] = ()
+    learnt: Sequence[str] = ()
+    proven: Sequence[str] = ()
+
+
+class Launched(NamedTuple):
+    """A zygote that nobody listens to yet.
+
+    Attributes:
+        child: the process.
+        output: descriptor from which to read what it prints.
+    """
+
+    child: subprocess.Popen[bytes]
+    output: int
+
+
+def launch(
+    around: Surroundings,
+    generation: int = 0,
+    environment: Sequence[tuple[str, str]] = (),
+    modules: Modules = Modules(),  # noqa: B008 - it is immutable
+) -> Launched:
+    """Start a zygote.
+
+    Args:
+        around: what it shares with the node's others.
+        generation: its number.
+        environment: variables that it is exec'd with, beside the program's own.
+        modules: what it imports before it is forked.
+
+    Raises:
+        NodeStartError: there is no interpreter, or it cannot be started.
+    """
+    own = dict(environment)
+    first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
+    setup = Setup(
+        sys_path=[*first, *around.sys_path],
+        node=around.node,
+        directory=around.directory,
+        driver=os.getpid(),
+        page=around.page,
+        preload=list(modules.named),
+        cgroup=around.cgroup.path,
+        generation=generation,
+        learns=around.learns,
+        learnt=list(modules.learnt),
+        proven=list(modules.proven),
+    )
+    try:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+    except OSError as error:
+        raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
+    try:
+        child = start_interpreter(
+            setup._asdict(),
+            around.page,
+            writing,
+            {**around.environ, **own},
+            None if around.place is None else f"/proc/self/fd/{around.place}",
+        )
+    except NodeStartError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return Launched(child, reading)
+
+
+class Ground(NamedTuple):
+    """What a node begins with.
+
+    Attributes:
+        around: what all its zygotes share.
+        listening: its socket; who connects early waits.
+        first: the first zygote.
+    """
+
+    around: Surroundings
+    listening: socket.socket
+    first: Launched
+
+    @classmethod
+    def lay(cls, cgroup: NodeCgroup, preload: Sequence[str], learns: bool) -> Ground:
+        """Make the directory and the socket, and start the zygote.
+
+        Args:
+            cgroup: the node's, which is chosen here.
+            preload: modules that the zygote imports before it is forked.
+            learns: whether workers report what they import.
+
+        Raises:
+            NodeStartError: there is no place for the directory, or no interpreter.
+        """
+        directory = create_directory()
+        around = listening = None
+        try:
+            node = os.path.basename(directory)
+            cgroup.choose(node)
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listening.bind(socket_path(directory))
+            listening.listen(BACKLOG)
+            around = Surroundings.take(node, directory, cgroup, learns)
+            return cls(around, listening, launch(around, modules=Modules(preload)))
+        except BaseException:
+            if around is not None:
+                around.close()
+            if listening is not None:
+                listening.close()
+            remove_directory(directory)
+            raise
+
+    def clear(self) -> None:
+        """Take all of it back, before anything else was built on it."""
+        self.first.child.kill()
+        self.first.child.wait()
+        os.close(self.first.output)
+        self.listening.close()
+        self.around.close()
+        remove_directory(self.around.directory)

@@ -1,0 +1,61 @@
+"""The zygote starts before the driver has imported what it does not need for that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from aiogpu.errors import NodeStartError
+from aiogpu.runtime.launch import Ground
+from aiogpu.runtime.node_cgroup import NodeCgroup
+from tests.program import run
+
+pytestmark = pytest.mark.usefixtures("runtime_directory")
+
+EARLY = """
+    import asyncio, subprocess, sys
+    import aiogpu
+    start = subprocess.Popen
+    def noting(*args, **options):
+        global before
+        before = set(sys.modules)
+        return start(*args, **options)
+    subprocess.Popen = noting
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            late = set(sys.modules) - before
+        print(*sorted(late & set(sys.argv[1:])))
+    asyncio.run(main())
+"""
+LATE = (
+    *("aiogpu.core.ledger", "aiogpu.core.scheduler", "aiogpu.runtime.driver"),
+    *("aiogpu.runtime.pool", "aiogpu.wire.frames", "msgpack"),
+)
+
+
+def test_what_is_imported_while_the_zygote_starts() -> None:
+    assert run(EARLY, *LATE).split() == sorted(LATE)
+
+
+async def test_ground_that_is_cleared(runtime_directory: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    ground = Ground.lay(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == [ground.around.node]
+    ground.clear()
+    assert os.listdir(runtime_directory) == []
+    assert ground.first.child.returncode is not None
+    assert os.listdir("/proc/self/fd") == before
+
+
+async def test_ground_that_cannot_be_laid(
+    runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(NodeStartError, match="/no/such/python"):
+        Ground.lay(NodeCgroup(asyncio.get_running_loop()), [], False)
+    assert os.listdir(runtime_directory) == []
+    assert os.listdir("/proc/self/fd") == before
