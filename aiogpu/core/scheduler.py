@@ -16,17 +16,18 @@ from typing import Final
 from aiogpu.core import events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_some
+from aiogpu.core.closing import abandon_running, abandon_some
 from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
     refill_spares,
     release,
+    reside,
     start,
     take_turn,
 )
-from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Kill, Settle
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -61,6 +62,7 @@ class Scheduler(Node):
             events.TaskFinished: self._on_finished,
             events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
+            events.Resides: self._on_resides,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
             events.Cancelled: self._on_cancelled,
@@ -213,6 +215,13 @@ class Scheduler(Node):
         on_waits(self, record, event.children, now, effects)
         return self._place(now, effects)
 
+    def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is None or record.state is not _RUNNING:
+            return NOTHING
+        reside(self, record)
+        return self._place(now, [])
+
     def _on_skipped(self, event: events.TaskSkipped, now: float) -> Sequence[Effect]:
         worker, record = self.workers.get(event.worker), self.tasks.get(event.task)
         if worker is None or record is None:
@@ -310,14 +319,7 @@ class Scheduler(Node):
         self.reservation = None
         settle_all(self)
         effects: list[Effect] = []
-        for worker in list(self.workers):
-            for record in [worker.task, *worker.queue]:
-                if record is not None and record.state is not TaskState.STOPPING:
-                    effects.append(Abandon(record.id))
-                    stop(self, record, now, effects)
-            if worker.state is WorkerState.STARTING:
-                # It may never come: its zygote may be importing what does not end.
-                effects.append(Kill(worker.id))
+        abandon_running(self, now, effects)
         abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -21,7 +22,7 @@ from aiogpu.wire.forking import (
     Unfit,
 )
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -267,6 +268,11 @@ Message = (
     | Stale
     | Imported
     | Spoilt
+    | Create
+    | Created
+    | Invoke
+    | Drop
+    | Leave
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -284,6 +290,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "bytes | None": (bytes, NoneType),
     "dict[str, str]": (dict,),
     "dict[str, float]": (dict,),
+    "dict[str, int]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
     "tuple[str, ...]": (tuple,),
