@@ -86,7 +86,10 @@ class Driver:
         pool.hearing.on_skipped = self._on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of
-        self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
+        self._ways: Final = self._all_ways()
+
+    def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
+        return {
             effects.Spawn: self._spawn,
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
