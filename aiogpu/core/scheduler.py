@@ -212,7 +212,7 @@ class Scheduler(Node):
         if record is None:
             return NOTHING
         effects: list[Effect] = []
-        on_waits(self, record, event.children, now, effects)
+        on_waits(self, record, event, now, effects)
         return self._place(now, effects)
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:

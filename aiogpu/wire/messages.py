@@ -11,7 +11,20 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
+from aiogpu.wire.acting import (
+    Ask,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Find,
+    Hold,
+    Invoke,
+    Leave,
+    Make,
+    Release,
+    Stop,
+)
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -273,6 +286,13 @@ Message = (
     | Invoke
     | Drop
     | Leave
+    | Make
+    | Find
+    | Ask
+    | Hold
+    | Release
+    | Carry
+    | Stop
 )
 
 TAGS: Final[dict[type[Message], int]] = {
