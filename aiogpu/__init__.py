@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
 
 _ROOMS = {
+    "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
