@@ -73,7 +73,11 @@ class Batching:
 
 
 class BatchDecorator(Protocol):
-    """What `batch(...)` gives: a decorator that turns lists into single items."""
+    """What `batch(...)` gives: a decorator that turns lists into single items.
+
+    What callers await has no `Any` in its type: for mypy, a `gather` of two such that
+    give different things would be `Any` itself.
+    """
 
     @overload
     def __call__(
@@ -82,7 +86,7 @@ class BatchDecorator(Protocol):
             [list[T]], Coroutine[Any, Any, Sequence[R | Exception | BaseException]]
         ],
         /,
-    ) -> Callable[[T], Coroutine[Any, Any, R]]: ...
+    ) -> Callable[[T], Coroutine[object, None, R]]: ...
 
     @overload
     def __call__(
@@ -91,7 +95,7 @@ class BatchDecorator(Protocol):
             [S, list[T]], Coroutine[Any, Any, Sequence[R | Exception | BaseException]]
         ],
         /,
-    ) -> Callable[[S, T], Coroutine[Any, Any, R]]: ...
+    ) -> Callable[[S, T], Coroutine[object, None, R]]: ...
 
 
 def batch(

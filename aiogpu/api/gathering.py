@@ -199,10 +199,13 @@ class Gathering:
         try:
             results = await batching.function(*bound, batch.items())
             if batch.has_suspended and len(self._waiting) >= batching.max_size:
-                # Its work is done elsewhere, which need not idle while callers are
-                # woken. Where it holds the loop, they go first: see `_end`.
+                # Its work is done elsewhere, in a thread or on a device, which need
+                # not idle while callers are woken: they go after the loop has polled,
+                # since then a thread gets the interpreter. Where the function holds
+                # the loop instead, callers go first: see `_end`.
                 self._running.remove(batch)
                 self._start()
+                await asyncio.sleep(0)
             batch.answer(batching.name, results)
         except (GeneratorExit, asyncio.CancelledError):
             raise
