@@ -33,6 +33,10 @@ def depart(
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
         node.spares.note_start(False)
+    # Where there is no other, nothing would ever make room: then it has failed.
+    if is_new and event.is_crowded and len(node.workers) > 1:
+        _stand_back(node, worker, now)
+        return
     worker.task = None
     worker.queue.clear()
     if event.settles and worker.lease is not None and not node.is_closing:
@@ -58,11 +62,21 @@ def depart(
             part(node, record, now, effects)
 
 
+def _stand_back(node: Node, worker: WorkerRecord, now: float) -> None:
+    """There was no room for a worker: its task waits again, which is no failure."""
+    record, worker.task = worker.task, None
+    _remove(node, worker)
+    node.note_crowded(now)
+    if record is not None:
+        node.wait_again(record)
+
+
 def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
     lease, worker.lease = worker.lease, None
     if lease is not None:
         node.ledger.give_back(lease)
     node.workers.remove(worker)
+    node.room.leaving.discard(worker.id)
     return lease
 
 

@@ -121,7 +121,9 @@ class Scheduler(Node):
             note_stuck(self, record, now)
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
-        return NOTHING if self.reservation is None else self._place(now, effects)
+        if self.reservation is None and not self.room.refused:
+            return NOTHING
+        return self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -240,7 +242,8 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and self.reservation is None and not self.solitude.is_wanted:
+        is_in_nobodys_way = self.reservation is None and not self.room.refused
+        if is_alone and is_in_nobodys_way and not self.solitude.is_wanted:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -329,7 +332,7 @@ class Scheduler(Node):
                 start(self, *alone, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self, now):
+                for record, lease in place(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
             self.reservation = None
