@@ -17,6 +17,7 @@ from aiogpu.core.node import Node
 from aiogpu.core.policy import STARTS_ALLOWED
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
 from aiogpu.core.retry import may_retry, retry
+from aiogpu.core.room import VAIN
 from aiogpu.core.watch import count_begun, return_task
 
 
@@ -33,8 +34,7 @@ def depart(
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
         node.spares.note_start(False)
-    # Where there is no other, nothing would ever make room: then it has failed.
-    if is_new and event.is_crowded and len(node.workers) > 1:
+    if is_new and event.is_crowded and _may_hope(node):
         _stand_back(node, worker, now)
         return
     worker.task = None
@@ -62,6 +62,14 @@ def depart(
             part(node, record, now, effects)
 
 
+def _may_hope(node: Node) -> bool:
+    """Whether there may be room for a worker soon, although there was none."""
+    # What has gone may be leaving yet; so it is tried for a while in any case.
+    return node.room.vain < VAIN or any(
+        worker.state is not WorkerState.STARTING for worker in node.workers
+    )
+
+
 def _stand_back(node: Node, worker: WorkerRecord, now: float) -> None:
     """There was no room for a worker: its task waits again, which is no failure."""
     record, worker.task = worker.task, None
@@ -75,6 +83,8 @@ def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
     lease, worker.lease = worker.lease, None
     if lease is not None:
         node.ledger.give_back(lease)
+    if worker.state is not WorkerState.STARTING:
+        node.room.vain = 0
     node.workers.remove(worker)
     node.room.leaving.discard(worker.id)
     return lease

@@ -18,7 +18,6 @@ from aiogpu.core.records import Kin, TaskRecord, binding_of, move_task
 from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
 from aiogpu.core.spares import Spares
-from aiogpu.core.specs import TaskSpec
 from aiogpu.core.table import Table
 from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
@@ -62,9 +61,7 @@ class Node:
         What no worker could be had for is not taken either.
         """
         lease = self._take(record)
-        if lease is None or len(self.workers) < self.room.now:
-            return lease
-        if self._has_worker(record.spec, lease):
+        if lease is None or self.has_worker(record, lease):
             return lease
         self.ledger.give_back(lease)
         self.room.refused += 1
@@ -85,8 +82,11 @@ class Node:
             return self.ledger.take(request, warm=warm)
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
 
-    def _has_worker(self, spec: TaskSpec, lease: Lease) -> bool:
-        """Whether a task can begin on this lease without another worker."""
+    def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
+        """Whether there is a worker for a task with this lease, or room for one."""
+        if len(self.workers) < self.room.now:
+            return True
+        spec = record.spec
         if self.workers.spares(spec.shape.environment):
             return True
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))

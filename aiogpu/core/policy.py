@@ -44,7 +44,7 @@ class Patience:
     retry_after: float = 0.1
     retry_at_last: float = 10.0
     alone_within: float = 30.0
-    crowded_for: float = 0.25
+    crowded_for: float = 0.05
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""

@@ -13,8 +13,8 @@ from aiogpu.core.ids import WorkerId
 
 BOUNDLESS: Final = 1 << 30
 """A node without a bound; one on paper is that."""
-STEP: Final = 8
-"""A lowered bound rises by this part of itself at a time, and by one more."""
+VAIN: Final = 40
+"""How often it is tried again where no worker is left that could make room."""
 
 
 class Room:
@@ -25,12 +25,15 @@ class Room:
         now: the same for now; less than `most` after one could not be had.
         refused: tasks that lacked nothing but a worker, when all that waits was
             last looked at; of each request the first alone is counted.
+        vain: how often more were allowed since a worker last came or went.
         leaving: idle workers that were retired so that others can be forked.
     """
 
     def __init__(self) -> None:
         self.most = self.now = BOUNDLESS
         self.refused = 0
+        self.vain = 0
+        self._step = 1
         self.leaving: set[WorkerId] = set()
 
     def __repr__(self) -> str:
@@ -47,10 +50,16 @@ class Room:
     def shrink(self, there: int) -> bool:
         """Allow no more than are there; whether it was not lowered before."""
         was_lowered = self.now < self.most
-        self.now = max(1, min(self.now, there))
+        self._step = 1
+        self.now = min(self.now, there)
         return not was_lowered and self.now < self.most
 
     def grow(self) -> bool:
-        """Allow a few more; whether that is still less than at first."""
-        self.now = min(self.most, self.now + 1 + self.now // STEP)
+        """Allow one more, then twice as many; whether that is still less than at first.
+
+        What is in vain costs something: so it is one at a time where nothing helps.
+        """
+        self.now = min(self.most, self.now + self._step)
+        self._step *= 2
+        self.vain += 1
         return self.now < self.most

@@ -41,6 +41,7 @@ from aiogpu.core.retry import retry as retry_later
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
+    make_way,
     retire_clean,
     retire_idle,
     withdraw,
@@ -257,6 +258,7 @@ class Scheduler(Node):
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
         self.spares.note_start(True)
+        self.room.vain = 0
         record, lease = worker.task, worker.lease
         if record is not None and lease is not None:
             record.starts_failed = 0
@@ -330,6 +332,7 @@ class Scheduler(Node):
             alone = self.solitude.begin(self)
             if alone is not None:
                 start(self, *alone, now, effects)
+            make_way(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
                 for record, lease in place(self, now, effects):

@@ -19,9 +19,10 @@ from aiogpu.wire.forking import (
     Ready,
     Stale,
     Unfit,
+    Unforked,
 )
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -267,6 +268,7 @@ Message = (
     | Stale
     | Imported
     | Spoilt
+    | Unforked
 )
 
 TAGS: Final[dict[type[Message], int]] = {

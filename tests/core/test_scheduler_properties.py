@@ -300,8 +300,7 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_workers_than_there_is_room_for(self):
         scheduler = self.w.scheduler
-        # Who is to run alone begins when nothing else runs, and asks nobody.
-        assert len(scheduler.workers) <= scheduler.room.most + 1
+        assert len(scheduler.workers) <= scheduler.room.most
 
     @invariant()
     def nobody_lacks_a_worker_that_fits_or_that_could_go(self):
