@@ -35,6 +35,7 @@ from aiogpu.core.table import Table
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
@@ -242,7 +243,8 @@ class Driver:
         gone = WorkerId(worker)
         self._deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
-        self.feed(WorkerGone(gone, began, self._settles(gone, death.pid)))
+        settles = self._settles(gone, death.pid)
+        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
         del self._deaths[gone]
         self.guard.forget(worker)
         tell_callers()

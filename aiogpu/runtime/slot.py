@@ -123,3 +123,9 @@ class Slot:
     keeper: Peer | None = None
     keeper_pid: int = 0
     worker: LiveWorker | None = None
+
+    @property
+    def missing(self) -> int:
+        """How many connections of it are still to come: its keeper's, its worker's."""
+        has_peer = self.worker is not None and self.worker.peer is not None
+        return (self.keeper is None) + (not has_peer)

@@ -135,3 +135,19 @@ AFTER_ALL: Final = "after all"
 """After what it was sent."""
 AGAIN: Final = "again"
 """End its process; it may be made anew."""
+
+Acting = (
+    Create
+    | Created
+    | Invoke
+    | Drop
+    | Leave
+    | Make
+    | Find
+    | Ask
+    | Hold
+    | Release
+    | Carry
+    | Stop
+)
+"""Everything that concerns actors."""

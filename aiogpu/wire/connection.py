@@ -24,7 +24,16 @@ from aiogpu.wire.acting import (
     Release,
     Stop,
 )
-from aiogpu.wire.forking import Check, Keep, LeftOut, Lost, Ready, Stale, Unfit
+from aiogpu.wire.forking import (
+    Check,
+    Keep,
+    LeftOut,
+    Lost,
+    Ready,
+    Stale,
+    Unfit,
+    Unforked,
+)
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
@@ -65,7 +74,7 @@ GREETING_LIMIT: Final = 1024
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
-    KEEPER: frozenset({Forked, Ended}),
+    KEEPER: frozenset({Forked, Ended, Unforked}),
     WORKER: frozenset(
         {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),

@@ -11,20 +11,7 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import (
-    Ask,
-    Carry,
-    Create,
-    Created,
-    Drop,
-    Find,
-    Hold,
-    Invoke,
-    Leave,
-    Make,
-    Release,
-    Stop,
-)
+from aiogpu.wire.acting import Acting
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -33,6 +20,7 @@ from aiogpu.wire.forking import (
     Ready,
     Stale,
     Unfit,
+    Unforked,
 )
 
 VERSION: Final = 4
@@ -281,18 +269,8 @@ Message = (
     | Stale
     | Imported
     | Spoilt
-    | Create
-    | Created
-    | Invoke
-    | Drop
-    | Leave
-    | Make
-    | Find
-    | Ask
-    | Hold
-    | Release
-    | Carry
-    | Stop
+    | Unforked
+    | Acting
 )
 
 TAGS: Final[dict[type[Message], int]] = {

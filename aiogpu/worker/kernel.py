@@ -105,6 +105,14 @@ def fork_into(group: int) -> int:
     return pid
 
 
+def why_not_forked(error: OSError) -> str:
+    """What is told of a fork that the kernel has refused (fork(2))."""
+    return (
+        f"no process can be forked: {error.strerror or error}; what bounds them is "
+        f"`ulimit -u`, a cgroup's pids.max, or memory"
+    )
+
+
 class OomScore:
     """How gladly the kernel ends this process when memory runs out (proc(5)).
 
