@@ -15,6 +15,7 @@ from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.records import Kin, TaskRecord, binding_of, move_task
+from aiogpu.core.restart import Restarts
 from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
 from aiogpu.core.spares import Spares
@@ -34,6 +35,7 @@ class Node:
     Attributes:
         reservation: what is kept for a task that has waited long, None for none.
         delayed: tasks that have failed and will wait again some time later.
+        restarts: of what is endless.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
@@ -50,6 +52,7 @@ class Node:
         self.timers = Timers()
         self.reservation: Reservation | None = None
         self.is_closing = False
+        self.restarts: dict[TaskId, Restarts] = {}
         self.solitude = Solitude()
         self.room = Room()
         self.spares = Spares(self.patience.spare_workers)
@@ -115,6 +118,8 @@ class Node:
             self.solitude.leave(record)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+        if self.restarts:
+            self.restarts.pop(record.id, None)
         if record.kin is not None:
             self._leave(record, record.kin)
 

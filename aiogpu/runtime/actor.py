@@ -275,7 +275,8 @@ class Actor:
     def fail(self, error: Exception) -> None:
         """It is dead for good."""
         if not isinstance(error, NodeClosedError):
-            told = self._died(str(error))
+            notes = getattr(error, "__notes__", [])
+            told = self._died(" ".join([str(error), *notes]))
             told.__cause__ = error
             error = told
         self.die(error)
