@@ -5,7 +5,6 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator
 from types import TracebackType
 from typing import (
@@ -30,7 +29,7 @@ from aiogpu.api.method import (
     RemoteMethod,
     methods_of,
     mode_of,
-    without_self,
+    signature_of,
 )
 from aiogpu.api.task import Definition
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
@@ -53,11 +52,7 @@ class Face:
     def __init__(self, cls: type) -> None:
         self.name = cls.__name__
         self.methods = methods_of(cls)
-        made = cls.__init__  # type: ignore[misc]
-        takes_nothing = made is object.__init__
-        self.parameters = Parameters(
-            self.name, inspect.Signature() if takes_nothing else without_self(made)
-        )
+        self.parameters = Parameters(self.name, signature_of(cls))
 
     def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
@@ -195,7 +190,9 @@ class RemoteClass(Generic[P, A]):
         link = ActorLink.create(
             current_session(), site, payload, key, options.get_if_exists
         )
-        return ActorHandle(link, self._face)
+        terms = link.site.actor
+        assert terms is not None, link
+        return ActorHandle(link, cast("Face", terms.face))
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
@@ -233,6 +230,10 @@ class RemoteClass(Generic[P, A]):
         return RemoteClass(
             self._definition, self._face, merged(self._options, dict(options))
         )
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
+        """Have a class that names this one as a base inherit from the plain class."""
+        return (cast("type", self.__wrapped__),)
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.

@@ -39,16 +39,23 @@ NO_ARGUMENTS: Final = dump_arguments("", (), {})
 
 
 class Parameters:
-    """What a function takes, checked cheaply where arguments come by position."""
+    """What a function takes, checked cheaply where arguments come by position.
 
-    def __init__(self, name: str, signature: inspect.Signature) -> None:
+    Of what has no signature, as some builtins, nothing is checked.
+    """
+
+    def __init__(self, name: str, signature: inspect.Signature | None) -> None:
         self._name = name
         self._signature = signature
-        self._least, self._most = _positions(signature)
+        self._least, self._most = (
+            (0, float("inf")) if signature is None else _positions(signature)
+        )
 
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise `MisuseError` unless it takes these arguments."""
         if not kwargs and self._least <= len(args) <= self._most:
+            return
+        if self._signature is None:
             return
         try:
             self._signature.bind(*args, **kwargs)
@@ -85,7 +92,8 @@ class Method:
         group: its concurrency group.
     """
 
-    def __init__(self, owner: str, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: str, name: str, found: Any) -> None:
+        function = getattr(found, "__func__", found)
         options: MethodOptions = getattr(function, MARK, MethodOptions())
         self.name = name
         self.label = f"{owner}.{name}"
@@ -94,7 +102,7 @@ class Method:
         self.is_generator = inspect.isgeneratorfunction(
             function
         ) or inspect.isasyncgenfunction(function)
-        self._function = function
+        self._found = found
         self._parameters: Parameters | None = None
 
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
@@ -116,24 +124,46 @@ class Method:
                 f"{self.label} is a generator; this version calls methods that return. "
                 f"Return a list, or have it called once per item."
             )
-        self._parameters = Parameters(self.label, without_self(self._function))
+        function = getattr(self._found, "__func__", self._found)
+        signature = signature_of(function)
+        if signature is not None and not isinstance(self._found, staticmethod):
+            signature = without_self(signature)
+        self._parameters = Parameters(self.label, signature)
         return self._parameters
 
 
-def without_self(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """What a function or a class takes itself, not what it wraps; None if unknown."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def without_self(signature: inspect.Signature) -> inspect.Signature:
     """The signature of a function as its bound method has it."""
-    signature = inspect.signature(function)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
+    parameters = [*signature.parameters.values()]
+    if not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return signature
+    return signature.replace(parameters=parameters[1:])
 
 
 def methods_of(cls: type) -> dict[str, Method]:
     """The public methods of a class and of its bases."""
     found: dict[str, Method] = {}
     for name in dir(cls):
-        function: object = inspect.getattr_static(cls, name, None)
-        if not name.startswith("_") and inspect.isfunction(function):
-            found[name] = Method(cls.__name__, name, function)
+        attribute: object = inspect.getattr_static(cls, name, None)
+        if not name.startswith("_") and _is_method(attribute):
+            found[name] = Method(cls.__name__, name, attribute)
     return found
+
+
+def _is_method(attribute: object) -> bool:
+    """Whether it is called on an object of the class it is found in."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return True
+    is_bound = hasattr(type(attribute), "__get__")
+    return is_bound and callable(attribute) and not isinstance(attribute, type)
 
 
 def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:
