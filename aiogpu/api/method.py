@@ -23,12 +23,12 @@ from typing import (
 )
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
+from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.payload import dump_arguments
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.handle import Handle
 
 P = ParamSpec("P")
@@ -36,52 +36,6 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 MARK: Final = "__aiogpu_method__"
 NO_ARGUMENTS: Final = dump_arguments("", (), {})
-
-
-class Parameters:
-    """What a function takes, checked cheaply where arguments come by position.
-
-    Of what has no signature, as some builtins, nothing is checked.
-    """
-
-    def __init__(self, name: str, signature: inspect.Signature | None) -> None:
-        self._name = name
-        self._signature = signature
-        self._least, self._most = (
-            (0, float("inf")) if signature is None else _positions(signature)
-        )
-
-    def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise `MisuseError` unless it takes these arguments."""
-        if not kwargs and self._least <= len(args) <= self._most:
-            return
-        if self._signature is None:
-            return
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise MisuseError(
-                f"{self._name}{self._signature} was called with other arguments: "
-                f"{error}."
-            ) from None
-
-
-def _positions(signature: inspect.Signature) -> tuple[int, float]:
-    """How many arguments by position it takes, at least and at most."""
-    least, most = 0, 0.0
-    for parameter in signature.parameters.values():
-        is_needed = parameter.default is parameter.empty
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = float("inf")
-        elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
-            return 1, 0.0  # never by position alone
-        elif parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            least += is_needed
-            most += 1
-    return least, most
 
 
 class Method:
@@ -105,6 +59,11 @@ class Method:
         self._found = found
         self._parameters: Parameters | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the function a handle needs no more than what it takes.
+        parameters = None if self.is_generator else self._look()
+        return {**self.__dict__, "_found": None, "_parameters": parameters}
+
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
         """Check and pickle the arguments of a call.
 
@@ -124,28 +83,13 @@ class Method:
                 f"{self.label} is a generator; this version calls methods that return. "
                 f"Return a list, or have it called once per item."
             )
-        function = getattr(self._found, "__func__", self._found)
-        signature = signature_of(function)
-        if signature is not None and not isinstance(self._found, staticmethod):
-            signature = without_self(signature)
-        self._parameters = Parameters(self.label, signature)
+        if self._parameters is None:
+            function = getattr(self._found, "__func__", self._found)
+            signature = signature_of(function)
+            if signature is not None and not isinstance(self._found, staticmethod):
+                signature = without_self(signature)
+            self._parameters = Parameters(self.label, signature)
         return self._parameters
-
-
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function or a class takes itself, not what it wraps; None if unknown."""
-    try:
-        return inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return None
-
-
-def without_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a function as its bound method has it."""
-    parameters = [*signature.parameters.values()]
-    if not parameters or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        return signature
-    return signature.replace(parameters=parameters[1:])
 
 
 def methods_of(cls: type) -> dict[str, Method]:
@@ -173,12 +117,46 @@ def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object)
     return THREADED if groups or (concurrency or 1) > 1 else SERIAL
 
 
+class Link(Protocol):
+    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+
+    Attributes:
+        name: how errors call the actor.
+    """
+
+    name: str
+
+    def reference(self) -> tuple[int, str]:
+        """The actor's id and name, for a handle to be pickled as."""
+        ...
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the call's handle."""
+        ...
+
+    def ready(self) -> Any:
+        """A handle that is settled when the actor was made."""
+        ...
+
+    def ended(self) -> Any:
+        """A handle that is settled when its process has ended."""
+        ...
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        ...
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
 class RemoteMethod(Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_link", "_method")
 
-    def __init__(self, link: ActorLink, method: Method) -> None:
+    def __init__(self, link: Link, method: Method) -> None:
         self._link = link
         self._method = method
 
@@ -194,7 +172,9 @@ class RemoteMethod(Generic[P, R]):
             NodeError: the actor's node is closed.
         """
         method = self._method
-        return self._link.call(method.label, method.name, method.pack(args, kwargs))
+        payload = method.pack(args, kwargs)
+        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        return handle
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import ALL
-from aiogpu.wire.acting import ASYNC, SERIAL, Create, Created, Drop, Invoke, Leave
+from aiogpu.wire.acting import (
+    ASYNC,
+    SERIAL,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Invoke,
+    Leave,
+)
 from aiogpu.wire.failure import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
@@ -59,7 +68,7 @@ class Stage:
         if self.channel.is_closed:
             self.end_fork()
         self._stdio.end_lines()
-        self._tell_imports()
+        self._tell_rest()
         if isinstance(actor, Failed):
             self.channel.send(actor)
             return False
@@ -86,25 +95,34 @@ class Stage:
         if self.channel.is_closed:
             self.end_fork()
         self._stdio.end_lines()
+        if passing:
+            self.channel.send(Carry(answer.task, take_passing()))
         try:
             self.channel.send(answer)
         except SerializationError as error:
             self.channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
-        self._tell_imports()
+        self._tell_rest()
 
     def answer_all(self, answers: list[Done | Failed]) -> None:
         """Send answers together after what was printed before them."""
         self._stdio.end_lines()
+        carries: list[Message] = []
+        if passing:
+            # In which of the answers a handle is, nobody has noted.
+            passed = take_passing()
+            carries = [Carry(one.task, passed) for one in answers if type(one) is Done]
         try:
-            self.channel.send_all([*answers])
+            self.channel.send_all([*carries, *answers])
         except SerializationError:
             for answer in answers:
                 self.answer(answer)
-        self._tell_imports()
+        self._tell_rest()
 
-    def _tell_imports(self) -> None:
+    def _tell_rest(self) -> None:
         if self._imports.found:
             self.channel.send(self._imports.take())
+        if current.children is not None:
+            current.children.tell_dropped()
 
     def _play_serially(self, actor: object) -> None:
         SerialActor(self, actor).play()

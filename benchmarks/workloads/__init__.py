@@ -10,6 +10,7 @@ from benchmarks.port import Environment
 from benchmarks.rows import Row
 from benchmarks.workloads import (
     backlog,
+    batching,
     cancel,
     gpu_latency,
     isolated,
@@ -38,6 +39,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "turnover": turnover.measure,
     "throughput": throughput.measure,
     "nested": nested.measure,
+    "batching": batching.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
     "queue": queue.measure,
