@@ -105,8 +105,13 @@ class Node:
             self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
-        """Seconds from the first interrupt of a task to the kill of its worker."""
+        """Seconds from the first interrupt of a task to the kill of its worker.
+
+        Who lives without end and is ended with the node has the node's own.
+        """
         grace = record.spec.cancel_grace
+        if self.is_closing and record.spec.is_endless:
+            grace = None
         return self.patience.cancel_grace if grace is None else grace
 
     def end(self, record: TaskRecord) -> None:
