@@ -7,14 +7,20 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 Call = Callable[[int], asyncio.Future[T]]
 """Starts a task at once; its result is awaited, its `cancel()` stops the work."""
+
+OnBatch = Callable[[list[int]], Coroutine[Any, Any, list[int]]]
+"""Takes a list and gives one as long, in this process."""
+
+OnItem = Callable[[int], Coroutine[Any, Any, int]]
+"""The same for one item."""
 
 Preload = Sequence[str] | None
 """Modules that are imported once for all workers; None for the system's default."""
@@ -177,6 +183,14 @@ class Environment(Protocol):
 
         Raises:
             UnsupportedError: tasks start no tasks.
+        """
+        ...
+
+    def batched(self, function: OnBatch, size: int) -> OnItem:
+        """A function that is called with one item, and runs with up to `size`.
+
+        Raises:
+            UnsupportedError: calls are not gathered.
         """
         ...
 

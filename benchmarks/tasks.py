@@ -63,6 +63,25 @@ def has_torch(number: int) -> bool:
     return "torch" in sys.modules
 
 
+async def batch_on_loop(numbers: list[int]) -> list[int]:
+    """Hold the event loop for a millisecond."""
+    from time import perf_counter
+
+    end = perf_counter() + 0.001
+    while perf_counter() < end:
+        pass
+    return numbers
+
+
+async def batch_in_thread(numbers: list[int]) -> list[int]:
+    """Leave the interpreter to others for a millisecond, as code on a GPU does."""
+    from asyncio import to_thread
+    from time import sleep
+
+    await to_thread(sleep, 0.001)
+    return numbers
+
+
 def spin(number: int) -> None:
     """Knock at the gate of that process, and be busy for ever."""
     from socket import AF_UNIX, socket

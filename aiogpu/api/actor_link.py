@@ -12,13 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.why import Why
+from aiogpu.errors import MisuseError
+from aiogpu.runtime.child import Carrying, Then
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
+kept: Final[list[ActorLink]] = []
+"""Ties that were pickled and not sent yet."""
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -63,8 +68,15 @@ class ActorLink:
     ) -> ActorLink:
         """Make an actor, now or as soon as the node is open."""
         link = cls(session, site.spec.name, site)
+        passed = take_kept() if passing else []
         make = partial(link._make, payload, key, get_if_exists)
         session.when_open(make, link._fail)
+        if passed:
+            receiver = Then(passed.clear)
+            if link._actor is not None:
+                link._actor.await_ready(receiver)
+            else:
+                link._early.append(lambda actor: actor.await_ready(receiver))
         return link
 
     @classmethod
@@ -73,6 +85,27 @@ class ActorLink:
         link = cls(session, actor.site.spec.name, actor.site)
         link._actor, link._actors = actor, actors
         return link
+
+    @classmethod
+    def known(cls, session: Session, actor: int) -> ActorLink:
+        """Tie an actor of which a handle has come; raises `ActorDiedError`."""
+        actors = session.actors()
+        return cls.to(session, actors.held(actor), actors)
+
+    def reference(self) -> tuple[int, str]:
+        """What a handle is pickled as; whoever gets it counts as a holder.
+
+        Raises:
+            MisuseError: its node is not open yet.
+        """
+        if self._actor is None:
+            raise MisuseError(
+                f"the handle of {self.name} cannot be passed on before its node is "
+                f"open; await it first."
+            )
+        passing.append(self._actor.id)
+        kept.append(self)
+        return self._actor.id, self.name
 
     def _make(
         self,
@@ -107,10 +140,11 @@ class ActorLink:
 
             check_arguments(self.site, payload)
         handle = self._session.new_handle(label, self)
+        receiver = carrying(handle) if passing else handle
         if self._actor is not None:
-            handle.task_id = self._actor.call(method, payload, handle)
+            handle.task_id = self._actor.call(method, payload, receiver)
         else:
-            self._ask(handle, partial(_call_early, method, payload, handle))
+            self._ask(handle, partial(_call_early, method, payload, handle, receiver))
         return handle
 
     def ready(self) -> Handle[None]:
@@ -176,10 +210,27 @@ def _release(actors: ActorsPort, actor: int) -> None:
 
 
 def _call_early(
-    method: str, payload: bytes, handle: Handle[Any], actor: ActorPort
+    method: str,
+    payload: bytes,
+    handle: Handle[Any],
+    receiver: Receiver,
+    actor: ActorPort,
 ) -> None:
     if not handle.done():
-        handle.task_id = actor.call(method, payload, handle)
+        handle.task_id = actor.call(method, payload, receiver)
+
+
+def take_kept() -> list[ActorLink]:
+    """The ties that were pickled into what is sent next."""
+    links = kept[:]
+    kept.clear()
+    passing.clear()
+    return links
+
+
+def carrying(receiver: Receiver) -> Receiver:
+    """A receiver that holds the actors whose handles are sent, until it is told."""
+    return Carrying(receiver, take_kept().clear)
 
 
 class _Watcher:

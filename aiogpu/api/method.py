@@ -28,7 +28,6 @@ from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.payload import dump_arguments
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.handle import Handle
 
 P = ParamSpec("P")
@@ -46,6 +45,14 @@ class Parameters:
         self._signature = signature
         self._least, self._most = _positions(signature)
 
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Defaults and annotations may be anything; that there are some is enough.
+        described = [
+            (one.name, int(one.kind), one.default is not one.empty)
+            for one in self._signature.parameters.values()
+        ]
+        return _parameters, (self._name, described)
+
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise `MisuseError` unless it takes these arguments."""
         if not kwargs and self._least <= len(args) <= self._most:
@@ -57,6 +64,17 @@ class Parameters:
                 f"{self._name}{self._signature} was called with other arguments: "
                 f"{error}."
             ) from None
+
+
+def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:
+    """The parameters of which only names, kinds and who has a default is known."""
+    kinds = {int(kind): kind for kind in inspect._ParameterKind}
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(one, kinds[kind], default=... if has_default else empty)
+        for one, kind, has_default in described
+    ]
+    return Parameters(name, inspect.Signature(parameters))
 
 
 def _positions(signature: inspect.Signature) -> tuple[int, float]:
@@ -85,7 +103,9 @@ class Method:
         group: its concurrency group.
     """
 
-    def __init__(self, owner: str, name: str, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, owner: str, name: str, function: Callable[..., Any] | None
+    ) -> None:
         options: MethodOptions = getattr(function, MARK, MethodOptions())
         self.name = name
         self.label = f"{owner}.{name}"
@@ -96,6 +116,11 @@ class Method:
         ) or inspect.isasyncgenfunction(function)
         self._function = function
         self._parameters: Parameters | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the function a handle needs no more than what it takes.
+        parameters = None if self.is_generator else self._look()
+        return {**self.__dict__, "_function": None, "_parameters": parameters}
 
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
         """Check and pickle the arguments of a call.
@@ -116,7 +141,9 @@ class Method:
                 f"{self.label} is a generator; this version calls methods that return. "
                 f"Return a list, or have it called once per item."
             )
-        self._parameters = Parameters(self.label, without_self(self._function))
+        if self._parameters is None:
+            assert self._function is not None, self.label
+            self._parameters = Parameters(self.label, without_self(self._function))
         return self._parameters
 
 
@@ -143,12 +170,46 @@ def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object)
     return THREADED if groups or (concurrency or 1) > 1 else SERIAL
 
 
+class Link(Protocol):
+    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+
+    Attributes:
+        name: how errors call the actor.
+    """
+
+    name: str
+
+    def reference(self) -> tuple[int, str]:
+        """The actor's id and name, for a handle to be pickled as."""
+        ...
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the call's handle."""
+        ...
+
+    def ready(self) -> Any:
+        """A handle that is settled when the actor was made."""
+        ...
+
+    def ended(self) -> Any:
+        """A handle that is settled when its process has ended."""
+        ...
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        ...
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
 class RemoteMethod(Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_link", "_method")
 
-    def __init__(self, link: ActorLink, method: Method) -> None:
+    def __init__(self, link: Link, method: Method) -> None:
         self._link = link
         self._method = method
 
@@ -164,7 +225,9 @@ class RemoteMethod(Generic[P, R]):
             NodeError: the actor's node is closed.
         """
         method = self._method
-        return self._link.call(method.label, method.name, method.pack(args, kwargs))
+        payload = method.pack(args, kwargs)
+        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        return handle
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.

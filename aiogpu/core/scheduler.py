@@ -42,6 +42,7 @@ from aiogpu.core.retry import retry as retry_later
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
+    make_way,
     retire_clean,
     retire_idle,
     withdraw,
@@ -123,7 +124,9 @@ class Scheduler(Node):
             note_stuck(self, record, now)
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
-        return NOTHING if self.reservation is None else self._place(now, effects)
+        if self.reservation is None and not self.room.refused:
+            return NOTHING
+        return self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -212,7 +215,7 @@ class Scheduler(Node):
         if record is None:
             return NOTHING
         effects: list[Effect] = []
-        on_waits(self, record, event.children, now, effects)
+        on_waits(self, record, event, now, effects)
         return self._place(now, effects)
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
@@ -249,7 +252,8 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and self.reservation is None and not self.solitude.is_wanted:
+        is_in_nobodys_way = self.reservation is None and not self.room.refused
+        if is_alone and is_in_nobodys_way and not self.solitude.is_wanted:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -263,6 +267,7 @@ class Scheduler(Node):
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
         self.spares.note_start(True)
+        self.room.vain = 0
         record, lease = worker.task, worker.lease
         if record is not None and lease is not None:
             record.starts_failed = 0
@@ -329,9 +334,10 @@ class Scheduler(Node):
             alone = self.solitude.begin(self)
             if alone is not None:
                 start(self, *alone, now, effects)
+            make_way(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self, now):
+                for record, lease in place(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
             self.reservation = None

@@ -57,6 +57,7 @@ class Actor:
 
     Attributes:
         id: of the task that it is to the core; 0 before it was submitted.
+        aliases: other ids, by which workers call it who have had it made.
         site: its class.
         key: namespace and name under which it can be found, None without.
         holders: how many hold a handle.
@@ -78,6 +79,7 @@ class Actor:
     ) -> None:
         assert site.actor is not None, site
         self.id = 0
+        self.aliases: list[int] = []
         self.site = site
         self.key = key
         self.holders = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +12,7 @@ from aiogpu.core.events import Resides
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError, ActorNameError
 from aiogpu.runtime.actor import Actor, ActorState
-from aiogpu.runtime.call import Call, Site
+from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import LiveWorker
@@ -33,6 +34,8 @@ class Actors:
     """The actors of one node.
 
     Attributes:
+        holding: workers that have handles.
+        on_holder_gone: told of one of them that has gone.
         check: refuses a class and arguments that this node can never serve.
     """
 
@@ -40,6 +43,8 @@ class Actors:
         self, loop: asyncio.AbstractEventLoop, driver: Driver, pool: Pool
     ) -> None:
         self.check: Callable[[Site, bytes], None]
+        self.holding: dict[int, LiveWorker] = {}
+        self.on_holder_gone: Callable[[LiveWorker], None]
         self._loop = loop
         self._driver = driver
         self._pool = pool
@@ -47,6 +52,7 @@ class Actors:
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
         self._workers: dict[int, LiveWorker] = {}
+        self._refused: dict[int, Exception] = {}
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
@@ -59,13 +65,16 @@ class Actors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> Actor:
         """Make an actor, which waits for its place as a task does.
 
-        Whoever asks holds one handle to it. See `ActorsPort.create`.
+        Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
+        the id by which a worker calls it who has it made.
         """
         self.check(site, payload)
         if get_if_exists and key is not None and (found := self.find(key)):
+            self._call_it(found, public)
             return found
         if key is not None and key in self._named:
             raise ActorNameError(
@@ -78,7 +87,41 @@ class Actors:
             self._named[key] = actor
         actor.id = self._driver.submit(site, payload, actor)
         self._actors[actor.id] = actor
+        self._call_it(actor, public)
         return actor
+
+    def _call_it(self, actor: Actor, public: int) -> None:
+        if public:
+            self._actors[public] = actor
+            actor.aliases.append(public)
+
+    def get(self, actor: int) -> Actor | None:
+        """An actor to which somebody holds a handle."""
+        return self._actors.get(actor)
+
+    def held(self, actor: int) -> Actor:
+        """See `ActorsPort.held`."""
+        if not self.hold(actor):
+            raise self.unknown(actor)
+        return self._actors[actor]
+
+    def unknown(self, actor: int) -> Exception:
+        """The error for one that never was, or to which nobody has a handle."""
+        refused = self._refused.get(actor)
+        return refused or ActorDiedError(
+            f"the actor {actor} has ended with its last handle."
+        )
+
+    def refuse(self, public: int, error: Exception) -> None:
+        """Note why one is not made that a worker wanted."""
+        self._refused[public] = error
+
+    def receiver_of(self, number: int) -> Receiver | None:
+        """Who waits for a call."""
+        for worker in self._workers.values():
+            if worker.actor is not None and number in worker.actor.calls:
+                return worker.actor.calls[number].receiver
+        return None
 
     def find(self, key: tuple[str, str]) -> Actor | None:
         """The actor of that name, if it lives; whoever asks holds one handle more."""
@@ -108,16 +151,32 @@ class Actors:
             self._orders.interrupt(worker.id, number, attempt=1, is_coroutine=False)
         self._loop.call_later(INTERRUPT_EVERY, self._interrupt, actor, worker, number)
 
-    def hold(self, actor: int) -> None:
-        """One more holds a handle."""
-        self._actors[actor].holders += 1
+    def hold(self, actor: int) -> bool:
+        """One more holds a handle; False if nobody has until now."""
+        found = self._actors.get(actor)
+        if found is None:
+            return False
+        found.holders += 1
+        return True
 
     def release(self, actor: int) -> None:
         """One who held a handle has gone."""
-        found = self._actors[actor]
-        found.release()
-        if not found.holders and found.state is ActorState.DEAD:
-            self._actors.pop(actor, None)
+        found = self._actors.get(actor)
+        if found is None:
+            self._refused.pop(actor, None)
+        else:
+            found.release()
+            self._forget(found)
+
+    def release_soon(self, actor: int) -> None:
+        """The same from wherever objects are dropped."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.release, actor)
+
+    def _forget(self, actor: Actor) -> None:
+        if not actor.holders and actor.state is ActorState.DEAD:
+            for known_as in (actor.id, *actor.aliases):
+                self._actors.pop(known_as, None)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor's process at once, and the actor too unless it may restart."""
@@ -126,7 +185,7 @@ class Actors:
             return
         if no_restart:
             found.die(ActorDiedError(f"{found.name} was killed.", found.name))
-            self._driver.cancel(actor)
+            self._driver.cancel(found.id)
         elif found.worker is not None:
             self._pool.kill(found.worker.id)
 
@@ -167,6 +226,9 @@ class Actors:
         Returns:
             What is to be done when the core has said whether another one follows.
         """
+        holder = self.holding.pop(worker_id, None)
+        if holder is not None:
+            self._loop.call_soon(self.on_holder_gone, holder)
         worker = self._workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
             return _nothing
@@ -234,8 +296,7 @@ class Actors:
             del self._named[actor.key]
         if actor.worker is None:
             actor.note_gone()
-        if not actor.holders:
-            self._actors.pop(actor.id, None)
+        self._forget(actor)
 
 
 def _nothing() -> None:

@@ -35,6 +35,7 @@ from aiogpu.core.table import Table
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
@@ -217,9 +218,21 @@ class Driver:
     def _on_spoilt(self, worker: int) -> None:
         self.feed(WorkerSpoilt(WorkerId(worker)))
 
-    def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
-        """A task waits until these have ended, or for none any more."""
-        self.feed(TaskWaits(task, children))
+    def wait(
+        self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
+    ) -> None:
+        """A task waits for these, for an actor, or for nothing any more."""
+        self.feed(TaskWaits(task, children, is_elsewhere))
+
+    def receiver_of(self, task: TaskId) -> Receiver | None:
+        """Who waits for a task, or for a call of an actor."""
+        call = self._calls.get(task)
+        return self.actors.receiver_of(task) if call is None else call.receiver
+
+    def task_of(self, worker: int) -> int:
+        """The task that a worker runs, 0 for none."""
+        record = self.scheduler.workers.get(WorkerId(worker))
+        return 0 if record is None or record.task is None else record.task.id
 
     def _name_of(self, task: int) -> str:
         call = self._calls.get(TaskId(task))
@@ -230,7 +243,8 @@ class Driver:
         gone = WorkerId(worker)
         self._deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
-        self.feed(WorkerGone(gone, began, self._settles(gone, death.pid)))
+        settles = self._settles(gone, death.pid)
+        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
         del self._deaths[gone]
         self.guard.forget(worker)
         tell_callers()

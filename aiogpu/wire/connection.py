@@ -10,8 +10,30 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
-from aiogpu.wire.forking import Check, Keep, LeftOut, Lost, Ready, Stale, Unfit
+from aiogpu.wire.acting import (
+    Ask,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Find,
+    Hold,
+    Invoke,
+    Leave,
+    Make,
+    Release,
+    Stop,
+)
+from aiogpu.wire.forking import (
+    Check,
+    Keep,
+    LeftOut,
+    Lost,
+    Ready,
+    Stale,
+    Unfit,
+    Unforked,
+)
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
@@ -52,11 +74,11 @@ GREETING_LIMIT: Final = 1024
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
-    KEEPER: frozenset({Forked, Ended}),
+    KEEPER: frozenset({Forked, Ended, Unforked}),
     WORKER: frozenset(
         {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
-            *(Imported, Created),
+            *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
         }
     ),
 }

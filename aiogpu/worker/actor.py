@@ -6,12 +6,21 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.wire.acting import ASYNC, SERIAL, Create, Created, Drop, Invoke, Leave
+from aiogpu.wire.acting import (
+    ASYNC,
+    SERIAL,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Invoke,
+    Leave,
+)
 from aiogpu.wire.failure import STOPPED
 from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
@@ -49,7 +58,7 @@ class Stage:
         current.is_actor = True
         actor = self.executor.make(creation)
         self._stdio.end_lines()
-        self._tell_imports()
+        self._tell_rest()
         if isinstance(actor, Failed):
             self.channel.send(actor)
             return False
@@ -74,18 +83,28 @@ class Stage:
     def answer(self, answer: Done | Failed) -> None:
         """Send an answer after what was printed before it."""
         self._stdio.end_lines()
+        if passing:
+            self.channel.send(Carry(answer.task, take_passing()))
         self.channel.send(answer)
-        self._tell_imports()
+        self._tell_rest()
 
     def answer_all(self, answers: list[Message]) -> None:
         """Send answers together after what was printed before them."""
         self._stdio.end_lines()
-        self.channel.send_all(answers)
-        self._tell_imports()
+        if passing:
+            # In which of the answers a handle is, nobody has noted.
+            passed = take_passing()
+            carries = [Carry(one.task, passed) for one in answers if type(one) is Done]
+            self.channel.send_all([*carries, *answers])
+        else:
+            self.channel.send_all(answers)
+        self._tell_rest()
 
-    def _tell_imports(self) -> None:
+    def _tell_rest(self) -> None:
         if self._imports.found:
             self.channel.send(self._imports.take())
+        if current.children is not None:
+            current.children.tell_dropped()
 
     def _play_serially(self, actor: object) -> None:
         SerialActor(self, actor).play()

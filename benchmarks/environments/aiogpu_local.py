@@ -18,7 +18,16 @@ from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.specs import Shape, TaskSpec
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
-from benchmarks.port import Call, Create, Need, Preload, Programs, UnsupportedError
+from benchmarks.port import (
+    Call,
+    Create,
+    Need,
+    OnBatch,
+    OnItem,
+    Preload,
+    Programs,
+    UnsupportedError,
+)
 
 T = TypeVar("T")
 
@@ -127,6 +136,10 @@ class AiogpuLocal:
         from benchmarks.environments.aiogpu_tree import async_root, root
 
         return async_root.remote if is_async else root.remote
+
+    def batched(self, function: OnBatch, size: int) -> OnItem:
+        """`batch`, with which no call waits for others longer than it must."""
+        return aiogpu.batch(max_size=size)(function)
 
     async def close(self) -> None:
         """Shut the node down."""

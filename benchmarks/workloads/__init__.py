@@ -11,6 +11,7 @@ from benchmarks.rows import Row
 from benchmarks.workloads import (
     actors,
     backlog,
+    batching,
     cancel,
     gpu_latency,
     isolated,
@@ -42,6 +43,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "nested": nested.measure,
     "actors": actors.measure,
     "many_actors": many_actors.measure,
+    "batching": batching.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
     "queue": queue.measure,
