@@ -93,6 +93,15 @@ def assign(
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
 
+def reside(node: Node, record: TaskRecord) -> None:
+    """Give back a running task's CPUs for as long as it runs."""
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    if not worker.lease.is_lent:
+        node.ledger.lend(worker.lease)
+
+
 def release(node: Node, worker: WorkerRecord, now: float) -> None:
     """End the lease of a worker without a task; of one that ends, later."""
     if worker.is_last:

@@ -67,6 +67,13 @@ class TaskWaits:
 
 
 @dataclass(slots=True)
+class Resides:
+    """The task has its place, and needs no CPU from here on."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
 class TaskSkipped:
     """A worker had a task's turn, saw that it was taken back, and did not run it."""
 
@@ -161,6 +168,7 @@ Event = (
     | TaskFinished
     | WorkerSpoilt
     | TaskWaits
+    | Resides
     | TaskSkipped
     | Revoked
     | WorkerGone

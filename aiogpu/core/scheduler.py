@@ -16,17 +16,18 @@ from typing import Final
 from aiogpu.core import events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_some
+from aiogpu.core.closing import abandon_running, abandon_some
 from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
     refill_spares,
     release,
+    reside,
     start,
     take_turn,
 )
-from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Kill, Settle
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -62,6 +63,7 @@ class Scheduler(Node):
             events.TaskFinished: self._on_finished,
             events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
+            events.Resides: self._on_resides,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
             events.Cancelled: self._on_cancelled,
@@ -122,9 +124,7 @@ class Scheduler(Node):
             note_stuck(self, record, now)
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
-        if self.reservation is None and not self.room.refused:
-            return NOTHING
-        return self._place(now, effects)
+        return self._place(now, effects) if self.holds_back else NOTHING
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -216,6 +216,13 @@ class Scheduler(Node):
         on_waits(self, record, event.children, now, effects)
         return self._place(now, effects)
 
+    def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is None or record.state is not _RUNNING:
+            return NOTHING
+        reside(self, record)
+        return self._place(now, [])
+
     def _on_skipped(self, event: events.TaskSkipped, now: float) -> Sequence[Effect]:
         worker, record = self.workers.get(event.worker), self.tasks.get(event.task)
         if worker is None or record is None:
@@ -243,8 +250,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        is_in_nobodys_way = self.reservation is None and not self.room.refused
-        if is_alone and is_in_nobodys_way and not self.solitude.is_wanted:
+        if is_alone and not self.holds_back:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -315,14 +321,7 @@ class Scheduler(Node):
         self.reservation = None
         settle_all(self)
         effects: list[Effect] = []
-        for worker in list(self.workers):
-            for record in [worker.task, *worker.queue]:
-                if record is not None and record.state is not TaskState.STOPPING:
-                    effects.append(Abandon(record.id))
-                    stop(self, record, now, effects)
-            if worker.state is WorkerState.STARTING:
-                # It may never come: its zygote may be importing what does not end.
-                effects.append(Kill(worker.id))
+        abandon_running(self, now, effects)
         abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects

@@ -14,6 +14,7 @@ from aiogpu.runtime.transport import Peer
 from aiogpu.wire.messages import Define, Failed, Forget, Message
 
 if TYPE_CHECKING:
+    from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.call import Site
     from aiogpu.runtime.zygote import Zygote
 
@@ -33,6 +34,7 @@ class LiveWorker:
         functions: ids of the functions that it knows.
         declared: what its tasks' children are, by its own numbers.
         children: its tasks' unfinished children, by its own numbers.
+        actor: what it is, None for a worker that runs tasks.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
         reason: what else is known of its end.
@@ -49,6 +51,7 @@ class LiveWorker:
     functions: set[int] = field(default_factory=set)
     declared: dict[int, Site | Failed] = field(default_factory=dict)
     children: dict[int, int] = field(default_factory=dict)
+    actor: Actor | None = None
     status: int | None = None
     reason: str = ""
     cause: str = ""

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -62,7 +63,10 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
     KEEPER: frozenset({Forked, Ended, Unforked}),
     WORKER: frozenset(
-        {Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw, Imported}
+        {
+            *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
+            *(Imported, Created),
+        }
     ),
 }
 """What a peer of each role may say to the driver after its greeting."""
@@ -71,7 +75,10 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Keep, Check, Close}),
     KEEPER: frozenset({Fork, Signal, End, Close}),
     WORKER: frozenset(
-        {Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed}
+        {
+            *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
+            *(Create, Invoke, Drop, Leave),
+        }
     ),
 }
 """What the driver may say to a peer of each role."""

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -268,6 +269,11 @@ Message = (
     | Stale
     | Imported
     | Spoilt
+    | Create
+    | Created
+    | Invoke
+    | Drop
+    | Leave
     | Unforked
 )
 
@@ -286,6 +292,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "bytes | None": (bytes, NoneType),
     "dict[str, str]": (dict,),
     "dict[str, float]": (dict,),
+    "dict[str, int]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
     "tuple[str, ...]": (tuple,),
