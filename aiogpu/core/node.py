@@ -58,6 +58,12 @@ class Node:
         self.spares = Spares(self.patience.spare_workers)
         self.most_idle = self.patience.idle_workers + self.spares.target
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether something free may be kept from some of those that wait."""
+        is_for_another = self.reservation is not None or self.solitude.is_wanted
+        return is_for_another or self.room.refused > 0
+
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for, unless it is kept for another.
 
