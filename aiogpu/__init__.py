@@ -9,6 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiogpu.api.actor import ActorHandle as ActorHandle
+    from aiogpu.api.actor import RemoteClass as RemoteClass
+    from aiogpu.api.actor import exit_actor as exit_actor
+    from aiogpu.api.actor import get_actor as get_actor
+    from aiogpu.api.actor import kill as kill
+    from aiogpu.api.actor import typed as typed
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.context import RuntimeContext as RuntimeContext
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
     from aiogpu.api.context import get_runtime_context as get_runtime_context
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.map import Results as Results
+    from aiogpu.api.method import method as method
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
     from aiogpu.api.node import init as init
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
     from aiogpu.core.why import Why as Why
+    from aiogpu.errors import ActorDiedError as ActorDiedError
+    from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
     from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
@@ -50,11 +59,20 @@ if TYPE_CHECKING:
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
 
 _ROOMS = {
+    "api.actor": (
+        "ActorHandle",
+        "RemoteClass",
+        "exit_actor",
+        "get_actor",
+        "kill",
+        "typed",
+    ),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
+    "api.method": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
@@ -68,6 +86,8 @@ _ROOMS = {
     "core.snapshot": ("NodeStatus",),
     "core.why": ("Why",),
     "errors": (
+        "ActorDiedError",
+        "ActorNameError",
         "AiogpuError",
         "DeadlockError",
         "DeserializationError",

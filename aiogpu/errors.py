@@ -130,6 +130,32 @@ class WorkerDiedError(AiogpuError, RuntimeError):
         return type(self), (str(self), *fields)
 
 
+class ActorDiedError(AiogpuError, RuntimeError):
+    """The actor is dead, or its process died while it ran the call.
+
+    Why is told by `__cause__` where another error stands behind it: that of the
+    constructor, or a `WorkerDiedError`.
+
+    Attributes:
+        actor: name of the actor.
+        is_restarting: another process takes its place; only this call is lost.
+    """
+
+    def __init__(
+        self, message: str, actor: str = "", is_restarting: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.actor = actor
+        self.is_restarting = is_restarting
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.actor, self.is_restarting)
+
+
+class ActorNameError(AiogpuError, ValueError):
+    """No actor has that name, or another one has it already."""
+
+
 class OutOfMemoryError(WorkerDiedError, MemoryError):
     """The task was ended because all together used more memory than is safe.
 

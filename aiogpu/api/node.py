@@ -8,13 +8,12 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
 from aiogpu.api.session import (
     Session,
     current_session,
-    default_address,
-    refuse_in_worker,
     session_of,
     start_session,
 )

@@ -106,9 +106,9 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     checked = {}
     for name, value in options.items():
-        check = _CHECKS.get(name)
+        check = CHECKS.get(name)
         if check is None:
-            raise unknown_option(name, _CHECKS, "a task")
+            raise unknown_option(name, CHECKS, "a task")
         checked[name] = check(name, value)
     return checked
 
@@ -179,9 +179,11 @@ def _check_grace(option: str, value: object) -> float:
         ) from None
 
 
-def _whole(
+def whole(
     least: int | None, allowed: str, none_is: int | None = None
 ) -> Callable[[str, object], int | None]:
+    """What checks a whole number; `none_is` is what None stands for."""
+
     def check(option: str, value: object) -> int | None:
         if value is None:
             return none_is
@@ -284,19 +286,19 @@ def _is_variable(name: str, text: str) -> bool:
     return bool(name) and "=" not in name and "\0" not in name + text
 
 
-_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
+CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_cpus": _optional(quantity, UNIT),
     "num_gpus": _optional(device_quantity, 0),
     "memory": _optional(_check_memory, 0),
     "resources": _optional(check_resources, {}),
     "accelerator_type": check_text,
     "strategy": _optional(_check_strategy, "pack"),
-    "max_calls": _whole(0, "None, 0 for no limit, or a whole number of calls"),
-    "max_retries": _whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
+    "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
+    "max_retries": whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
     "retry_exceptions": _optional(_check_retried, False),
     "num_returns": _check_num_returns,
     "name": check_text,
-    "priority": _whole(None, "a whole number; higher goes first", 0),
+    "priority": whole(None, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),
     "cancel_grace": _optional(_check_grace, None),
     "runtime_env": _optional(_check_runtime_env, {}),

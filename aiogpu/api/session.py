@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.handle import Handle, handle_maker
-from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.api.address import default_address, refuse_in_worker
+from aiogpu.api.early import EarlyRequests, submit_early
+from aiogpu.api.handle import Handle, Owner, handle_maker
+from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
 from aiogpu.engines.family import host_of_task
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import (
@@ -25,12 +28,12 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
 )
-from aiogpu.worker.context import current
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
@@ -50,14 +53,6 @@ class SessionState(Enum):
     """This process is a fork of the one that opened it."""
 
 
-class Early(NamedTuple):
-    """A call made while the node was still opening."""
-
-    site: Site
-    payload: bytes
-    handle: Handle[Any]
-
-
 class Session:
     """One node, as this event loop's program sees it. Made by `init`."""
 
@@ -67,7 +62,7 @@ class Session:
         self._new_handle = handle_maker(engine.waits)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
-        self._early: list[Early] = []
+        self._early = EarlyRequests()
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
@@ -96,13 +91,46 @@ class Session:
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self._new_handle(site.spec.name, self, self._loop)
+        receiver: Receiver = handle
+        if passing:
+            from aiogpu.api.actor_link import carrying
+
+            receiver = carrying(handle)
         if self._state is SessionState.OPEN:
-            handle.task_id = self._engine.submit(site, payload, handle)
+            handle.task_id = self._engine.submit(site, payload, receiver)
+        else:
+            start = partial(submit_early, site, payload, handle, receiver)
+            self.when_open(start, handle.fail)
+        return handle
+
+    def when_open(
+        self, start: Callable[[Engine], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Ask something of the engine, now or as soon as it is open.
+
+        Args:
+            start: asks; what it raises later than now goes to `fail`.
+            fail: told why the engine never opens.
+
+        Raises:
+            NodeError: it is closed, or belongs to another process.
+        """
+        if self._state is SessionState.OPEN:
+            start(self._engine)
         elif self._state is SessionState.OPENING:
-            self._early.append(Early(site, payload, handle))
+            self._early.add(start, fail)
         else:
             raise self.unusable()
-        return handle
+
+    def new_handle(self, name: str, owner: Owner) -> Handle[Any]:
+        """A handle of this loop that its owner will settle."""
+        return self._new_handle(name, owner, self._loop)
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Have something done on the loop, from whichever thread; or never."""
+        if not self._loop.is_closed():
+            with suppress(RuntimeError):  # it was closed in this very moment
+                self._loop.call_soon_threadsafe(call)
 
     def cancel(self, task: int) -> None:
         """Stop a task; its handle says so."""
@@ -167,20 +195,11 @@ class Session:
             self._fail_early(error)
             raise
         self._state = SessionState.OPEN
-        early, self._early = self._early, []
-        for site, payload, handle in early:
-            if not handle.done():
-                try:
-                    handle.task_id = self._engine.submit(site, payload, handle)
-                except Exception as error:  # noqa: BLE001 - it is the handle's
-                    handle.fail(error)
+        self._early.start_all(self._engine)
 
     def _fail_early(self, error: BaseException) -> None:
-        early, self._early = self._early, []
         told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
-        for call in early:
-            call.handle.fail(told)
-        if early and self._opening is not None:
+        if self._early.fail_all(told) and self._opening is not None:
             # The handles carry the error; the task need not warn of it as well.
             self._opening.add_done_callback(_retrieve)
 
@@ -235,6 +254,10 @@ class Session:
     def available_resources(self) -> dict[str, float]:
         """What is free of each; 0.0 where nothing is."""
         return self._ask().available()
+
+    def actors(self) -> ActorsPort:
+        """The node's actors; raises `NodeError` if it is not open."""
+        return self._ask().actors
 
     def status(self) -> NodeStatus:
         """Who holds what share of which device, what waits and why."""
@@ -303,21 +326,6 @@ def current_session() -> Session:
             "Call it inside an `async def` that runs by aiogpu.run(main())."
         )
     return start_session(default_address(), NodeOptions(), loop)
-
-
-def default_address() -> str | None:
-    """The address that the variable AIOGPU_ADDRESS supplies, None without."""
-    return os.environ.get("AIOGPU_ADDRESS") or None
-
-
-def refuse_in_worker(what: str) -> None:
-    """Raise `NodeError` where this process is a worker."""
-    if current.worker:
-        raise NodeError(
-            f"{what} cannot be reached inside a task or what it has forked; it is the "
-            f"program's. A task starts others by .remote(); on an inline node it does "
-            f"so in the thread that it runs in."
-        )
 
 
 def session_of(loop: asyncio.AbstractEventLoop) -> Session | None:

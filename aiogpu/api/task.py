@@ -20,11 +20,12 @@ from typing import (
     Protocol,
     TypeVar,
     Unpack,
+    cast,
     overload,
 )
 
 from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import (
     dump_arguments,
     dump_function,
@@ -34,6 +35,8 @@ from aiogpu.wire.payload import (
 )
 
 if TYPE_CHECKING:
+    from aiogpu.api.actor import RemoteClass
+    from aiogpu.api.actor_keywords import AnyKeywords
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
     from aiogpu.api.map import Results
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 X_contra = TypeVar("X_contra", contravariant=True)
 Y = TypeVar("Y")
 _MAIN: Final = ("__main__", "__mp_main__")
@@ -247,12 +251,23 @@ class RemoteDecorator(Protocol):
     """What `@remote(...)` with options gives: a decorator that keeps types."""
 
     @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: type[A], /
+    ) -> RemoteClass[..., A]: ...
+
+    @overload
     def __call__(
         self, function: Callable[P, Coroutine[Any, Any, R]], /
     ) -> RemoteFunction[P, R]: ...
 
     @overload
     def __call__(self, function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
+
+
+@overload
+def remote(  # type: ignore[overload-overlap]
+    function: type[A], /
+) -> RemoteClass[..., A]: ...
 
 
 @overload
@@ -266,29 +281,42 @@ def remote(function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
 
 
 @overload
-def remote(**options: Unpack[Options]) -> RemoteDecorator: ...
+def remote(**options: Unpack[AnyKeywords]) -> RemoteDecorator: ...
 
 
-def remote(function: Any = None, /, **options: Unpack[Options]) -> Any:
-    """Make a function remote: `@remote`, or `@remote(num_gpus=0.25)`.
+def remote(function: Any = None, /, **options: Any) -> Any:
+    """Make a function or a class remote: `@remote`, or `@remote(num_gpus=0.25)`.
 
     Args:
-        function: a plain function or an `async def`.
-        **options: see `Options`.
+        function: a plain function, an `async def`, or the class of an actor.
+        **options: see `Options` for functions, `ActorKeywords` for classes.
 
     Raises:
         OptionError: names the option, the value and what is allowed.
-        MisuseError: it is no function, or one of a kind that cannot be a task.
+        MisuseError: it is neither, or a function of a kind that cannot be a task.
     """
-    checked = merged(TaskOptions(), options)
+    _check_any(dict(options))
     if function is None:
-        return lambda function: _decorate(function, checked)
+        return lambda function: _decorate(function, dict(options))
     if options:
         raise MisuseError(
             "remote() takes a function or options, not both; write "
             "`@remote(num_gpus=1)` above the function."
         )
-    return _decorate(function, checked)
+    return _decorate(function, {})
+
+
+def _check_any(options: dict[str, Any]) -> None:
+    """Refuse what neither a task nor an actor takes, before it is known which it is."""
+    from aiogpu.api.actor_options import check_actor_options
+
+    try:
+        check_options(options)
+    except OptionError:
+        try:
+            check_actor_options(options)
+        except OptionError:
+            check_options(options)
 
 
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
@@ -296,15 +324,16 @@ def merged(base: TaskOptions, options: Options) -> TaskOptions:
     return base._replace(**check_options(dict(options)))
 
 
-def _decorate(function: object, options: TaskOptions) -> RemoteFunction[..., Any]:
+def _decorate(function: object, options: dict[str, Any]) -> object:
+    if isinstance(function, type):
+        from aiogpu.api.actor import decorate_class
+
+        return decorate_class(function, options)
+    checked = merged(TaskOptions(), cast("Options", options))
     if isinstance(function, RemoteFunction):
         raise MisuseError(
             f"{function.__name__} is remote already; write "
             f"{function.__name__}.options(...) to change its options."
-        )
-    if isinstance(function, type):
-        raise MisuseError(
-            f"{function.__name__} is a class; this version runs functions only."
         )
     if not callable(function):
         raise MisuseError(
@@ -315,4 +344,4 @@ def _decorate(function: object, options: TaskOptions) -> RemoteFunction[..., Any
             f"{Definition(function).name} is a generator; this version runs functions "
             f"that return. Return a list, or call it once per item."
         )
-    return RemoteFunction(Definition(function), options)
+    return RemoteFunction(Definition(function), checked)

@@ -22,6 +22,8 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
     elif alarm.kind is AlarmKind.REFILL:
         if not node.is_closing:
             refill_spares(node, effects)
+    elif alarm.kind is AlarmKind.ROOM:
+        node.grow(now)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

@@ -68,8 +68,11 @@ def _check_worker(worker: WorkerRecord) -> None:
     if worker.task is not None:
         assert worker.task.worker is worker, worker.id
     if worker.lease is not None and worker.lease.is_lent:
-        assert worker.task is not None, worker.id
-        assert worker.task.state in (TaskState.BLOCKED, TaskState.STOPPING), worker.id
+        task = worker.task
+        if task is None:
+            assert worker.state is WorkerState.ENDING, worker.id
+        elif not task.spec.is_endless:
+            assert task.state in (TaskState.BLOCKED, TaskState.STOPPING), worker.id
 
 
 def _check_kin(node: Node, record: TaskRecord) -> None:

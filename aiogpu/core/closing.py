@@ -1,11 +1,12 @@
-"""How those that wait learn that the node closes: a few at a time."""
+"""How a node closes: who runs is stopped, who waits is told, a few at a time."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import Abandon, Effect
+from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
+from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.timers import AlarmKind
 
@@ -13,6 +14,18 @@ ABANDONED: Final = 500
 """Waiting tasks that are told of the node's end in one go."""
 ABANDON_EVERY: Final = 1e-3
 """Seconds between two such goes, in which the loop may do other things."""
+
+
+def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
+    """Stop all that workers have, and tell who waits for it."""
+    for worker in list(node.workers):
+        for record in [worker.task, *worker.queue]:
+            if record is not None and record.state is not TaskState.STOPPING:
+                effects.append(Abandon(record.id))
+                stop(node, record, now, effects)
+        if worker.state is WorkerState.STARTING:
+            # It may never come: its zygote may be importing what does not end.
+            effects.append(Kill(worker.id))
 
 
 def abandon_some(node: Node, now: float, effects: list[Effect]) -> None:

@@ -2,7 +2,8 @@
 
 Tasks that wait hold what they have (all but CPUs). Suppose that all else ends and
 gives back what it holds: whoever then still waits for a task that does not fit waits
-for ever. This is the banker's algorithm (Dijkstra, EWD 108) turned round.
+for ever. What they hold is also their workers, where the number of those is bounded.
+This is the banker's algorithm (Dijkstra, EWD 108) turned round.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 
 from aiogpu.core.ids import TaskId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
@@ -24,19 +25,23 @@ def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
         for worker in node.workers
         if worker.task is not None and worker.task.state is TaskState.BLOCKED
     }
-    if not any(_keeps_something(record) for record in blocked.values()):
+    most = node.room.most
+    if len(blocked) < most and not any(map(_keeps_something, blocked.values())):
         return []
     found: dict[TaskId, tuple[TaskRecord, str]] = {}
-    while stuck := _reduce(node.ledger, blocked, found):
+    while stuck := _reduce(node, blocked, found):
         # The one that was started last has the least to lose. Who waits for it may
         # wait for others as well.
         child = max(stuck, key=lambda record: record.id)
-        found[child.id] = child, _explain(child, blocked.values())
+        if len(blocked) < most:
+            found[child.id] = child, _explain(child, blocked.values())
+        else:
+            found[child.id] = child, _explain_full(child, most)
     return list(found.values())
 
 
 def _reduce(
-    ledger: Ledger,
+    node: Node,
     blocked: dict[TaskId, TaskRecord],
     failed: Container[TaskId],
 ) -> list[TaskRecord]:
@@ -46,26 +51,26 @@ def _reduce(
         children = record.kin.waits_for.values() if record.kin else ()
         return (child for child in children if child.id not in failed)
 
-    room = _Room(ledger, blocked.values())
+    rest = _Rest(node, blocked.values())
     moved = True
     while moved and blocked:
         moved = False
         for record in list(blocked.values()):
-            if all(_can_end(child, blocked, room) for child in awaited(record)):
+            if all(_can_end(child, blocked, rest) for child in awaited(record)):
                 del blocked[record.id]
-                room.give_back(record)
+                rest.give_back(record)
                 moved = True
     return [
         child
         for record in blocked.values()
         for child in awaited(record)
-        if child.state is TaskState.WAITING and not room.fits(child)
+        if child.state is TaskState.WAITING and not rest.fits(child)
     ]
 
 
-def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], room: _Room) -> bool:
+def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], rest: _Rest) -> bool:
     if child.state is TaskState.WAITING:
-        return room.fits(child)
+        return rest.fits(child)
     return child.id not in blocked
 
 
@@ -80,11 +85,12 @@ def _keeps_something(record: TaskRecord) -> bool:
     return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
 
 
-class _Room:
+class _Rest:
     """What there is if all ends but some that wait."""
 
-    def __init__(self, ledger: Ledger, holders: Iterable[TaskRecord]) -> None:
-        self._ledger = ledger
+    def __init__(self, node: Node, holders: Iterable[TaskRecord]) -> None:
+        self._ledger = ledger = node.ledger
+        self._workers = node.room.most
         self._free = dict(ledger.capacity)
         self._shares = {
             kind: [UNIT] * len(devices.devices)
@@ -99,6 +105,7 @@ class _Room:
         self._move(_lease(record), 1)
 
     def _move(self, lease: Lease, sign: int) -> None:
+        self._workers += sign
         for name, amount in lease.request.scalars:
             if name != CPU:
                 self._free[name] += sign * amount
@@ -107,6 +114,8 @@ class _Room:
                 self._shares[kind][index] += sign * part
 
     def fits(self, record: TaskRecord) -> bool:
+        if self._workers <= 0:
+            return False
         request = record.spec.shape.request
         known = self._known.get(request)
         if known is None:
@@ -153,4 +162,15 @@ def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
     return (
         f"{child.spec.name} asks for {child.spec.shape.request}, and those that wait "
         f"hold it: {'; '.join(told + others)}"
+    )
+
+
+def _explain_full(child: TaskRecord, most: int) -> str:
+    """All workers that there can be have tasks that wait."""
+    waiter = _waiter(child)
+    waits = f", as {waiter.spec.name} does for {child.spec.name}" if waiter else ""
+    return (
+        f"{child.spec.name} needs a worker process, of which this node can have {most} "
+        f"at a time, and each of these has a task that waits{waits}; `aiogpu doctor` "
+        f"says what bounds them"
     )

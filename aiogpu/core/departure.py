@@ -17,6 +17,7 @@ from aiogpu.core.node import Node
 from aiogpu.core.policy import STARTS_ALLOWED
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
 from aiogpu.core.retry import may_retry, retry
+from aiogpu.core.room import VAIN
 from aiogpu.core.watch import count_begun, return_task
 
 
@@ -33,6 +34,9 @@ def depart(
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
         node.spares.note_start(False)
+    if is_new and event.is_crowded and _may_hope(node):
+        _stand_back(node, worker, now)
+        return
     worker.task = None
     worker.queue.clear()
     if event.settles and worker.lease is not None and not node.is_closing:
@@ -58,11 +62,31 @@ def depart(
             part(node, record, now, effects)
 
 
+def _may_hope(node: Node) -> bool:
+    """Whether there may be room for a worker soon, although there was none."""
+    # What has gone may be leaving yet; so it is tried for a while in any case.
+    return node.room.vain < VAIN or any(
+        worker.state is not WorkerState.STARTING for worker in node.workers
+    )
+
+
+def _stand_back(node: Node, worker: WorkerRecord, now: float) -> None:
+    """There was no room for a worker: its task waits again, which is no failure."""
+    record, worker.task = worker.task, None
+    _remove(node, worker)
+    node.note_crowded(now)
+    if record is not None:
+        node.wait_again(record)
+
+
 def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
     lease, worker.lease = worker.lease, None
     if lease is not None:
         node.ledger.give_back(lease)
+    if worker.state is not WorkerState.STARTING:
+        node.room.vain = 0
     node.workers.remove(worker)
+    node.room.leaving.discard(worker.id)
     return lease
 
 

@@ -65,7 +65,10 @@ def start(
 def refill_spares(node: Node, effects: list[Effect]) -> None:
     """Have clean workers forked until there are as many as are wanted."""
     node.spares.note_refill()
-    for _ in range(node.spares.missing(node.workers.spares(()))):
+    if node.room.refused and node.ready.by_shape:
+        return
+    missing = node.spares.missing(node.workers.spares(()))
+    for _ in range(min(missing, node.room.now - len(node.workers))):
         spare = node.workers.create(())
         node.workers.put_unclaimed(spare)
         effects.append(Spawn(spare.id))
@@ -88,6 +91,15 @@ def assign(
     if worker.look_at is None:
         watch(node, worker, node.patience.unheard, now)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)
+
+
+def reside(node: Node, record: TaskRecord) -> None:
+    """Give back a running task's CPUs for as long as it runs."""
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    if not worker.lease.is_lent:
+        node.ledger.lend(worker.lease)
 
 
 def release(node: Node, worker: WorkerRecord, now: float) -> None:
@@ -161,6 +173,9 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
     # end make up for it.
     if ledger.is_overdrawn:
         return False
+    if node.room.refused:
+        # Whoever comes first may need this worker's place, whatever it holds.
+        return node.ready.is_first(bucket)
     return node.ready.is_first(bucket, lambda other: ledger.would_help(lease, other))
 
 

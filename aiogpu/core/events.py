@@ -59,11 +59,20 @@ class WorkerSpoilt:
 class TaskWaits:
     """A task's code waits until these tasks have ended, all of them.
 
-    None of them: it does not wait any more.
+    None of them: it does not wait any more, unless it waits for something
+    `elsewhere`, of which nothing is known here.
     """
 
     task: TaskId
     children: tuple[TaskId, ...]
+    elsewhere: bool = False
+
+
+@dataclass(slots=True)
+class Resides:
+    """The task has its place, and needs no CPU from here on."""
+
+    task: TaskId
 
 
 @dataclass(slots=True)
@@ -93,12 +102,14 @@ class WorkerGone:
 
     `began` is the last of its tasks that it had begun, None if none of those whose
     answer has not come. `settles`: whether its devices are free is still to be seen;
-    one of `Settled` and `SetAside` follows.
+    one of `Settled` and `SetAside` follows. `is_crowded`: it never was, for want of
+    descriptors or processes.
     """
 
     worker: WorkerId
     began: TaskId | None = None
     settles: bool = False
+    is_crowded: bool = False
 
 
 @dataclass(slots=True)
@@ -159,6 +170,7 @@ Event = (
     | TaskFinished
     | WorkerSpoilt
     | TaskWaits
+    | Resides
     | TaskSkipped
     | Revoked
     | WorkerGone

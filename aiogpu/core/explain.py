@@ -72,6 +72,11 @@ def _waiting(why: Why) -> Iterator[str]:
     if not why.reasons:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"
+        if why.bound:
+            yield (
+                f"  workers: {why.bound}, and no room for more at a time; "
+                f"`aiogpu doctor` says what bounds them"
+            )
         return
     if why.of > 1:
         yield f"{begin}, as number {why.position} of {why.of} that ask for {request}"

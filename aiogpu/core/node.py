@@ -14,7 +14,8 @@ from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.records import Kin, TaskRecord, move_task
+from aiogpu.core.records import Kin, TaskRecord, binding_of, move_task
+from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
 from aiogpu.core.spares import Spares
 from aiogpu.core.table import Table
@@ -36,6 +37,7 @@ class Node:
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
+        room: how many workers there may be.
     """
 
     def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
@@ -49,11 +51,23 @@ class Node:
         self.reservation: Reservation | None = None
         self.is_closing = False
         self.solitude = Solitude()
+        self.room = Room()
         self.spares = Spares(self.patience.spare_workers)
         self.most_idle = self.patience.idle_workers + self.spares.target
 
     def take(self, record: TaskRecord) -> Lease | None:
-        """Take what a task asks for, unless it is kept for another."""
+        """Take what a task asks for, unless it is kept for another.
+
+        What no worker could be had for is not taken either.
+        """
+        lease = self._take(record)
+        if lease is None or self.has_worker(record, lease):
+            return lease
+        self.ledger.give_back(lease)
+        self.room.refused += 1
+        return None
+
+    def _take(self, record: TaskRecord) -> Lease | None:
         if self.solitude.is_wanted and self.solitude.bars(record):
             return None
         reservation = self.reservation
@@ -67,6 +81,25 @@ class Node:
         if reservation is None or reservation.lets_pass(record):
             return self.ledger.take(request, warm=warm)
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)
+
+    def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
+        """Whether there is a worker for a task with this lease, or room for one."""
+        if len(self.workers) < self.room.now:
+            return True
+        spec = record.spec
+        if self.workers.spares(spec.shape.environment):
+            return True
+        return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
+
+    def note_crowded(self, now: float) -> None:
+        """There was no room for a worker: do with those that are there, for a while."""
+        if self.room.shrink(len(self.workers)):
+            self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
+
+    def grow(self, now: float) -> None:
+        """Try whether there is room for a few more than lately."""
+        if self.room.grow():
+            self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
         """Seconds from the first interrupt of a task to the kill of its worker."""

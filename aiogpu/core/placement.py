@@ -1,27 +1,36 @@
 """Matches what waits with what is free.
 
 One function looks at all that is ready and takes leases for what fits, in order of
-priority and submission. A task that does not fit holds up those of its own shape
-only, as in Ray; other shapes go past it, until it has waited so long that what it
-needs is kept for it (`reservation`).
+priority and submission; each is started before the next is looked at. A task that
+does not fit holds up those of its own shape only, as in Ray; other shapes go past
+it, until it has waited so long that what it needs is kept for it (`reservation`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
+from aiogpu.core.effects import Effect
 from aiogpu.core.ledger import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Group, Precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.reservation import STANDS, Reservation, reserve
+from aiogpu.core.stopping import make_way
 
 
-def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
-    """Take tasks from the queue, each with its lease, until nothing more fits."""
+def place(
+    node: Node, now: float, effects: list[Effect]
+) -> Iterator[tuple[TaskRecord, Lease]]:
+    """Take tasks from the queue, each with its lease, until nothing more fits.
+
+    Where one lacks nothing but a worker, an idle one that fits nobody before it has
+    to go: `effects` says which.
+    """
     before, node.reservation = node.reservation, None
+    node.room.refused = 0
     ready = node.ready
-    placed: list[tuple[TaskRecord, Lease]] = []
     turns: list[tuple[Precedence, int, Group]] = []
     for number, group in enumerate(ready.by_request.values()):
         first = group.first()
@@ -36,17 +45,17 @@ def place(node: Node, now: float) -> list[tuple[TaskRecord, Lease]]:
         lease = node.take(record)
         if lease is None:
             heappop(turns)
+            make_way(node, now, effects)
             if node.reservation is None:
-                node.reservation = _reserve(node, group, placed, before, now)
+                node.reservation = _reserve(node, group, before, now)
             continue
-        placed.append((record, lease))
         ready.pop(bucket)
+        yield record, lease
         after = group.first()
         if after is None:
             heappop(turns)
         else:
             heapreplace(turns, (after[0], number, group))
-    return placed
 
 
 def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
@@ -62,7 +71,6 @@ def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
 def _reserve(
     node: Node,
     group: Group,
-    placed: list[tuple[TaskRecord, Lease]],
     before: Reservation | None,
     now: float,
 ) -> Reservation | None:
@@ -81,7 +89,7 @@ def _reserve(
         before = None
     if before is not None and now < before.planned_at + STANDS:
         return before
-    reservation = reserve(node, record, now, placed)
+    reservation = reserve(node, record, now)
     if reservation is None:
         group.reserve_at = now + STANDS
     elif before is not None:

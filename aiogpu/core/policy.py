@@ -29,6 +29,7 @@ class Patience:
             at once, each later one takes twice as long as the one before it.
         retry_at_last: the longest such wait.
         alone_within: for how long others are held up for a task that is to run alone.
+        crowded_for: after a worker could not be had, until more are tried again.
     """
 
     cancel_grace: float = 2.0
@@ -43,6 +44,7 @@ class Patience:
     retry_after: float = 0.1
     retry_at_last: float = 10.0
     alone_within: float = 30.0
+    crowded_for: float = 0.05
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""

@@ -10,7 +10,7 @@ backfilling (Lifka, 1995).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -85,18 +85,10 @@ class Hold:
     is_endless: bool
 
 
-def reserve(
-    node: Node,
-    record: TaskRecord,
-    now: float,
-    placed: Sequence[tuple[TaskRecord, Lease]] = (),
-) -> Reservation | None:
-    """Plan what to keep for a task; None if somebody holds it without end.
-
-    `placed` are tasks that have a lease and no worker yet.
-    """
+def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
+    """Plan what to keep for a task; None if somebody holds it without end."""
     request = record.spec.shape.request
-    holds = [*_holds(node), *(_hold(node, holder, lease) for holder, lease in placed)]
+    holds = list(_holds(node))
     until = 0.0
     for name, amount in request.scalars:
         moment = _when_enough(node.ledger.free[name], amount, _of(holds, name))

@@ -26,6 +26,8 @@ def may_retry(record: TaskRecord) -> bool:
 def retry(node: Node, record: TaskRecord, now: float) -> None:
     """Have a task wait again, at once or after a while; it holds nothing any more."""
     delay = node.patience.retry_delay(record.retries)
+    # It may have answered before the kill that was to make room.
+    record.is_starved = False
     if delay == 0:
         node.wait_again(record)
         return

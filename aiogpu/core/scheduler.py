@@ -1,11 +1,10 @@
 """The node's mind: events in, effects out, nothing else.
 
 `handle(event, now)` brings every record up to date, then matches what waits with
-what is free. `deadline()` says when it wants to be asked again although nothing
-happened. Two things hold always: a lease ends only when the code that it was
-taken for has stopped, and every submitted task ends in exactly one of `Settle`,
-`Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when its owner has cancelled
-it, `Forget` alone.
+what is free. `deadline()` says when it wants to be asked again. Two things hold always:
+a lease ends only when the code that it was taken for has stopped, and every task ends
+in exactly one of `Settle`, `Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when
+its owner has cancelled it, `Forget` alone.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from typing import Final
 from aiogpu.core import events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_some
+from aiogpu.core.closing import abandon_running, abandon_some
 from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
     refill_spares,
     release,
+    reside,
     start,
     take_turn,
 )
-from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Kill, Settle
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
 from aiogpu.core.ids import TaskId, WorkerId
@@ -41,6 +41,7 @@ from aiogpu.core.retry import retry as retry_later
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
+    make_way,
     retire_clean,
     retire_idle,
     withdraw,
@@ -61,6 +62,7 @@ class Scheduler(Node):
             events.TaskFinished: self._on_finished,
             events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
+            events.Resides: self._on_resides,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
             events.Cancelled: self._on_cancelled,
@@ -91,8 +93,8 @@ class Scheduler(Node):
         """Take in what happened; answer what is to be done, in order."""
         return self._ways[type(event)](event, now)
 
-    def _on_submitted(self, event: events.Submitted, now: float) -> Sequence[Effect]:
-        return self.submit(event.task, event.spec, now, event.parent)
+    def _on_submitted(self, it: events.Submitted, now: float) -> Sequence[Effect]:
+        return self.submit(it.task, it.spec, now, it.parent)
 
     def submit(
         self, task: TaskId, spec: TaskSpec, now: float, parent: TaskId | None = None
@@ -121,7 +123,9 @@ class Scheduler(Node):
             note_stuck(self, record, now)
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
-        return NOTHING if self.reservation is None else self._place(now, effects)
+        if self.reservation is None and not self.room.refused:
+            return NOTHING
+        return self._place(now, effects)
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -210,8 +214,15 @@ class Scheduler(Node):
         if record is None:
             return NOTHING
         effects: list[Effect] = []
-        on_waits(self, record, event.children, now, effects)
+        on_waits(self, record, event, now, effects)
         return self._place(now, effects)
+
+    def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is None or record.state is not _RUNNING:
+            return NOTHING
+        reside(self, record)
+        return self._place(now, [])
 
     def _on_skipped(self, event: events.TaskSkipped, now: float) -> Sequence[Effect]:
         worker, record = self.workers.get(event.worker), self.tasks.get(event.task)
@@ -240,7 +251,8 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and self.reservation is None and not self.solitude.is_wanted:
+        is_in_nobodys_way = self.reservation is None and not self.room.refused
+        if is_alone and is_in_nobodys_way and not self.solitude.is_wanted:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -254,6 +266,7 @@ class Scheduler(Node):
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
         self.spares.note_start(True)
+        self.room.vain = 0
         record, lease = worker.task, worker.lease
         if record is not None and lease is not None:
             record.starts_failed = 0
@@ -310,14 +323,7 @@ class Scheduler(Node):
         self.reservation = None
         settle_all(self)
         effects: list[Effect] = []
-        for worker in list(self.workers):
-            for record in [worker.task, *worker.queue]:
-                if record is not None and record.state is not TaskState.STOPPING:
-                    effects.append(Abandon(record.id))
-                    stop(self, record, now, effects)
-            if worker.state is WorkerState.STARTING:
-                # It may never come: its zygote may be importing what does not end.
-                effects.append(Kill(worker.id))
+        abandon_running(self, now, effects)
         abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects
@@ -327,9 +333,10 @@ class Scheduler(Node):
             alone = self.solitude.begin(self)
             if alone is not None:
                 start(self, *alone, now, effects)
+            make_way(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self, now):
+                for record, lease in place(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
             self.reservation = None

@@ -176,7 +176,15 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
         short.append(f"{lack.name} {asked} ({told})")
     if short:
         return "waits for " + " and ".join(short)
+    if most := find_bound(node):
+        return f"waits for a worker: there are {most}, and no room for more"
     return "waits for its turn"
+
+
+def find_bound(node: Node) -> int:
+    """How many workers there are, if there may be no more; 0 if there may."""
+    there = len(node.workers)
+    return there if there >= node.room.now else 0
 
 
 def describe(

@@ -60,6 +60,10 @@ class Solitude:
         lease = node.ledger.take(record.spec.shape.request)
         if lease is None:
             return None
+        if not node.has_worker(record, lease):
+            node.ledger.give_back(lease)
+            node.room.refused = max(node.room.refused, 1)
+            return None
         self._current = self._waiting.popleft()
         del node.delayed[record.id]
         return record, lease

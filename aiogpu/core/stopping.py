@@ -98,6 +98,16 @@ def retire_idle(node: Node, now: float, effects: list[Effect]) -> None:
         effects.append(Retire(worker.id))
 
 
+def make_way(node: Node, now: float, effects: list[Effect]) -> None:
+    """Retire an idle worker for each task that lacks nothing but a worker."""
+    room = node.room
+    while len(room.leaving) < room.refused and node.workers.idle:
+        worker = node.workers.pop_idle(0)
+        room.leaving.add(worker.id)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
 def retire_clean(
     node: Node, environment: Environment, now: float, effects: list[Effect]
 ) -> None:

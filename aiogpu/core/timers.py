@@ -37,6 +37,8 @@ class AlarmKind(Enum):
     """Spares that were taken are to be replaced."""
     ALONE = "alone"
     """A task that is to run alone has waited for long enough."""
+    ROOM = "room"
+    """There may be room for more workers than lately."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 

@@ -20,6 +20,7 @@ from aiogpu.core.shortage import (
     ReservationStatus,
     Shortage,
     describe,
+    find_bound,
     find_lacks,
     find_shortages,
 )
@@ -48,6 +49,8 @@ class Why:
             where that is why it waits.
         is_held_endlessly: whether it waits for what others hold without end; then
             nothing is kept for it, however long it waits.
+        bound: how many workers there are, if it lacks nothing else and there may be no
+            more of them; `aiogpu doctor` says what bounds them. 0 otherwise.
         is_held_up: whether it waits so that another can run alone, for which memory
             ran out before.
         worker: id of its worker, None without one.
@@ -70,6 +73,7 @@ class Why:
     reasons: tuple[Shortage, ...] = ()
     reservation: ReservationStatus | None = None
     is_held_endlessly: bool = False
+    bound: int = 0
     is_held_up: bool = False
     worker: int | None = None
     pid: int = 0
@@ -121,6 +125,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         position=bucket.position(record) + 1,
         of=bucket.size,
         reasons=reasons,
+        bound=0 if reasons else find_bound(node),
         is_held_up=node.solitude.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
         is_held_endlessly=is_endless and reserve(node, record, holdings.now) is None,

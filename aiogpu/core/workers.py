@@ -62,6 +62,10 @@ class Workers:
         self._leave_idle(record)
         return record
 
+    def has_bound(self, binding: Binding) -> bool:
+        """Whether an idle worker has that binding."""
+        return binding in self._by_binding
+
     def take_clean(self, environment: Environment) -> WorkerRecord | None:
         """Remove an idle worker to which nothing was assigned yet."""
         clean = self._clean.get(environment)

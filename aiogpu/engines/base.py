@@ -59,12 +59,95 @@ class Waits(Protocol):
         ...
 
 
+class ActorPort(Protocol):
+    """One actor, as its calls reach it."""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def site(self) -> Site:
+        """Its class."""
+        ...
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; gives the call's number."""
+        ...
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        ...
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the actor's process has ended."""
+        ...
+
+
+class ActorsPort(Protocol):
+    """All actors of an engine."""
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+    ) -> ActorPort:
+        """Make an actor, or find the one of that name; the caller holds a handle.
+
+        Raises:
+            ActorNameError: another one has that name.
+            InfeasibleError: there will never be enough for it.
+            SerializationError: the arguments are too large to be sent.
+        """
+        ...
+
+    def find(self, key: tuple[str, str]) -> ActorPort | None:
+        """The living actor of that name; the caller holds a handle to it."""
+        ...
+
+    def held(self, actor: int) -> ActorPort:
+        """An actor that lives, or of which somebody knows; the caller holds a handle.
+
+        Raises:
+            ActorDiedError: nobody has held one until now.
+        """
+        ...
+
+    def cancel(self, actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        ...
+
+    def release(self, actor: int) -> None:
+        """A handle has gone."""
+        ...
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End its process at once, and the actor unless it may restart."""
+        ...
+
+    def terminate(self, actor: int) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
 class Engine(Protocol):
     """Runs tasks somewhere. Made for the running loop, used on it alone."""
 
     @property
     def waits(self) -> Waits | None:
         """Who is to be told of waits, None if nobody wants to know."""
+        ...
+
+    @property
+    def actors(self) -> ActorsPort:
+        """Its actors.
+
+        Raises:
+            NodeError: it can have none.
+        """
         ...
 
     async def open(self) -> None:

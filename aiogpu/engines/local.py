@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
+    from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
@@ -60,6 +61,7 @@ class LocalEngine:
                 lambda site: admission.check_site(site, scheduler.ledger),
             )
             self._driver.guard.is_on = options.memory_guard
+            self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()
             raise
@@ -81,6 +83,12 @@ class LocalEngine:
             check_arguments(site, payload)
         return driver.submit(site, payload, receiver)
 
+    def _check_actor(self, site: Site, payload: bytes) -> None:
+        from aiogpu.engines.admission import check_arguments, check_site
+
+        check_site(site, self._open_driver.scheduler.ledger)
+        check_arguments(site, payload)
+
     def _admit(self, site: Site) -> Driver:
         from aiogpu.engines.admission import check_site
 
@@ -88,6 +96,11 @@ class LocalEngine:
         check_site(site, driver.scheduler.ledger)
         site.checked_by = self._mark
         return driver
+
+    @property
+    def actors(self) -> Actors:
+        """Its actors; see `Engine.actors`."""
+        return self._open_driver.actors
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""

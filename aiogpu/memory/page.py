@@ -12,7 +12,7 @@ from typing import Final
 
 SLOTS: Final = 4096
 """Workers that one node can have at a time."""
-_WORDS: Final = 4
+_WORDS: Final = 5
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
@@ -20,10 +20,11 @@ PAGE_SIZE: Final = SLOTS * _WORDS * 8
 
 
 class ControlPage:
-    """Four words for each slot: who is to stop, who heard it, who began, who may not.
+    """Five words for each slot.
 
-    Words are eight bytes, aligned, and written in one store each. The driver
-    writes the first and the last, the worker the others.
+    Who is to stop, who heard it, who began, who may not begin, and how many calls of
+    an actor were dropped. Words are eight bytes, aligned, and written in one store
+    each. The worker writes the second and the third, the driver the others.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -77,6 +78,10 @@ class ControlPage:
         words[place + 2] = number
         return TOO_LATE if words[place + 3] > number else BEGUN
 
+    def note_begun(self, slot: int, number: int) -> None:
+        """Worker: say what it runs, where nothing is ever taken back."""
+        self._words[slot * _WORDS + 2] = number
+
     def begun(self, slot: int) -> int:
         """Driver: the number that was begun last."""
         return self._words[slot * _WORDS + 2]
@@ -84,6 +89,14 @@ class ControlPage:
     def revoke(self, slot: int, below: int) -> None:
         """Driver: whatever has a lower number and is not begun shall not begin."""
         self._words[slot * _WORDS + 3] = below
+
+    def drop(self, slot: int, count: int) -> None:
+        """Driver: so many calls of the slot's actor were dropped so far."""
+        self._words[slot * _WORDS + 4] = count
+
+    def dropped(self, slot: int) -> int:
+        """Worker: how often it has been, or will be, told `Drop`."""
+        return self._words[slot * _WORDS + 4]
 
     def revoked(self, slot: int) -> int:
         """The number from which on the worker may begin."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.errors import (
     DeadlockError,
@@ -58,6 +58,26 @@ def new_function_id() -> int:
     return next(_function_ids)
 
 
+class ActorTerms(NamedTuple):
+    """What all actors of a class with its options have in common.
+
+    Attributes:
+        mode: how calls are run; see `wire.acting`.
+        limits: by group, how many calls run at once.
+        groups: by method, its group, where it is not the default one.
+        max_task_retries: how often a call is tried again whose process has died.
+        keeps_cpus: whether it holds its CPUs for as long as it lives.
+        face: what handles to it are made of; nobody here looks at it.
+    """
+
+    mode: str
+    limits: Mapping[str, int]
+    groups: Mapping[str, str]
+    max_task_retries: int = 0
+    keeps_cpus: bool = False
+    face: object = None
+
+
 @dataclass(slots=True, eq=False)
 class Site:
     """A function with its options, as all its calls share it.
@@ -71,6 +91,7 @@ class Site:
         is_coroutine: whether it is cancelled by a message first.
         retry_exceptions: exceptions after which it is tried again; True for all.
         checked_by: who has found last that the request can be met.
+        actor: how its calls are run, if it is a class.
     """
 
     id: int
@@ -81,6 +102,7 @@ class Site:
     is_coroutine: bool
     retry_exceptions: bool | tuple[type[BaseException], ...]
     checked_by: object = None
+    actor: ActorTerms | None = None
 
     def is_retried(self, error: Exception) -> bool:
         """Whether this exception is one after which the task is tried again."""

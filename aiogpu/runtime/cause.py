@@ -16,6 +16,8 @@ SIGNAL: Final = "signal"
 KEEPER_DIED: Final = "keeper died"
 DISCONNECTED: Final = "disconnected"
 ENDED: Final = "ended"
+CROWDED: Final = "crowded"
+"""There is no room for it now: its task waits. No user is told this one."""
 
 
 class Told(NamedTuple):

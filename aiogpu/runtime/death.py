@@ -9,7 +9,8 @@ from typing import NamedTuple
 from aiogpu.core.sizes import size
 from aiogpu.errors import OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
-from aiogpu.runtime.cause import find_cause, tell
+from aiogpu.runtime.cause import CROWDED, find_cause, tell
+from aiogpu.runtime.crowd import CrowdedError
 
 
 class Death(NamedTuple):
@@ -32,6 +33,14 @@ class Death(NamedTuple):
     begun: int = 0
     known: str = ""
     findings: Findings = Findings()
+
+
+def stillbirth(error: Exception) -> Death:
+    """The death of a worker for which there is no slot, or no zygote."""
+    if isinstance(error, CrowdedError):
+        return Death(reason=str(error), known=CROWDED)
+    told = "no slot can be made: " if isinstance(error, OSError) else ""
+    return Death(reason=f"{told}{error}")
 
 
 def describe_death(task_name: str, death: Death) -> WorkerDiedError:

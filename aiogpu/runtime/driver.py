@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 from aiogpu.core import effects
@@ -20,7 +19,6 @@ from aiogpu.core.events import (
     Event,
     Outdated,
     Recovered,
-    Revoked,
     SetAside,
     Settled,
     TaskSkipped,
@@ -34,20 +32,18 @@ from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
+from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
-from aiogpu.wire.frames import LARGE
+from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.wire.messages import Done, Failed, Skipped
 
 _log: Final = logging.getLogger(__name__)
-
-SETTLES: Final = 1e-3
-"""Seconds after which both sides have seen what the other wrote to the page before:
-a store leaves its processor within microseconds."""
 
 
 class Driver:
@@ -62,6 +58,7 @@ class Driver:
         clearance: Clearance,
     ) -> None:
         self.scheduler = scheduler
+        self.actors = Actors(loop, self, pool)
         self._loop = loop
         self._pool = pool
         self._orders = pool.orders
@@ -72,6 +69,9 @@ class Driver:
         clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
         clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
         self._calls: Table[Call] = Table()
+        self._taking_back = TakingBack(
+            loop, scheduler.workers, self._calls, self._orders, self.feed
+        )
         self._deaths: dict[WorkerId, Death] = {}
         self._last_task = 0
         self._last_number = 0
@@ -83,11 +83,14 @@ class Driver:
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
-        pool.hearing.on_answer = self._on_answer
+        pool.hearing.on_answer = self.on_answer
         pool.hearing.on_skipped = self._on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of
-        self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
+        self._ways: Final = self._all_ways()
+
+    def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
+        return {
             effects.Spawn: self._spawn,
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
@@ -192,7 +195,8 @@ class Driver:
     def _on_started(self, worker: int) -> None:
         self.feed(WorkerStarted(WorkerId(worker)))
 
-    def _on_answer(self, worker: int, answer: Done | Failed) -> None:
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        """A worker has ended a task."""
         task = TaskId(answer.task)
         call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
@@ -214,21 +218,36 @@ class Driver:
     def _on_spoilt(self, worker: int) -> None:
         self.feed(WorkerSpoilt(WorkerId(worker)))
 
-    def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
-        """A task waits until these have ended, or for none any more."""
-        self.feed(TaskWaits(task, children))
+    def wait(
+        self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
+    ) -> None:
+        """A task waits for these, for an actor, or for nothing any more."""
+        self.feed(TaskWaits(task, children, is_elsewhere))
+
+    def receiver_of(self, task: TaskId) -> Receiver | None:
+        """Who waits for a task, or for a call of an actor."""
+        call = self._calls.get(task)
+        return self.actors.receiver_of(task) if call is None else call.receiver
+
+    def task_of(self, worker: int) -> int:
+        """The task that a worker runs, 0 for none."""
+        record = self.scheduler.workers.get(WorkerId(worker))
+        return 0 if record is None or record.task is None else record.task.id
 
     def _name_of(self, task: int) -> str:
         call = self._calls.get(TaskId(task))
         return call.site.spec.name if call is not None else ""
 
     def _on_gone(self, worker: int, death: Death) -> None:
+        tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
         self._deaths[gone] = death
-        began = self._sent_as(gone, death.begun)
-        self.feed(WorkerGone(gone, began, self._settles(gone, death.pid)))
+        began = self._taking_back.sent_as(gone, death.begun)
+        settles = self._settles(gone, death.pid)
+        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
         del self._deaths[gone]
         self.guard.forget(worker)
+        tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:
         """Whether it is still to be seen that a worker has left its devices."""
@@ -255,6 +274,12 @@ class Driver:
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)
             self._clearance.begin(effect.worker, effect.lease)
+        if call.site.actor is not None:
+            creation = self.actors.creation(
+                self._pool.workers[effect.worker], effect.task, call
+            )
+            self._orders.create(effect.worker, call, bind, creation)
+            return
         self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
@@ -267,41 +292,7 @@ class Driver:
         self._orders.send_ahead(worker, sent)
 
     def _revoke(self, effect: effects.Revoke) -> None:
-        worker, number = effect.worker, effect.number
-        if self._is_large_or_late(worker):
-            # It cannot have begun what has not reached it; it is no worse for that.
-            tell = partial(self._tell_revoked, worker, number, is_left_alone=True)
-        else:
-            self._orders.revoke(worker, self._last_number + 1)
-            tell = partial(self._tell_revoked, worker, number)
-        self._loop.call_later(SETTLES, tell)
-
-    def _is_large_or_late(self, worker: WorkerId) -> bool:
-        """Whether a worker may still be receiving the one task that it was sent."""
-        record = self.scheduler.workers.get(worker)
-        if record is None or record.task is None or record.queue:
-            return False
-        is_large = len(self._calls[record.task.id].payload) >= LARGE
-        return is_large or not self._orders.is_reached(worker)
-
-    def _tell_revoked(
-        self, worker: WorkerId, number: int, is_left_alone: bool = False
-    ) -> None:
-        began = self._sent_as(worker, self._orders.begun(worker))
-        record = self.scheduler.workers.get(worker)
-        if is_left_alone and record is not None and record.task is not None:
-            began = record.task.id
-        self.feed(Revoked(worker, number, began))
-
-    def _sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
-        """The task that a worker was sent under a number, if it still has it."""
-        record = self.scheduler.workers.get(worker)
-        if record is None or record.task is None:
-            return None
-        for sent in (record.task, *record.queue):
-            if self._calls[sent.id].number == number:
-                return sent.id
-        return None
+        self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
         is_coroutine = self._calls[effect.task].site.is_coroutine

@@ -7,7 +7,16 @@ from functools import partial
 
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.messages import Done, Failed, Imported, Log, Message, Skipped, Spoilt
+from aiogpu.wire.acting import Created
+from aiogpu.wire.messages import (
+    Done,
+    Failed,
+    Imported,
+    Log,
+    Message,
+    Skipped,
+    Spoilt,
+)
 
 
 class Hearing:
@@ -18,6 +27,7 @@ class Hearing:
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
         on_nested: told what a task says of its children.
+        on_acting: told what an actor's process says.
         on_imported: told what a worker has imported.
         name_of: gives the name of a task.
     """
@@ -27,6 +37,7 @@ class Hearing:
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
+        self.on_acting: Callable[[int, Done | Failed | Created], None]
         self.on_imported: Callable[[LiveWorker, Imported], None]
         self.name_of: Callable[[int], str]
         self._console = console
@@ -36,6 +47,7 @@ class Hearing:
         output, console = worker.slot.output, self._console
         # Written before the answers were sent, so once is enough for all of them.
         output.catch_up()
+        on_done = self.on_answer if worker.actor is None else self.on_acting
         for message in messages:
             kind = type(message)
             if kind is Log:
@@ -44,12 +56,14 @@ class Hearing:
                 # After what was printed before it, and the answers before it.
                 console.after(output.number, partial(self._pass_on, worker, message))
             elif kind is Done:
-                self.on_answer(worker.id, message)  # type: ignore[arg-type]
+                on_done(worker.id, message)  # type: ignore[arg-type]
             else:
                 self._pass_on(worker, message)
 
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
-        if isinstance(message, Done | Failed):
+        if worker.actor is not None and isinstance(message, Done | Failed | Created):
+            self.on_acting(worker.id, message)
+        elif isinstance(message, Done | Failed):
             self.on_answer(worker.id, message)
         elif isinstance(message, Skipped):
             self.on_skipped(worker.id, message)

@@ -8,6 +8,7 @@ from aiogpu.core.ids import TaskId
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
+from aiogpu.wire.acting import Create, Drop
 from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
 
 
@@ -32,6 +33,27 @@ class Orders:
             return
         messages: list[Message] = [] if bind is None else [bind]
         peer.send(*messages, *worker.introduce(site), run)
+
+    def create(self, worker_id: int, call: Call, bind: Bind | None, it: Create) -> None:
+        """Have a worker become an actor."""
+        worker = self._workers[worker_id]
+        if worker.peer is not None:
+            first = [] if bind is None else [bind]
+            worker.peer.send(*first, *worker.introduce(call.site), it)
+
+    def drop(self, worker: LiveWorker, call: int, count: int) -> None:
+        """Tell an actor's process that nobody wants a call's answer any more."""
+        if worker.peer is not None:
+            worker.peer.send(Drop(call))
+            self._page.drop(worker.slot.index, count)
+
+    def expect_actor(self, worker: LiveWorker) -> None:
+        """Of a worker that becomes an actor nothing was dropped, and nothing begun.
+
+        What the page says may be of the slot's worker before it.
+        """
+        self._page.drop(worker.slot.index, 0)
+        self._page.note_begun(worker.slot.index, 0)
 
     def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
         """Send tasks to a worker that runs another, in one write."""

@@ -57,6 +57,11 @@ class Output:
             self.close()
             raise
 
+    @property
+    def descriptor(self) -> int:
+        """The descriptor that was opened last."""
+        return self._pipes[-1].fileno()
+
     def listen_to(self, peer: Peer) -> None:
         """Have the slot's worker wait as well while its pipes do."""
         self.peer = peer

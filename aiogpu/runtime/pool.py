@@ -20,7 +20,7 @@ from aiogpu.errors import NodeError
 from aiogpu.runtime import cause
 from aiogpu.runtime.autopsy import Autopsy
 from aiogpu.runtime.console import Console
-from aiogpu.runtime.death import Death
+from aiogpu.runtime.death import Death, stillbirth
 from aiogpu.runtime.hearing import Hearing
 from aiogpu.runtime.orders import Orders
 from aiogpu.runtime.slot import LiveWorker, Slot
@@ -29,6 +29,7 @@ from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.connection import KEEPER, ZYGOTE
+from aiogpu.wire.forking import Unforked
 from aiogpu.wire.messages import (
     Close,
     End,
@@ -54,6 +55,7 @@ class Pool:
 
     Attributes:
         workers: live workers by id.
+        slots: where they run.
         on_started, on_gone: told of what happens, set by the driver.
         on_outdated: told of an environment, set by the driver, if workers for it
             that were not assigned yet come from a zygote that another has replaced.
@@ -82,16 +84,16 @@ class Pool:
         self._zygotes = zygotes
         self._console = console
         self._send_signal = send_signal
-        self._slots = Slots(loop, console, directory)
+        self.slots = Slots(loop, console, directory)
         self._is_closing = False
         self._closed = loop.create_future()
-        zygotes.is_busy = self._slots.is_busy
+        zygotes.is_busy = self.slots.is_busy
         zygotes.on_lost_slot = self._on_lost_slot
         zygotes.on_death = self._on_zygote_death
         zygotes.on_superseded = self._on_superseded
 
     def __repr__(self) -> str:
-        return f"<Pool {len(self.workers)} workers in {len(self._slots)} slots>"
+        return f"<Pool {len(self.workers)} workers in {len(self.slots)} slots>"
 
     @property
     def pids(self) -> dict[int, int]:
@@ -115,12 +117,10 @@ class Pool:
             environment: variables of `runtime_env` that its tasks will have.
         """
         try:
-            slot = self._slots.take(self._zygotes.serving(environment))
-        except NodeError as error:
-            self._fail_spawn(worker_id, str(error))
-            return
-        except OSError as error:
-            self._fail_spawn(worker_id, f"no slot can be made: {error}")
+            slot = self.slots.take(self._zygotes.serving(environment))
+        except (NodeError, OSError) as error:
+            # Later, not now: the core is told of events one at a time.
+            self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
             return
         timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
         worker = LiveWorker(worker_id, slot, timer, environment)
@@ -128,10 +128,6 @@ class Pool:
         slot.output.last.clear()
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
-
-    def _fail_spawn(self, worker_id: int, reason: str) -> None:
-        # Later, not now: the core is told of events one at a time.
-        self._loop.call_soon(self.on_gone, worker_id, Death(reason=reason))
 
     def _on_late_start(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
@@ -162,7 +158,7 @@ class Pool:
             worker.slot.keeper.send(End(worker.id))
 
     def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
-        slot = self._slots.get(hello.id)
+        slot = self.slots.get(hello.id)
         if slot is None or slot.keeper is not None or self._is_closing:
             peer.abort()
             return
@@ -173,7 +169,7 @@ class Pool:
         if slot.worker is not None:
             peer.send(Fork(slot.worker.id))
         else:
-            self._slots.put_back(slot)
+            self.slots.put_back(slot)
 
     def _on_keeper(self, slot: Slot, messages: list[Message]) -> None:
         for message in messages:
@@ -182,6 +178,9 @@ class Pool:
                 case Forked(worker_id, pid) if worker and worker.id == worker_id:
                     worker.pid = pid
                     slot.output.label = f"worker-{worker_id} pid={pid}"
+                case Unforked(worker_id, reason) if worker and worker.id == worker_id:
+                    worker.reason, worker.cause = reason, cause.CROWDED
+                    self._check_gone(worker, is_certain=True)
                 case Ended(worker_id, status) if worker and worker.id == worker_id:
                     worker.status = status
                     if worker.peer is not None:
@@ -191,10 +190,10 @@ class Pool:
 
     def _on_keeper_lost(self, slot: Slot) -> None:
         slot.keeper = None
-        self._slots.withdraw(slot)
+        self.slots.withdraw(slot)
         if self._is_closing:
             self._remove_slot(slot)
-        elif slot.zygote.is_over and self._slots.holds(slot):
+        elif slot.zygote.is_over and self.slots.holds(slot):
             self._end_orphans(slot)
 
     def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
@@ -209,25 +208,27 @@ class Pool:
         lose = partial(self._lose, slot, is_reused)
         self._zygotes.cgroup.end_slot(slot.index, lose)
 
-    def _on_lost_slot(self, index: int) -> None:
-        """The slot's keeper has died, or was closed; all below it has ended."""
-        slot = self._slots.get(index)
+    def _on_lost_slot(self, index: int, unforked: str = "") -> None:
+        """The slot's keeper has died, was closed or not forked; all below it ended."""
+        slot = self.slots.get(index)
         if slot is not None:
+            if unforked and slot.worker is not None:
+                slot.worker.reason, slot.worker.cause = unforked, cause.CROWDED
             self._lose(slot)
 
     def _lose(self, slot: Slot, is_reused: bool = True) -> None:
         # Maybe its connection has not been read to the end yet.
         slot.keeper = None
-        if not self._slots.holds(slot):
+        if not self.slots.holds(slot):
             return
         # First forget it, so that nobody who is told of its worker's end takes it.
-        self._slots.forget(slot)
+        self.slots.forget(slot)
         worker = slot.worker
         if worker is not None:
             if worker.pid:
                 worker.status = int(signal.SIGKILL)
                 worker.cause = cause.KEEPER_DIED
-            else:
+            elif not worker.reason:
                 problem = slot.zygote.problem
                 worker.reason = str(problem or "the keeper process of its slot died")
             if worker.peer is not None:
@@ -236,14 +237,14 @@ class Pool:
         slot.output.close()
         if is_reused:
             # Last, since its successor's pipes will have the same names.
-            self._slots.reuse_index(slot)
+            self.slots.reuse_index(slot)
 
     def _remove_slot(self, slot: Slot) -> None:
         """Forget a slot while the node closes."""
-        if self._slots.holds(slot):
-            self._slots.forget(slot)
+        if self.slots.holds(slot):
+            self.slots.forget(slot)
             slot.output.close()
-        if not self._slots and not self._closed.done():
+        if not self.slots and not self._closed.done():
             self._closed.set_result(None)
 
     def _on_worker(self, peer: Peer, hello: Hello) -> None:
@@ -279,7 +280,7 @@ class Pool:
         slot.output.catch_up()
         slot.worker = None
         if slot.keeper is not None:
-            self._slots.put_back(slot)
+            self.slots.put_back(slot)
         death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
         tell = partial(self._tell_gone, worker.id, death)
         self._console.after(slot.output.number, tell)
@@ -287,6 +288,8 @@ class Pool:
     def _tell_gone(self, worker_id: int, death: Death) -> None:
         # Not before: the core may speak of the worker until it is told.
         del self.workers[worker_id]
+        if death.known == cause.CROWDED:
+            self.slots.make_room()
         self.on_gone(worker_id, death)
 
     def _on_imported(self, worker: LiveWorker, imported: Imported) -> None:
@@ -297,15 +300,15 @@ class Pool:
 
         Those that run go on.
         """
-        self._slots.close_free(zygote)
-        workers = [slot.worker for slot in self._slots if slot.zygote is zygote]
+        self.slots.close_free(zygote)
+        workers = [slot.worker for slot in self.slots if slot.zygote is zygote]
         for environment in {worker.environment for worker in workers if worker}:
             self.on_outdated(environment)
 
     def _on_zygote_death(self, zygote: Zygote) -> None:
         """Have the workers whose keepers may never come forked in other slots."""
-        self._slots.close_free(zygote)
-        for slot in self._slots:
+        self.slots.close_free(zygote)
+        for slot in self.slots:
             if slot.zygote is not zygote or slot.keeper is not None:
                 continue
             worker = slot.worker
@@ -315,7 +318,7 @@ class Pool:
 
     def _move(self, worker: LiveWorker) -> None:
         try:
-            slot = self._slots.add(self._zygotes.serving(worker.environment))
+            slot = self.slots.add(self._zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
             worker.reason = f"no slot can be made: {error}"
             self._check_gone(worker, is_certain=True)
@@ -328,18 +331,18 @@ class Pool:
         self._is_closing = True
         for worker in self.workers.values():
             worker.start_timer.cancel()
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.keeper is not None:
                 slot.keeper.send(Close())
             else:
                 self._remove_slot(slot)
-        if self._slots:
+        if self.slots:
             await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
-        for slot in self._slots:
+        for slot in self.slots:
             # It does not answer. Its worker dies with it, and the zygote ends the rest.
             with suppress(ProcessLookupError):
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)
-        if self._slots:
+        if self.slots:
             await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
 
 

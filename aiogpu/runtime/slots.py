@@ -12,6 +12,8 @@ from typing import Final
 
 from aiogpu.memory.page import SLOTS
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.crowd import SCARCE, CrowdedError
+from aiogpu.runtime.descriptors import RESERVE, soft_limit
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.slot import Slot
 from aiogpu.runtime.zygote import Zygote
@@ -20,10 +22,17 @@ from aiogpu.wire.setup import output_path
 
 SPARE_SLOTS: Final = 16
 """Keepers without a worker that are kept for the next one."""
+MARGIN: Final = RESERVE // 2
+"""Descriptors that are left over when no other slot is made."""
 
 
 class Slots:
-    """All slots, and which of them have a keeper but no worker."""
+    """All slots, and which of them have a keeper but no worker.
+
+    Attributes:
+        most: how many there may be.
+        most_workers: how many may have a worker; the others wait for one, or end.
+    """
 
     def __init__(
         self,
@@ -31,6 +40,7 @@ class Slots:
         console: Console,
         directory: str,
     ) -> None:
+        self.bound(SLOTS)
         self._loop = loop
         self._console = console
         self._directory = directory
@@ -38,6 +48,12 @@ class Slots:
         self._free: list[Slot] = []
         self._next_index = 0
         self._free_indices: list[int] = []
+
+    def bound(self, most: int) -> None:
+        """Say how many slots there may be."""
+        self.most = most
+        self._spare = min(SPARE_SLOTS, 1 + most // 4)
+        self.most_workers = max(1, most - self._spare)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -65,6 +81,7 @@ class Slots:
         """A free slot of this zygote, or a new one.
 
         Raises:
+            CrowdedError: there is no room for another one now.
             OSError: none can be made.
         """
         for slot in reversed(self._free):
@@ -77,18 +94,12 @@ class Slots:
         """Make a slot and ask the zygote for its keeper.
 
         Raises:
-            OSError: its pipes cannot be made, or there are too many slots.
+            CrowdedError: there is no room for another one now.
+            OSError: its pipes cannot be made.
         """
-        if self._free_indices:
-            index = self._free_indices.pop()
-        elif self._next_index < SLOTS:
-            index = self._next_index
-            self._next_index += 1
-        else:
-            raise OSError(f"a node runs at most {SLOTS} workers at a time")
-        out, err = (output_path(self._directory, index, stream) for stream in (1, 2))
+        index = self._take_index()
         try:
-            output = Output(self._loop, self._console, (out, err))
+            output = self._open(index)
         except OSError:
             self._free_indices.append(index)
             raise
@@ -96,12 +107,61 @@ class Slots:
         zygote.keep(index)
         return slot
 
+    def _take_index(self) -> int:
+        if len(self._slots) < self.most:
+            if self._free_indices:
+                return self._free_indices.pop()
+            if self._next_index < SLOTS:
+                self._next_index += 1
+                return self._next_index - 1
+        self.make_room()
+        raise CrowdedError(
+            f"{len(self._slots)} slots of {self.most} are taken, by workers and "
+            f"keepers that have ended or will"
+        )
+
+    def _open(self, index: int) -> Output:
+        out, err = (output_path(self._directory, index, stream) for stream in (1, 2))
+        try:
+            output = Output(self._loop, self._console, (out, err))
+        except OSError as error:
+            if error.errno in SCARCE:
+                raise CrowdedError(f"no pipe for another worker: {error}") from error
+            raise
+        if self._is_short(output.descriptor):
+            output.close()
+            raise CrowdedError(
+                f"no room for another worker: {soft_limit()} descriptors may be open "
+                f"in this process, and {output.descriptor} are. Raise the hard limit "
+                f"(`ulimit -Hn`), or open fewer"
+            )
+        return output
+
+    def _is_short(self, descriptor: int) -> bool:
+        """Whether too few are left for the connections that are to come.
+
+        The kernel gives the lowest number that is free, so all below are in use.
+        """
+        left = soft_limit() - MARGIN - descriptor - 1
+        if left >= 2 * len(self._slots) + 2:
+            return False
+        return left < 2 + sum(slot.missing for slot in self._slots.values())
+
     def put_back(self, slot: Slot) -> None:
         """Keep a slot whose worker has ended for the next one, or close its keeper."""
-        if len(self._free) < SPARE_SLOTS and slot.zygote.takes_work:
+        if len(self._free) < self._spare and slot.zygote.takes_work:
             self._free.append(slot)
-        elif slot.keeper is not None:
+        else:
+            self._close(slot)
+
+    def _close(self, slot: Slot) -> None:
+        if slot.keeper is not None:
             slot.keeper.send(Close())
+
+    def make_room(self) -> None:
+        """Close a keeper that has no worker, since there is no room for others."""
+        if self._free:
+            self._close(self._free.pop(0))
 
     def withdraw(self, slot: Slot) -> None:
         """Give this slot to no worker any more."""
@@ -116,8 +176,7 @@ class Slots:
         idle = [slot for slot in self._free if slot.zygote is zygote]
         self._free = [slot for slot in self._free if slot.zygote is not zygote]
         for slot in idle:
-            if slot.keeper is not None:
-                slot.keeper.send(Close())
+            self._close(slot)
 
     def forget(self, slot: Slot) -> None:
         """Remove a slot from all books; its index stays taken."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.console import Console
+    from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
     from aiogpu.runtime.pool import Pool
@@ -37,6 +38,7 @@ class Parts:
     console: Console
     zygotes: Zygotes
     pool: Pool
+    limit: DescriptorLimit
     server: asyncio.AbstractServer | None = None
 
 
@@ -79,15 +81,22 @@ class Supervisor:
     def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
         # Imported while the zygote starts, not before.
         from aiogpu.runtime.console import Console
+        from aiogpu.runtime.descriptors import descriptor_limit
         from aiogpu.runtime.pool import Pool
         from aiogpu.runtime.zygotes import Zygotes
 
         directory = ground.around.directory
-        console = Console(self._loop, shows)
-        zygotes = Zygotes(self._loop, console, ground.around, preload)
-        pool = Pool(self._loop, zygotes, console, directory)
-        zygotes.start(ground.first)
-        return Parts(directory, console, zygotes, pool)
+        slots = descriptor_limit.acquire()
+        try:
+            console = Console(self._loop, shows)
+            zygotes = Zygotes(self._loop, console, ground.around, preload)
+            pool = Pool(self._loop, zygotes, console, directory)
+            pool.slots.bound(slots)
+            zygotes.start(ground.first)
+        except BaseException:
+            descriptor_limit.release()
+            raise
+        return Parts(directory, console, zygotes, pool, descriptor_limit)
 
     async def start_driver(
         self, scheduler: Scheduler, assignment: Assignment, check: Check
@@ -112,6 +121,7 @@ class Supervisor:
         self._clearance = clearance
         await self._parts.zygotes.ready()
         pool = self._parts.pool
+        scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         pool.hearing.on_nested = Nest(self.driver, check).on_message
         return self.driver
@@ -128,6 +138,7 @@ class Supervisor:
         if self._clearance is not None:
             await self._clearance.close()
         await parts.pool.close()
+        parts.limit.release()
         parts.pool.autopsy.close()
         if parts.server is not None:
             parts.server.close()
@@ -144,6 +155,7 @@ class Supervisor:
         if parts is not None:
             parts.pool.autopsy.close()
             remove_directory(parts.directory)
+            parts.limit.release()
         if self._clearance is not None:
             self._clearance.quit()
 

@@ -51,7 +51,8 @@ class Zygote:
         is_stale: something that it has imported was edited since.
         problem: why none follows it, None while it lives or one does.
         on_ready, on_end: told of it.
-        on_lost_slot: told of a slot whose keeper has died, with all below it.
+        on_lost_slot: told of a slot whose keeper has died, with all below it, or
+            was not forked, and then why.
         on_message: told all else that it says.
     """
 
@@ -79,7 +80,7 @@ class Zygote:
         self.problem: Exception | None = None
         self.on_ready: Callable[[Zygote], None]
         self.on_end: Callable[[Zygote], None]
-        self.on_lost_slot: Callable[[int], None]
+        self.on_lost_slot: Callable[[int, str], None]
         self.on_message: Callable[[Zygote, Message], None]
         self._loop = loop
         self._console = console
@@ -204,7 +205,7 @@ class Zygote:
             elif isinstance(message, Unfit):
                 self.unfit = message
             elif isinstance(message, Lost):
-                self.on_lost_slot(message.slot)
+                self.on_lost_slot(message.slot, message.unforked)
             else:
                 self.on_message(self, message)
 

@@ -35,7 +35,8 @@ class Zygotes:
     Attributes:
         page: the control page, which they all share.
         cgroup: the node's.
-        on_lost_slot: told of a slot whose keeper has died, with all below it.
+        on_lost_slot: told of a slot whose keeper has died, with all below it, or
+            was not forked, and then why.
         on_death: told of a zygote that has died; keepers that have not come from it
             must be asked for again, unless it has a problem.
         on_superseded: told of a zygote in whose place another serves.
@@ -49,7 +50,7 @@ class Zygotes:
         surroundings: Surroundings,
         preload: Sequence[str],
     ) -> None:
-        self.on_lost_slot: Callable[[int], None]
+        self.on_lost_slot: Callable[[int, str], None]
         self.on_death: Callable[[Zygote], None]
         self.on_superseded: Callable[[Zygote], None]
         self.is_busy: Callable[[Zygote], bool]
@@ -178,8 +179,8 @@ class Zygotes:
 
     # Whoever listens comes later than the plain one is made.
 
-    def _on_lost_slot(self, slot: int) -> None:
-        self.on_lost_slot(slot)
+    def _on_lost_slot(self, slot: int, unforked: str) -> None:
+        self.on_lost_slot(slot, unforked)
 
     def _on_death(self, zygote: Zygote) -> None:
         self.on_death(zygote)

@@ -10,7 +10,30 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.forking import Check, Keep, LeftOut, Lost, Ready, Stale, Unfit
+from aiogpu.wire.acting import (
+    Ask,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Find,
+    Hold,
+    Invoke,
+    Leave,
+    Make,
+    Release,
+    Stop,
+)
+from aiogpu.wire.forking import (
+    Check,
+    Keep,
+    LeftOut,
+    Lost,
+    Ready,
+    Stale,
+    Unfit,
+    Unforked,
+)
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
 from aiogpu.wire.messages import (
     VERSION,
@@ -51,9 +74,12 @@ GREETING_LIMIT: Final = 1024
 
 SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Ready, Unfit, Lost, LeftOut, Stale}),
-    KEEPER: frozenset({Forked, Ended}),
+    KEEPER: frozenset({Forked, Ended, Unforked}),
     WORKER: frozenset(
-        {Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw, Imported}
+        {
+            *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
+            *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
+        }
     ),
 }
 """What a peer of each role may say to the driver after its greeting."""
@@ -62,7 +88,10 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     ZYGOTE: frozenset({Keep, Check, Close}),
     KEEPER: frozenset({Fork, Signal, End, Close}),
     WORKER: frozenset(
-        {Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed}
+        {
+            *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
+            *(Create, Invoke, Drop, Leave),
+        }
     ),
 }
 """What the driver may say to a peer of each role."""

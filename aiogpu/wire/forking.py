@@ -1,4 +1,7 @@
-"""What driver and zygote say to each other, a part of the vocabulary of `messages`."""
+"""What driver and zygote say to each other, a part of the vocabulary of `messages`.
+
+And what a keeper says where it cannot fork.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,20 @@ class LeftOut(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Zygote to driver: this slot's keeper has died; all below it has ended."""
+    """Zygote to driver: this slot's keeper has died; all below it has ended.
+
+    `unforked` says why it was not even forked, "" where it was.
+    """
 
     slot: int
+    unforked: str = ""
+
+
+class Unforked(NamedTuple):
+    """Keeper to driver: the worker could not be forked, and why."""
+
+    worker: int
+    reason: str
 
 
 class Check(NamedTuple):

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Acting
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -19,9 +20,10 @@ from aiogpu.wire.forking import (
     Ready,
     Stale,
     Unfit,
+    Unforked,
 )
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -267,6 +269,8 @@ Message = (
     | Stale
     | Imported
     | Spoilt
+    | Unforked
+    | Acting
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -284,6 +288,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "bytes | None": (bytes, NoneType),
     "dict[str, str]": (dict,),
     "dict[str, float]": (dict,),
+    "dict[str, int]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
     "tuple[str, ...]": (tuple,),

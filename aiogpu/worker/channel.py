@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from aiogpu.wire.connection import WORKER, Connection, greeting
-from aiogpu.wire.frames import encode
+from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 
@@ -171,6 +171,19 @@ class Channel:
                 rest = [message for message in received if type(message) is not kind]
                 self._received = deque(rest)
         return found
+
+    def take_all(self) -> list[Message]:
+        """Remove all messages that were read but not taken yet."""
+        with self._reading:
+            messages = list(self._received)
+            self._received.clear()
+        return messages
+
+    def send_all(self, messages: list[Message]) -> None:
+        """Send messages together, outside of user code; see `send`."""
+        frames = encode_all(messages)
+        with self._lock:
+            self._socket.sendall(frames)
 
     def send(self, message: Message) -> None:
         """Send one message, waiting while the driver does not read.

@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from aiogpu.worker.children import Children
 
 
+class ActorExit(BaseException):
+    """Raised by `exit_actor()`; no `Exception`, so that no method swallows it."""
+
+
 class Context:
     """The worker's and its current task's facts.
 
     Attributes:
+        is_actor: whether this process is an actor.
         children: what the task has started; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
         worker: id of the worker, 0 in a process that is none.
@@ -29,6 +34,7 @@ class Context:
     __slots__ = (
         "accelerators",
         "children",
+        "is_actor",
         "name",
         "node",
         "resources",
@@ -38,12 +44,24 @@ class Context:
 
     def __init__(self) -> None:
         self.children: Children | None = None
+        self.is_actor = False
         self.node = ""
         self.worker = 0
         self.task = 0
         self.name = ""
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
+
+
+passing: list[int] = []
+"""Actors to which handles were pickled that have not been sent yet."""
+
+
+def take_passing() -> tuple[int, ...]:
+    """The actors to which what is sent next holds handles."""
+    passed = tuple(passing)
+    passing.clear()
+    return passed
 
 
 current = Context()

@@ -9,7 +9,9 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.wire.acting import Create
 from aiogpu.wire.failure import (
+    LEFT,
     RAISED,
     STOPPED,
     UNREADABLE,
@@ -18,7 +20,7 @@ from aiogpu.wire.failure import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.payload import dump_result, load_arguments, load_function
-from aiogpu.worker.context import current
+from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -36,12 +38,14 @@ class Executor:
 
     Attributes:
         is_spoilt: this process is unfit for another task.
+        has_left: a method has ended the actor that this process is.
     """
 
     def __init__(
         self, channel: Channel, interrupts: Interrupts, threads: Threads
     ) -> None:
         self.is_spoilt = False
+        self.has_left = False
         self._channel = channel
         self._interrupts = interrupts
         self._threads = threads
@@ -74,17 +78,54 @@ class Executor:
         current.task, current.name = message.task, site.name
         current.resources = site.resources
         self._raised = None
-        outcome = self._attempt(message.task, site, message.payload)
+        outcome = self._attempt(message.task, None, site.function, message.payload)
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
+        return self.describe(message.task, outcome)
+
+    def make(self, message: Create) -> object | Failed:
+        """Make an actor, its class being known as a site; a failure is returned."""
+        site = self._sites[message.site]
+        self._threads.adapt(site.resources.get("CPU", 0.0))
+        current.task, current.name = message.task, site.name
+        current.resources = site.resources
+        made: list[object] = []
+
+        def keep(*args: Any, **kwargs: Any) -> None:
+            made.append(self._functions[site.function](*args, **kwargs))
+
+        try:
+            if site.function not in self._functions:
+                self._load(site.function)
+        except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
+            return self.describe(message.task, Raised(UNREADABLE, error))
+        outcome = self._attempt(message.task, keep, 0, message.payload)
+        if isinstance(outcome, tuple):
+            return made[0]
+        return self.describe(message.task, outcome)
+
+    def call(
+        self, number: int, method: Callable[..., Any], payload: bytes
+    ) -> Done | Failed:
+        """Call a method of an actor in this thread, interruptibly."""
+        outcome = self._attempt(number, method, 0, payload)
+        if isinstance(outcome, tuple):
+            return outcome
+        return self.describe(number, outcome)
+
+    def describe(self, task: int, outcome: Raised) -> Failed:
+        """What is to be sent of a failure."""
         kind, error = outcome.kind, outcome.error
         if any(current.accelerators.values()):
-            self._note_poison(message.task, error)
-        if self._interrupts.is_asked(message.task):
-            self._interrupts.hear(message.task)
+            self._note_poison(task, error)
+        if self._interrupts.is_asked(task):
+            self._interrupts.hear(task)
             kind = STOPPED
-        return pack_failure(message.task, kind, error, OWN_FRAMES)
+        elif type(error) is ActorExit:
+            kind = LEFT
+            self.has_left = True
+        return pack_failure(task, kind, error, OWN_FRAMES)
 
     def _note_poison(self, task: int, error: BaseException) -> None:
         name = poisoned_by(error)
@@ -109,7 +150,13 @@ class Executor:
         sys.stderr.write(f"{error.code}\n")
         return 1
 
-    def _attempt(self, task: int, site: Define, payload: bytes) -> Done | Raised:
+    def _attempt(
+        self,
+        task: int,
+        function: Callable[..., Any] | None,
+        known_as: int,
+        payload: bytes,
+    ) -> Done | Raised:
         # No interrupt lands in this very frame, so leaving is safe at any step.
         interrupts = self._interrupts
         kind = UNREADABLE
@@ -118,9 +165,10 @@ class Executor:
         try:
             if interrupts.is_asked(task):
                 raise KeyboardInterrupt
-            function = self._functions.get(site.function)
             if function is None:
-                function = self._load(site.function)
+                function = self._functions.get(known_as)
+                if function is None:
+                    function = self._load(known_as)
             args, kwargs = load_arguments(payload)
             kind = RAISED
             value = _call(function, args, kwargs)

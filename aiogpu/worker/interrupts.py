@@ -72,6 +72,15 @@ class Interrupts:
         """Say that what was sent under that number begins; see `ControlPage.begin`."""
         return self._page.begin(self._slot, number)
 
+    def note_begun(self, call: int) -> None:
+        """Say that a call of an actor begins."""
+        self._page.note_begun(self._slot, call)
+
+    @property
+    def drops(self) -> int:
+        """How many calls were dropped that this process was sent."""
+        return self._page.dropped(self._slot)
+
     def hear(self, task: int) -> None:
         """Tell the driver that the task knows; it sends no further signal."""
         self._page.hear(self._slot, task)

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Final
 
 from aiogpu.wire.connection import KEEPER
+from aiogpu.wire.forking import Unforked
 from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal
 from aiogpu.wire.setup import Setup, output_path, socket_path
 from aiogpu.worker import kernel
@@ -84,7 +85,12 @@ class Keeper:
         me = os.getpid()
         # The kernel is to take a worker, never the driver.
         self._score.expose()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._score.restore()
+            self._watch.send(Unforked(worker, kernel.why_not_forked(error)))
+            return
         if pid == 0:
             try:
                 self._watch.leave()

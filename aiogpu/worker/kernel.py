@@ -105,6 +105,14 @@ def fork_into(group: int) -> int:
     return pid
 
 
+def why_not_forked(error: OSError) -> str:
+    """What is told of a fork that the kernel has refused (fork(2))."""
+    return (
+        f"no process can be forked: {error.strerror or error}; what bounds them is "
+        f"`ulimit -u`, a cgroup's pids.max, or memory"
+    )
+
+
 class OomScore:
     """How gladly the kernel ends this process when memory runs out (proc(5)).
 
@@ -143,7 +151,8 @@ class OomScore:
 def children() -> list[int]:
     """Process ids of this process's children, zombies included (proc(5))."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        # As bytes: a text would have a zygote import a codec after it has been frozen.
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
         return _children_by_search()

@@ -8,11 +8,12 @@ import sys
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import BEGUN, TOO_LATE
+from aiogpu.wire.acting import Carry, Create
 from aiogpu.wire.failure import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.footing import Footing
@@ -77,6 +78,9 @@ class Worker:
                 self._executor.define(message)
             elif type(message) is Bind:
                 bind(message)
+            elif type(message) is Create:
+                if self._be_actor(message):
+                    return
             elif type(message) is Forget:
                 self._executor.forget()
             elif message is None or type(message) is Exit:
@@ -93,6 +97,8 @@ class Worker:
         if self._is_foreign:
             self._end_fork()
         self._stdio.end_lines()
+        if passing:
+            self._channel.send(Carry(message.task, take_passing()))
         try:
             self._channel.send(answer)
         except SerializationError as error:
@@ -100,9 +106,27 @@ class Worker:
         if self._imports.found:
             self._channel.send(self._imports.take())
         self._children.end_task()
+        self._children.tell_dropped()
         restore()
         self.footing.restore()
         self._stdio.restore()
+        return True
+
+    def _be_actor(self, message: Create) -> bool:
+        """Be an actor until it ends; False if its creation was taken back."""
+        # Few workers become one.
+        from aiogpu.worker.actor import Stage
+
+        begun = self._interrupts.begin(message.number)
+        if begun is not BEGUN:
+            if begun == TOO_LATE:
+                self._channel.send(Skipped(message.task, message.number))
+            return False
+        Stage(
+            self._channel, self._interrupts, self._executor, self._stdio, self._imports
+        ).perform(message)
+        if self._is_foreign:
+            self._end_fork()
         return True
 
     def end(self) -> None:

@@ -121,7 +121,11 @@ class Zygote:
             self._watch.send(Stale(modules[0]))
 
     def _fork(self, slot: int) -> None:
-        pid = fork_into_slot(self._setup.cgroup, slot)
+        try:
+            pid = fork_into_slot(self._setup.cgroup, slot)
+        except OSError as error:
+            self._watch.send(Lost(slot, kernel.why_not_forked(error)))
+            return
         if pid == 0:
             try:
                 self._watch.leave()

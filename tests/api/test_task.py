@@ -76,7 +76,6 @@ async def async_generator() -> Any:
     ("thing", "word"),
     [
         (documented, "already"),
-        (int, "class"),
         (generator, "generator"),
         (async_generator, "generator"),
         (5, "5"),

@@ -4,6 +4,7 @@ Most were found by the machine of `test_scheduler_properties`. Write another her
 when it finds one: calls in a straight line, no helpers, and what went wrong.
 """
 
+from aiogpu.core import events
 from aiogpu.core.effects import Interrupt, Revoke
 from aiogpu.core.policy import Patience
 from aiogpu.testing import World
@@ -208,3 +209,30 @@ def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     assert w.forgotten == {"child"}
     assert w.blocked == set()
     w.finish("parent")
+
+
+def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
+    """Its next try was to run alone if a worker failed to start: it never had run."""
+    w = World(cpus=1, exits=False)
+    w.submit("a")
+    first = w.worker_of("a")
+    w.tell(events.MemoryShort(first))
+    w.finish("a", retry=True)
+    w.starts = False
+    w.die(first)
+    w.die("a")
+    assert w.starting == {"a"}
+
+
+def test_who_is_to_run_alone_needs_room_as_well():
+    """One after the other began beside workers that had gone and were not settled."""
+    w = World(cpus=4, gpus=2)
+    w.scheduler.room.bound(2)
+    w.submit("idle", num_gpus=1)
+    w.submit("a", environment={"X": "1"})
+    w.finish("idle")
+    w.tell(events.MemoryShort(w.worker_of("a")))
+    w.submit("b", environment={"X": "2"})
+    w.cancel("b")
+    assert w.running == {"a"}
+    assert len(w.workers) <= 2

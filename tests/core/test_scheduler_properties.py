@@ -23,6 +23,7 @@ from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, GPU, UNIT
+from aiogpu.core.room import BOUNDLESS
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -94,9 +95,15 @@ class Judge(World):
         is_kept = is_kept or scheduler.solitude.is_wanted
         if not is_kept and not self._kept:
             for record in begun:
-                self._check_turn(record, still)
+                if self.has_room:
+                    self._check_turn(record, still)
         self._kept = is_kept
         self._waited = self.waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nobody has to wait for a worker."""
+        return len(self.scheduler.workers) < self.scheduler.room.now
 
     def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
         """Nobody who comes first could have had what this one got."""
@@ -127,9 +134,10 @@ class NodeMachine(RuleBasedStateMachine):
         exits=st.booleans(),
         revokes=st.booleans(),
         patience=PATIENCE,
+        most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
     )
     def begin(
-        self, starts: bool, exits: bool, revokes: bool, patience: Patience
+        self, starts: bool, exits: bool, revokes: bool, patience: Patience, most: int
     ) -> None:
         self.before = set()
         self.w = Judge(
@@ -141,6 +149,7 @@ class NodeMachine(RuleBasedStateMachine):
             exits=exits,
             revokes=revokes,
         )
+        self.w.scheduler.room.bound(most)
 
     @rule(options=OPTIONS, data=st.data())
     def submit(self, options, data):
@@ -159,6 +168,13 @@ class NodeMachine(RuleBasedStateMachine):
     def start(self, data):
         forked = [w.id for w in self.w.workers.values() if not w.has_started]
         self.w.start(data.draw(st.sampled_from(forked)))
+
+    @precondition(lambda self: any(not w.has_started for w in self.w.workers.values()))
+    @rule(data=st.data())
+    def find_no_room(self, data):
+        forked = [w.id for w in self.w.workers.values() if not w.has_started]
+        worker = data.draw(st.sampled_from(forked))
+        self.w.tell(events.WorkerGone(worker, is_crowded=True))
 
     @rule(count=st.integers(2, 12), priority=st.integers(-1, 1))
     def submit_many(self, count, priority):
@@ -273,13 +289,32 @@ class NodeMachine(RuleBasedStateMachine):
         ledger = self.w.scheduler.ledger
         if self.w.scheduler.reservation is not None:
             return
-        if self.w.scheduler.solitude.is_wanted:
+        if self.w.scheduler.solitude.is_wanted or not self.w.has_room:
             return
         for record in list(self.w.scheduler.ready):
             lease = ledger.take(record.spec.shape.request)
             if lease is not None:
                 ledger.give_back(lease)
             assert lease is None, record
+
+    @invariant()
+    def no_more_workers_than_there_is_room_for(self):
+        scheduler = self.w.scheduler
+        assert len(scheduler.workers) <= scheduler.room.most
+
+    @invariant()
+    def nobody_lacks_a_worker_that_fits_or_that_could_go(self):
+        scheduler = self.w.scheduler
+        room = scheduler.room
+        if self.w.has_room or scheduler.is_closing or scheduler.solitude.is_wanted:
+            return
+        assert room.leaving <= {w.id for w in self.w.workers.values() if w.is_ending}
+        if scheduler.reservation is None and scheduler.ready.by_shape:
+            first = min(scheduler.ready, key=precedence)
+            lease = scheduler.ledger.take(first.spec.shape.request)
+            if lease is not None:
+                scheduler.ledger.give_back(lease)
+                assert room.leaving or not scheduler.workers.idle, first
 
     @invariant()
     def what_is_kept_is_kept_for_one_who_needs_it(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -12,7 +13,6 @@ import pytest
 
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import NodeStartError
-from aiogpu.memory.page import SLOTS
 from aiogpu.runtime import cause, pool
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.death import Death
@@ -20,6 +20,7 @@ from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import SITES_KEPT
 from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
+from aiogpu.wire.forking import Unforked
 from aiogpu.wire.messages import (
     Bind,
     Cancel,
@@ -109,7 +110,7 @@ class House:
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     house = House(tmp_path)
     yield house
-    for slot in house.pool._slots:
+    for slot in house.pool.slots:
         slot.keeper = None
     for worker in house.pool.workers.values():
         worker.peer = None
@@ -526,11 +527,71 @@ async def test_moving_to_a_slot_that_cannot_be_made(
 
 
 async def test_there_are_only_so_many_slots(house: House) -> None:
-    house.pool._slots._next_index = SLOTS
-    house.pool.spawn(1)
+    house.pool.slots.bound(3)
+    house.start(1)
+    house.start(2)
+    house.pool.spawn(3)
+    assert house.pool.slots.most_workers == 2, "one is for a keeper that ends"
+    house.pool.spawn(4)
+    assert house.told == [], "the core is told of events one at a time"
     await asyncio.sleep(0)
-    reason = f"no slot can be made: a node runs at most {SLOTS} workers at a time"
-    assert house.told == [("gone", 1, Death(reason=reason))]
+    reason = "3 slots of 3 are taken, by workers and keepers that have ended or will"
+    assert house.told == [("gone", 4, Death(reason=reason, known=cause.CROWDED))]
+    assert set(house.pool.workers) == {1, 2, 3}
+
+
+async def test_a_slot_of_another_zygote_makes_way(house: House) -> None:
+    house.pool.slots.bound(1)
+    keeper, worker = house.start()
+    worker.on_lost()
+    keeper.on_messages([Ended(1, 0)])
+    house.zygotes.supersede()
+    keeper.sent.clear()
+    house.zygotes.others["X"] = house.zygotes.current
+    house.pool.spawn(2)
+    await asyncio.sleep(0)
+    assert house.told[-1][2].known == cause.CROWDED
+    keeper.on_lost()
+    house.zygotes.on_lost_slot(0)
+    house.pool.spawn(3)
+    assert house.zygotes.kept == [0, 0]
+
+
+async def test_where_the_kernel_has_no_descriptor_left(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aiogpu.runtime.output.os.open", fail)
+        house.pool.spawn(1)
+    await asyncio.sleep(0)
+    death = house.told[-1][2]
+    assert death.known == cause.CROWDED
+    assert death.reason == (
+        "no pipe for another worker: [Errno 24] Too many open files"
+    )
+    house.start(2)
+    assert house.zygotes.kept == [0], "its place was not lost"
+
+
+@pytest.mark.parametrize("who", ["keeper", "zygote"])
+async def test_where_the_kernel_forks_no_more(who: str, house: House) -> None:
+    house.pool.spawn(1)
+    reason = "no process can be forked"
+    if who == "keeper":
+        keeper = house.keeper()
+        keeper.on_messages([Unforked(2, "of another"), Unforked(1, reason)])
+    else:
+        house.zygotes.on_lost_slot(0, reason)
+    assert house.told == [("gone", 1, Death(reason=reason, known=cause.CROWDED))]
+    house.pool.spawn(2)
+    if who == "keeper":
+        assert keeper.taken() == [Fork(1), Close()], "one process less"
+        assert house.zygotes.kept == [0, 1]
+    else:
+        assert house.zygotes.kept == [0, 0]
 
 
 async def test_only_so_many_keepers_wait_for_work(house: House) -> None:

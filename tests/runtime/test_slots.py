@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from aiogpu.memory.page import SLOTS
-from aiogpu.runtime.slots import SPARE_SLOTS, Slots
+from aiogpu.runtime.crowd import CrowdedError
+from aiogpu.runtime.output import Output
+from aiogpu.runtime.slots import MARGIN, SPARE_SLOTS, Slots
 from aiogpu.wire.messages import Close
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
 
@@ -101,6 +103,61 @@ async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
 
 
 async def test_there_is_an_end_of_slots(slots: Slots) -> None:
+    slots.bound(SLOTS)
+    assert slots.most_workers == SLOTS - SPARE_SLOTS
     slots._next_index = SLOTS
-    with pytest.raises(OSError, match=str(SLOTS)):
+    with pytest.raises(CrowdedError):
+        slots.take(ZYGOTE)
+
+
+@pytest.mark.parametrize(
+    ("most", "workers"), [(1, 1), (2, 1), (3, 2), (10, 7), (100, 84), (4096, 4080)]
+)
+def test_some_slots_are_for_keepers_without_a_worker(most: int, workers: int) -> None:
+    slots = Slots(None, None, "")  # type: ignore[arg-type]
+    slots.bound(most)
+    assert (slots.most, slots.most_workers) == (most, workers)
+
+
+async def test_the_last_free_slot_of_another_zygote_is_closed(slots: Slots) -> None:
+    slots.bound(2)
+    other: Any = PaperZygote()
+    mine, another = slots.take(ZYGOTE), slots.take(other)
+    another.keeper = peer = PaperPeer()  # type: ignore[assignment]
+    slots.put_back(another)
+    with pytest.raises(CrowdedError, match="2 slots of 2 are taken"):
+        slots.take(ZYGOTE)
+    assert peer.sent == [Close()]
+    with pytest.raises(CrowdedError):
+        slots.take(other)
+    slots.forget(another)
+    another.output.close()
+    slots.reuse_index(another)
+    assert slots.take(ZYGOTE).index == another.index
+    assert slots.holds(mine)
+
+
+async def test_descriptors_are_left_for_connections_to_come(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Output, "descriptor", 100)
+    first = slots.take(ZYGOTE)
+    # Up to number 100 all are taken; the connections of two slots are to come.
+    enough = 101 + 4 + MARGIN
+    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough - 1)
+    with pytest.raises(CrowdedError, match=rf"{enough - 1} descriptors may"):
+        slots.take(ZYGOTE)
+    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough)
+    second = slots.take(ZYGOTE)
+    assert second.index == 1, "the place of the one that failed"
+    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough + 1)
+    with pytest.raises(CrowdedError):
+        slots.take(ZYGOTE)
+    first.keeper = PaperPeer()  # type: ignore[assignment]
+    assert slots.take(ZYGOTE).index == 2
+
+
+async def test_other_errors_are_told_as_they_are(slots: Slots) -> None:
+    slots._directory = "/nowhere"
+    with pytest.raises(FileNotFoundError):
         slots.take(ZYGOTE)

@@ -69,6 +69,7 @@ SIMPLEST = {
     bytes: b"b",
     dict[str, str]: {"k": "v"},
     dict[str, float]: {"k": 0.5},
+    dict[str, int]: {"k": 5},
     dict[str, tuple[int | str, ...]]: {"gpu": (0, "MIG-1")},
     tuple[int, ...]: (1, 2),
     tuple[str, ...]: ("a", "b"),

@@ -16,14 +16,14 @@ from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.core.ids import TaskId
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.why import Why
-from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.engines.base import ActorsPort, NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import running_job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.picture import picture_inline, why_inline
 from aiogpu.engines.inline.runner import Runner
 from aiogpu.engines.inventory import take_inventory
-from aiogpu.errors import NodeClosedError, PreloadError
+from aiogpu.errors import NodeClosedError, NodeError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
 
@@ -38,6 +38,18 @@ class InlineEngine:
 
     def __repr__(self) -> str:
         return f"<InlineEngine {self._runner!r}>"
+
+    @property
+    def actors(self) -> ActorsPort:
+        """Refuse: an inline node has no process that could keep a state.
+
+        Raises:
+            NodeError: always.
+        """
+        raise NodeError(
+            "a node of init(address='inline') has no actors in this version; make the "
+            "object itself, or open a node with address='local'."
+        )
 
     async def open(self) -> None:
         """Import what is to be preloaded, and detect what there is."""

@@ -1,0 +1,303 @@
+"""Actors: a class whose object lives in a process of its own, and handles to it.
+
+Light on purpose, as `api.task` is: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    cast,
+)
+
+from aiogpu.api.actor_options import (
+    ActorOptions,
+    check_actor_options,
+)
+from aiogpu.api.face import Face
+from aiogpu.api.method import (
+    RemoteMethod,
+)
+from aiogpu.api.task import Definition
+from aiogpu.errors import ActorNameError, MisuseError, OptionError
+from aiogpu.wire.payload import dump_arguments
+from aiogpu.worker.context import ActorExit, current
+
+if TYPE_CHECKING:
+    from aiogpu.api.actor_keywords import ActorKeywords
+    from aiogpu.api.method import Link
+    from aiogpu.runtime.call import Site
+
+P = ParamSpec("P")
+A = TypeVar("A")
+
+
+class ActorHandle(Generic[A]):
+    """A handle to an actor. The actor ends when the last one is gone.
+
+    `await handle` waits until the actor was made and gives the handle; `async with`
+    ends the actor at the end of the block, after what it was sent; after an error in
+    the block at once. Methods are called by `await handle.method.remote(...)`.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_face", "_link")
+
+    def __init__(self, link: Link, face: Face) -> None:
+        self._link = link
+        self._face = face
+
+    def __repr__(self) -> str:
+        return f"<ActorHandle {self._link.name}>"
+
+    def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
+        found = self._face.methods.get(name)
+        if found is None:
+            raise _no_method(self._face, name)
+        # It ties the link, not this handle, so that the last handle goes at once.
+        method: RemoteMethod[..., Any] = RemoteMethod(self._link, found)
+        self.__dict__[name] = method
+        return method
+
+    def __await__(self) -> Generator[Any, None, ActorHandle[A]]:
+        yield from self._link.ready().__await__()
+        return self
+
+    async def __aenter__(self) -> ActorHandle[A]:
+        return await self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._link.terminate()
+        else:
+            self._link.kill(no_restart=True)
+        await self._link.ended()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return revive, (*self._link.reference(), self._face)
+
+
+def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
+    """The handle that was pickled as this, in whichever process it has come to.
+
+    Raises:
+        NodeError: the process has no node.
+    """
+    if current.children is not None:
+        from aiogpu.api.actor_far import FarLink
+
+        return ActorHandle(FarLink.to(actor, name), face)
+    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.session import current_session
+
+    return ActorHandle(ActorLink.known(current_session(), actor), face)
+
+
+def _no_method(face: Face, name: str) -> AttributeError:
+    from difflib import get_close_matches
+
+    if name.startswith("_"):
+        return AttributeError(
+            f"{name} of {face.name} is private: actors are called by public methods."
+        )
+    near = get_close_matches(name, face.methods, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return AttributeError(
+        f"{face.name} has no method {name}.{hint} There are: "
+        f"{', '.join(face.methods) or 'none'}."
+    )
+
+
+class RemoteClass(Generic[P, A]):
+    """A class whose objects live in processes of their own."""
+
+    def __init__(
+        self, definition: Definition, face: Face, options: ActorOptions
+    ) -> None:
+        self._definition = definition
+        self._face = face
+        self._options = options
+        self._site: Site | None = None
+        cls = definition.function
+        self.__wrapped__ = self.__aiogpu_function__ = cls
+        self.__name__ = definition.name
+        self.__qualname__ = getattr(cls, "__qualname__", definition.name)
+        self.__module__ = getattr(cls, "__module__", None) or "__main__"
+        self.__doc__ = cls.__doc__
+
+    def __repr__(self) -> str:
+        return f"<RemoteClass {self.__module__}.{self.__qualname__}>"
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
+        """Make an actor; gives its handle at once.
+
+        Raises:
+            MisuseError: the constructor takes other arguments.
+            ActorNameError: another actor has that name.
+            NoLoopError: no event loop is running here.
+            InfeasibleError: the node can never give what the actor asks for.
+            SerializationError: the class or an argument cannot be pickled.
+        """
+        self._face.parameters.check(args, kwargs)
+        site = self._site or self._prepare()
+        payload = dump_arguments(self.__name__, args, kwargs)
+        options = self._options
+        key = None if options.name is None else (options.namespace or "", options.name)
+        asked = site, payload, key, options.get_if_exists
+        if current.children is not None:
+            from aiogpu.api.actor_far import FarLink
+
+            return ActorHandle(FarLink.create(*asked), self._face)
+        from aiogpu.api.actor_link import ActorLink
+        from aiogpu.api.session import current_session
+
+        return ActorHandle(ActorLink.create(current_session(), *asked), self._face)
+
+    def _prepare(self) -> Site:
+        """All that is done once per class: checks, pickling, the request."""
+        from aiogpu.runtime.call import ActorTerms, Site, new_site_id
+
+        options, definition, face = self._options, self._definition, self._face
+        function = definition.sent()
+        spec = options.spec(definition.name, function.id)
+        mode, limits = face.limits(options)
+        self._site = Site(
+            id=new_site_id(),
+            function=function,
+            spec=spec,
+            resources=spec.shape.request.as_numbers(),
+            environ=dict(options.runtime_env),
+            is_coroutine=False,
+            retry_exceptions=False,
+            actor=ActorTerms(
+                mode,
+                limits,
+                face.groups(options),
+                options.max_task_retries,
+                options.num_cpus is not None,
+                face,
+            ),
+        )
+        return self._site
+
+    def options(self, **options: Unpack[ActorKeywords]) -> RemoteClass[P, A]:
+        """The same class with other options; this one is left as it is.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+        """
+        return RemoteClass(
+            self._definition, self._face, merged(self._options, dict(options))
+        )
+
+    if not TYPE_CHECKING:
+        # Visible, it would make type checkers accept every direct call.
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor is made by `.remote()`."""
+            raise MisuseError(
+                f"{self.__name__} is an actor's class: write "
+                f"`{self.__name__}.remote(...)`. To make an object here, in this "
+                f"process, write `{self.__name__}.__wrapped__(...)`."
+            )
+
+
+def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
+    """Options on top of others; raises `OptionError`."""
+    found = base._replace(**check_actor_options(options))
+    if found.get_if_exists and found.name is None:
+        raise OptionError(
+            "get_if_exists=True asks for an actor by its name; say name='...' as well."
+        )
+    return found
+
+
+def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
+    """What `@remote` makes of a class; see there."""
+    face = Face(cls)
+    checked = merged(ActorOptions(), options)
+    face.groups(checked)
+    return RemoteClass(Definition(cls), face, checked)
+
+
+def _link_of(handle: object, asker: str) -> Link:
+    if not isinstance(handle, ActorHandle):
+        raise MisuseError(
+            f"{asker} was given {handle!r}; give it what `.remote()` of an actor's "
+            f"class has given."
+        )
+    link: Link = object.__getattribute__(handle, "_link")
+    return link
+
+
+def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
+    """End an actor's process at once; what it was to do fails with `ActorDiedError`.
+
+    Args:
+        actor: a handle to it.
+        no_restart: if False, it is made anew should it have restarts left.
+
+    Raises:
+        MisuseError: it is no handle of an actor.
+    """
+    _link_of(actor, "kill()").kill(no_restart)
+
+
+def exit_actor() -> NoReturn:
+    """End the actor whose method calls this; whoever waits for it is told so.
+
+    Raises:
+        MisuseError: this is no actor's process.
+    """
+    if not current.is_actor:
+        raise MisuseError("exit_actor() was called outside of an actor's methods.")
+    raise ActorExit
+
+
+def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
+    """A handle to the living actor of that name, on the running loop's node.
+
+    Raises:
+        ActorNameError: no actor has that name.
+        NodeError: the node is not open.
+    """
+    if current.children is not None:
+        from aiogpu.api.actor_far import find
+
+        far, face = find(name, namespace or "")
+        return ActorHandle(far, cast("Face", face))
+    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.session import current_session
+
+    session = current_session()
+    actors = session.actors()
+    actor = actors.find((namespace or "", name))
+    if actor is None:
+        where = f" in the namespace {namespace!r}" if namespace else ""
+        raise ActorNameError(
+            f"no actor named {name!r}{where} lives on this node. Make one by "
+            f".options(name={name!r}).remote(...)."
+        )
+    terms = actor.site.actor
+    assert terms is not None, actor
+    return ActorHandle(ActorLink.to(session, actor, actors), cast("Face", terms.face))
+
+
+def typed(handle: ActorHandle[A], /) -> A:
+    """The same handle, for type checkers an object of its class.
+
+    Methods under `@aiogpu.method` then have a `.remote` with their parameters and
+    results: `await aiogpu.typed(counter).add.remote(1)`.
+    """
+    return cast("A", handle)

@@ -1,0 +1,247 @@
+"""A program's tie to one actor, shared by all handles to it in this process.
+
+The actor knows how many hold a tie, and ends when nobody does. This file imports
+asyncio, so it is itself imported late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from aiogpu.core.why import Why
+from aiogpu.errors import MisuseError
+from aiogpu.runtime.child import Carrying, Then
+from aiogpu.worker.context import passing
+
+if TYPE_CHECKING:
+    from aiogpu.api.handle import Handle
+    from aiogpu.api.session import Session
+    from aiogpu.engines.base import ActorPort, ActorsPort, Engine
+    from aiogpu.runtime.call import Receiver, Site
+
+kept: Final[list[ActorLink]] = []
+"""Ties that were pickled and not sent yet."""
+UNCHECKED: Final = 1 << 20
+"""Bytes that any call may carry."""
+
+
+class EarlyCall(NamedTuple):
+    """A call made before the node was open."""
+
+    method: str
+    payload: bytes
+    handle: Handle[Any]
+
+
+class ActorLink:
+    """See above.
+
+    Attributes:
+        name: how errors call the actor.
+        site: its class.
+    """
+
+    def __init__(self, session: Session, name: str, site: Site) -> None:
+        self.name = name
+        self.site = site
+        self._session = session
+        self._actor: ActorPort | None = None
+        self._actors: ActorsPort | None = None
+        self._error: Exception | None = None
+        self._early: list[Callable[[ActorPort], object]] = []
+        self._early_handles: list[Handle[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<ActorLink {self.name} {self._actor!r}>"
+
+    @classmethod
+    def create(
+        cls,
+        session: Session,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+    ) -> ActorLink:
+        """Make an actor, now or as soon as the node is open."""
+        link = cls(session, site.spec.name, site)
+        passed = take_kept() if passing else []
+        make = partial(link._make, payload, key, get_if_exists)
+        session.when_open(make, link._fail)
+        if passed:
+            receiver = Then(passed.clear)
+            if link._actor is not None:
+                link._actor.await_ready(receiver)
+            else:
+                link._early.append(lambda actor: actor.await_ready(receiver))
+        return link
+
+    @classmethod
+    def to(cls, session: Session, actor: ActorPort, actors: ActorsPort) -> ActorLink:
+        """Tie an actor that exists; it counts the tie already."""
+        link = cls(session, actor.site.spec.name, actor.site)
+        link._actor, link._actors = actor, actors
+        return link
+
+    @classmethod
+    def known(cls, session: Session, actor: int) -> ActorLink:
+        """Tie an actor of which a handle has come; raises `ActorDiedError`."""
+        actors = session.actors()
+        return cls.to(session, actors.held(actor), actors)
+
+    def reference(self) -> tuple[int, str]:
+        """What a handle is pickled as; whoever gets it counts as a holder.
+
+        Raises:
+            MisuseError: its node is not open yet.
+        """
+        if self._actor is None:
+            raise MisuseError(
+                f"the handle of {self.name} cannot be passed on before its node is "
+                f"open; await it first."
+            )
+        passing.append(self._actor.id)
+        kept.append(self)
+        return self._actor.id, self.name
+
+    def _make(
+        self,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+        engine: Engine,
+    ) -> None:
+        self._actors = engine.actors
+        actor = self._actors.create(self.site, payload, key, get_if_exists)
+        self._actor = actor
+        early, self._early = self._early, []
+        self._early_handles.clear()
+        for ask in early:
+            ask(actor)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._early.clear()
+        handles, self._early_handles = self._early_handles, []
+        for handle in handles:
+            handle.fail(error)
+
+    def call(self, label: str, method: str, payload: bytes) -> Handle[Any]:
+        """Call a method.
+
+        Raises:
+            SerializationError: the arguments are too large to be sent.
+        """
+        if len(payload) > UNCHECKED:
+            from aiogpu.engines.admission import check_arguments
+
+            check_arguments(self.site, payload)
+        handle = self._session.new_handle(label, self)
+        receiver = carrying(handle) if passing else handle
+        if self._actor is not None:
+            handle.task_id = self._actor.call(method, payload, receiver)
+        else:
+            self._ask(handle, partial(_call_early, method, payload, handle, receiver))
+        return handle
+
+    def ready(self) -> Handle[None]:
+        """Settled when the constructor has returned."""
+        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
+        self._ask(handle, lambda actor: actor.await_ready(handle))
+        return handle
+
+    def ended(self) -> Handle[None]:
+        """Settled when the actor's process has ended."""
+        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
+        self._ask(handle, lambda actor: actor.await_end(handle))
+        return handle
+
+    def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
+        if self._actor is not None:
+            ask(self._actor)
+        elif self._error is not None:
+            handle.fail(self._error)
+        else:
+            self._early.append(ask)
+            self._early_handles.append(handle)
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        self._tell(lambda actors, actor: actors.kill(actor, no_restart))
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        self._tell(lambda actors, actor: actors.terminate(actor))
+
+    def _tell(self, tell: Callable[[ActorsPort, int], None]) -> None:
+        if self._actor is not None and self._actors is not None:
+            tell(self._actors, self._actor.id)
+        elif self._error is None:
+            self._early.append(lambda actor: tell(self._known_actors(), actor.id))
+
+    def _known_actors(self) -> ActorsPort:
+        assert self._actors is not None, self
+        return self._actors
+
+    def cancel(self, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        if self._actor is not None and self._actors is not None and number:
+            self._actors.cancel(self._actor.id, number)
+
+    def why(self, name: str, number: int) -> Why:
+        """Why a call waits: what its actor does."""
+        if self._actor is None:
+            return Why(name, number, "opening")
+        found = self._session.why(self.name, self._actor.id)
+        return replace(found, name=name, task=number)
+
+    def __del__(self) -> None:
+        # Wherever the collector runs: in another thread, or amid the loop's own work.
+        actor, actors = self._actor, self._actors
+        if actor is not None and actors is not None:
+            self._session.call_soon(partial(_release, actors, actor.id))
+
+
+def _release(actors: ActorsPort, actor: int) -> None:
+    actors.release(actor)
+
+
+def _call_early(
+    method: str,
+    payload: bytes,
+    handle: Handle[Any],
+    receiver: Receiver,
+    actor: ActorPort,
+) -> None:
+    if not handle.done():
+        handle.task_id = actor.call(method, payload, receiver)
+
+
+def take_kept() -> list[ActorLink]:
+    """The ties that were pickled into what is sent next."""
+    links = kept[:]
+    kept.clear()
+    passing.clear()
+    return links
+
+
+def carrying(receiver: Receiver) -> Receiver:
+    """A receiver that holds the actors whose handles are sent, until it is told."""
+    return Carrying(receiver, take_kept().clear)
+
+
+class _Watcher:
+    """Owns handles behind which there is no call: cancelling them stops nothing."""
+
+    def __init__(self, link: ActorLink) -> None:
+        self._link = link
+
+    def cancel(self, number: int) -> None:
+        """Nothing."""
+
+    def why(self, name: str, number: int) -> Why:
+        """What the actor does."""
+        return self._link.why(name, number)

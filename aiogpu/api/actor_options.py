@@ -1,0 +1,156 @@
+"""The options of actors and of their methods, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from aiogpu.api.options import (
+    CHECKS,
+    NO_ENTRIES,
+    TaskOptions,
+    check_text,
+    unknown_option,
+    whole,
+)
+from aiogpu.core.resources import UNIT
+from aiogpu.errors import OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.core.specs import TaskSpec
+
+THREADS: Final = 1
+"""Plain methods that run at once unless the options say otherwise."""
+INTERLEAVED: Final = 1000
+"""Coroutine methods that run at once unless the options say otherwise."""
+
+
+class ActorOptions(NamedTuple):
+    """All options of an actor, checked, with their defaults.
+
+    Quantities are in parts of 1/10 000; `num_cpus` is None unless it was given.
+    """
+
+    num_cpus: int | None = None
+    num_gpus: int = 0
+    memory: int = 0
+    resources: Mapping[str, int] = NO_ENTRIES
+    accelerator_type: str | None = None
+    strategy: Any = "pack"
+    name: str | None = None
+    namespace: str | None = None
+    get_if_exists: bool = False
+    lifetime: Any = None
+    max_restarts: int = 0
+    max_task_retries: int = 0
+    max_concurrency: int | None = None
+    concurrency_groups: Mapping[str, int] = NO_ENTRIES
+    priority: int = 0
+    runtime_env: Mapping[str, str] = NO_ENTRIES
+
+    def spec(self, name: str, function: int) -> TaskSpec:
+        """What the core is asked for the whole life of an actor.
+
+        Ending its process is final, so no grace is given: whoever wants an orderly
+        end tells the actor, and waits.
+        """
+        from dataclasses import replace
+
+        spec = TaskOptions(
+            num_cpus=UNIT if self.num_cpus is None else self.num_cpus,
+            num_gpus=self.num_gpus,
+            memory=self.memory,
+            resources=self.resources,
+            accelerator_type=self.accelerator_type,
+            strategy=self.strategy,
+            max_calls=1,
+            max_retries=self.max_restarts,
+            name=self.name and f"{name} {self.name!r}",
+            priority=self.priority,
+            cancel_grace=0.0,
+            runtime_env=self.runtime_env,
+            lifetime=self.lifetime,
+        ).spec(name, function)
+        return replace(spec, is_endless=True)
+
+
+class MethodOptions(NamedTuple):
+    """The options of one method, as `@aiogpu.method` takes them."""
+
+    num_returns: int = 1
+    concurrency_group: str | None = None
+
+
+def check_actor_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check options by name; gives them in the form of `ActorOptions`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+    """
+    return _check(options, _ACTOR_CHECKS, "an actor")
+
+
+def check_method_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for `MethodOptions`."""
+    return _check(options, _METHOD_CHECKS, "a method")
+
+
+def _check(
+    options: Mapping[str, Any],
+    checks: Mapping[str, Callable[[str, object], Any]],
+    of_what: str,
+) -> dict[str, Any]:
+    checked = {}
+    for name, value in options.items():
+        check = checks.get(name)
+        if check is None:
+            raise unknown_option(name, checks, of_what)
+        checked[name] = check(name, value)
+    return checked
+
+
+def _check_groups(option: str, value: object) -> dict[str, int]:
+    if value is None:
+        return {}
+    check = whole(1, "a whole number of calls at once, 1 or more")
+    if isinstance(value, Mapping) and all(isinstance(n, str) and n for n in value):
+        return {
+            name: int(check(f"{option}[{name!r}]", limit) or 1)
+            for name, limit in value.items()
+        }
+    raise OptionError(
+        f"{option}={value!r} must be a dict of names to how many calls run at once, "
+        f"such as {option}={{'io': 2}}."
+    )
+
+
+def _check_flag(option: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise OptionError(f"{option}={value!r} must be True or False.")
+
+
+def _check_cpus(option: str, value: object) -> int | None:
+    return None if value is None else CHECKS["num_cpus"](option, value)
+
+
+_ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
+    **{
+        name: CHECKS[name]
+        for name in (
+            *("num_gpus", "memory", "resources", "accelerator_type", "strategy"),
+            *("name", "lifetime", "priority", "runtime_env"),
+        )
+    },
+    "num_cpus": _check_cpus,
+    "namespace": check_text,
+    "get_if_exists": _check_flag,
+    "max_restarts": whole(-1, "a whole number, 0 for none, -1 for no limit", 0),
+    "max_task_retries": whole(-1, "a whole number, 0 for none, -1 for no limit", 0),
+    "max_concurrency": whole(1, "a whole number of calls at once, 1 or more, or None"),
+    "concurrency_groups": _check_groups,
+}
+_METHOD_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
+    "num_returns": CHECKS["num_returns"],
+    "concurrency_group": check_text,
+}

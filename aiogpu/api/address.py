@@ -1,0 +1,23 @@
+"""Which node is meant where none is named."""
+
+from __future__ import annotations
+
+import os
+
+from aiogpu.errors import NodeError
+from aiogpu.worker.context import current
+
+
+def default_address() -> str | None:
+    """The address that the variable AIOGPU_ADDRESS supplies, None without."""
+    return os.environ.get("AIOGPU_ADDRESS") or None
+
+
+def refuse_in_worker(what: str) -> None:
+    """Raise `NodeError` where this process is a worker."""
+    if current.worker:
+        raise NodeError(
+            f"{what} cannot be reached inside a task or what it has forked; it is the "
+            f"program's. A task starts others by .remote(); on an inline node it does "
+            f"so in the thread that it runs in."
+        )

@@ -1,0 +1,331 @@
+"""The methods of an actor's class: what may be called, with what, and how it runs.
+
+Light on purpose, as `api.task` is: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+from aiogpu.api.actor_options import MethodOptions, check_method_options
+from aiogpu.errors import MisuseError
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
+from aiogpu.wire.payload import dump_arguments
+
+if TYPE_CHECKING:
+    from aiogpu.api.handle import Handle
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+MARK: Final = "__aiogpu_method__"
+NO_ARGUMENTS: Final = dump_arguments("", (), {})
+
+
+class Parameters:
+    """What a function takes, checked cheaply where arguments come by position."""
+
+    def __init__(self, name: str, signature: inspect.Signature) -> None:
+        self._name = name
+        self._signature = signature
+        self._least, self._most = _positions(signature)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Defaults and annotations may be anything; that there are some is enough.
+        described = [
+            (one.name, int(one.kind), one.default is not one.empty)
+            for one in self._signature.parameters.values()
+        ]
+        return _parameters, (self._name, described)
+
+    def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Raise `MisuseError` unless it takes these arguments."""
+        if not kwargs and self._least <= len(args) <= self._most:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise MisuseError(
+                f"{self._name}{self._signature} was called with other arguments: "
+                f"{error}."
+            ) from None
+
+
+def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:
+    """The parameters of which only names, kinds and who has a default is known."""
+    kinds = {int(kind): kind for kind in inspect._ParameterKind}
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(one, kinds[kind], default=... if has_default else empty)
+        for one, kind, has_default in described
+    ]
+    return Parameters(name, inspect.Signature(parameters))
+
+
+def _positions(signature: inspect.Signature) -> tuple[int, float]:
+    """How many arguments by position it takes, at least and at most."""
+    least, most = 0, 0.0
+    for parameter in signature.parameters.values():
+        is_needed = parameter.default is parameter.empty
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            most = float("inf")
+        elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
+            return 1, 0.0  # never by position alone
+        elif parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            least += is_needed
+            most += 1
+    return least, most
+
+
+class Method:
+    """One method of a class.
+
+    Attributes:
+        label: how handles and errors call it.
+        group: its concurrency group.
+    """
+
+    def __init__(
+        self, owner: str, name: str, function: Callable[..., Any] | None
+    ) -> None:
+        options: MethodOptions = getattr(function, MARK, MethodOptions())
+        self.name = name
+        self.label = f"{owner}.{name}"
+        self.group = options.concurrency_group or DEFAULT_GROUP
+        self.is_coroutine = inspect.iscoroutinefunction(function)
+        self.is_generator = inspect.isgeneratorfunction(
+            function
+        ) or inspect.isasyncgenfunction(function)
+        self._function = function
+        self._parameters: Parameters | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the function a handle needs no more than what it takes.
+        parameters = None if self.is_generator else self._look()
+        return {**self.__dict__, "_function": None, "_parameters": parameters}
+
+    def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+        """Check and pickle the arguments of a call.
+
+        Raises:
+            MisuseError: it takes others, or is a generator.
+            SerializationError: one of them cannot be pickled.
+        """
+        parameters = self._parameters or self._look()
+        parameters.check(args, kwargs)
+        if not args and not kwargs:
+            return NO_ARGUMENTS
+        return dump_arguments(self.label, args, kwargs)
+
+    def _look(self) -> Parameters:
+        if self.is_generator:
+            raise MisuseError(
+                f"{self.label} is a generator; this version calls methods that return. "
+                f"Return a list, or have it called once per item."
+            )
+        if self._parameters is None:
+            assert self._function is not None, self.label
+            self._parameters = Parameters(self.label, without_self(self._function))
+        return self._parameters
+
+
+def without_self(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function as its bound method has it."""
+    signature = inspect.signature(function)
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+def methods_of(cls: type) -> dict[str, Method]:
+    """The public methods of a class and of its bases."""
+    found: dict[str, Method] = {}
+    for name in dir(cls):
+        function: object = inspect.getattr_static(cls, name, None)
+        if not name.startswith("_") and inspect.isfunction(function):
+            found[name] = Method(cls.__name__, name, function)
+    return found
+
+
+def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:
+    """How the calls of a class with these options are run."""
+    if any(method.is_coroutine for method in methods.values()):
+        return ASYNC
+    return THREADED if groups or (concurrency or 1) > 1 else SERIAL
+
+
+class Link(Protocol):
+    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+
+    Attributes:
+        name: how errors call the actor.
+    """
+
+    name: str
+
+    def reference(self) -> tuple[int, str]:
+        """The actor's id and name, for a handle to be pickled as."""
+        ...
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the call's handle."""
+        ...
+
+    def ready(self) -> Any:
+        """A handle that is settled when the actor was made."""
+        ...
+
+    def ended(self) -> Any:
+        """A handle that is settled when its process has ended."""
+        ...
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        ...
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
+class RemoteMethod(Generic[P, R]):
+    """A method of an actor; call it by `.remote(...)`."""
+
+    __slots__ = ("_link", "_method")
+
+    def __init__(self, link: Link, method: Method) -> None:
+        self._link = link
+        self._method = method
+
+    def __repr__(self) -> str:
+        return f"<RemoteMethod {self._method.label}>"
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Call it; gives the call's handle at once.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        return handle
+
+    if not TYPE_CHECKING:
+        # Visible, it would make type checkers accept every direct call.
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            label = self._method.label
+            raise MisuseError(
+                f"{label} runs in its actor's process: write `await "
+                f"actor.{self._method.name}.remote(...)`."
+            )
+
+
+class TypedMethod(Generic[P, R_co]):
+    """What a type checker sees of a method under `@aiogpu.method`.
+
+    On an object it can be called, as the class's own code does; `typed(handle)` makes
+    a handle look like one, so that `.remote` has its parameters and its result.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it here."""
+        raise NotImplementedError
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+        """Call it in the actor's process."""
+        raise NotImplementedError
+
+
+class MethodDescriptor(Protocol[P, R_co]):
+    """A `TypedMethod`, found on an object."""
+
+    def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
+        """What the attribute of an object is."""
+        ...
+
+
+class MethodKeywords(TypedDict, total=False):
+    """The options of a method, as `@aiogpu.method(...)` takes them.
+
+    Attributes:
+        num_returns: 1.
+        concurrency_group: one of those that the class's `concurrency_groups` name.
+    """
+
+    num_returns: int | None
+    concurrency_group: str | None
+
+
+class MethodDecorator(Protocol):
+    """What `@method(...)` with options gives."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+    ) -> MethodDescriptor[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], R], /
+    ) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
+) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(function: Callable[Concatenate[Any, P], R], /) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
+
+
+def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
+    """Give a method options, and type checkers its parameters and result.
+
+    The method itself stays as it is; all public methods of an actor's class can be
+    called, with this or without.
+
+    Args:
+        function: the method.
+        **options: see `MethodKeywords`.
+
+    Raises:
+        OptionError: names the option, the value and what is allowed.
+        MisuseError: it is no function.
+    """
+    checked = MethodOptions(**check_method_options(dict(options)))
+
+    def mark(function: Any) -> Any:
+        if not inspect.isfunction(function):
+            raise MisuseError(
+                f"method() was given {function!r}; write it above a method of a class."
+            )
+        setattr(function, MARK, checked)
+        return function
+
+    return mark if function is None else mark(function)

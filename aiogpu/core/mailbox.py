@@ -1,0 +1,119 @@
+"""The calls of one actor on their way to its process, in the order of their sending.
+
+Pure bookkeeping: calls are known by their ids alone. Each group of an actor's
+methods has a mailbox of its own, so that a slow group holds up no other. At most
+`window` calls are with the process at a time; what is with it is run at once, or
+one after the other where it runs one at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+CallId = int
+"""Counts up, over all actors and tasks of a node."""
+
+
+class Mailbox:
+    """One group's calls.
+
+    Attributes:
+        window: most calls that are with the process.
+        is_serial: whether it runs them one at a time, so that what follows the one
+            that it has begun has not begun.
+        is_open: whether there is a process to send to.
+        waiting: calls that were not sent, first to be sent first.
+        sent: calls that were sent and not answered, in that order; the value says
+            whether somebody still wants the answer.
+    """
+
+    __slots__ = ("is_open", "is_serial", "sent", "waiting", "window")
+
+    def __init__(self, window: int, is_serial: bool) -> None:
+        self.window = window
+        self.is_serial = is_serial
+        self.is_open = False
+        self.waiting: OrderedDict[CallId, None] = OrderedDict()
+        self.sent: dict[CallId, bool] = {}
+
+    def __repr__(self) -> str:
+        return f"<Mailbox {len(self.waiting)} waiting, {len(self.sent)} sent>"
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.sent)
+
+    def post(self, call: CallId) -> bool:
+        """Take in a new call; True if it is to be sent now."""
+        if self.is_open and len(self.sent) < self.window and not self.waiting:
+            self.sent[call] = True
+            return True
+        self.waiting[call] = None
+        return False
+
+    def finish(self, call: CallId) -> bool:
+        """A call was answered; False if it was not sent, or given up meanwhile."""
+        return self.sent.pop(call, False)
+
+    def take(self) -> list[CallId]:
+        """The calls that are to be sent now, first one first."""
+        calls: list[CallId] = []
+        if not self.is_open:
+            return calls
+        while self.waiting and len(self.sent) < self.window:
+            call, _ = self.waiting.popitem(last=False)
+            self.sent[call] = True
+            calls.append(call)
+        return calls
+
+    def open(self) -> list[CallId]:
+        """The process is there; gives the calls that are to be sent now."""
+        self.is_open = True
+        return self.take()
+
+    def cancel(self, call: CallId) -> bool:
+        """Nobody wants a call's answer any more; True if its process is to know."""
+        if call in self.sent:
+            is_new = self.sent[call]
+            self.sent[call] = False
+            return is_new
+        self.waiting.pop(call, None)
+        return False
+
+    def lose(self, begun: CallId, is_retried: Iterable[CallId]) -> list[CallId]:
+        """The process has gone; another may come.
+
+        Calls that it cannot have begun wait again, before all others; so do those
+        that are to be tried again. What was cancelled is forgotten.
+
+        Args:
+            begun: the call that it had begun last, where it runs one at a time.
+            is_retried: of those that it may have begun, the ones to be tried again.
+
+        Returns:
+            Those that it may have begun and that are lost.
+        """
+        self.is_open = False
+        again = set(is_retried)
+        lost: list[CallId] = []
+        kept: list[CallId] = []
+        sent, self.sent = self.sent, {}
+        # Ids count up, and so does what a serial process begins.
+        for call, is_wanted in sent.items():
+            if not is_wanted:
+                continue
+            has_begun = not self.is_serial or call <= begun
+            (lost if has_begun and call not in again else kept).append(call)
+        for call in reversed(kept):
+            self.waiting[call] = None
+            self.waiting.move_to_end(call, last=False)
+        return lost
+
+    def close(self) -> list[CallId]:
+        """No process will come any more; gives all whose answer somebody waits for."""
+        self.is_open = False
+        left = [call for call, is_wanted in self.sent.items() if is_wanted]
+        left += self.waiting
+        self.sent.clear()
+        self.waiting.clear()
+        return left

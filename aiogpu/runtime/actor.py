@@ -1,0 +1,309 @@
+"""One actor as the driver knows it: its calls, its process, and how it ended.
+
+To the core it is a task that holds its devices until it ends, and that is tried
+again as often as `max_restarts` says. This is that task's receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from aiogpu.core.mailbox import CallId, Mailbox
+from aiogpu.errors import ActorDiedError, NodeClosedError
+from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.slot import LiveWorker
+from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Invoke, Leave
+from aiogpu.wire.failure import LEFT, unpack_failure
+from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.payload import NOTHING
+
+AHEAD: Final = 256
+"""Calls that a process which runs one at a time may have before it."""
+
+
+class ActorState(Enum):
+    """Where an actor is."""
+
+    PENDING = "pending"
+    """It waits for its place, or its constructor runs; maybe not for the first time."""
+    ALIVE = "alive"
+    LEAVING = "leaving"
+    """It was told to end after what it was sent."""
+    DEAD = "dead"
+
+
+@dataclass(slots=True, eq=False)
+class ActorCall:
+    """One call of a method.
+
+    Attributes:
+        receiver: None once nobody waits for it.
+        retries_left: how often it is tried again whose process has died; -1 is
+            without end.
+    """
+
+    method: str
+    payload: bytes
+    receiver: Receiver | None
+    retries_left: int
+    mailbox: Mailbox
+
+
+class Actor:
+    """See above.
+
+    Attributes:
+        id: of the task that it is to the core; 0 before it was submitted.
+        aliases: other ids, by which workers call it who have had it made.
+        site: its class.
+        key: namespace and name under which it can be found, None without.
+        holders: how many hold a handle.
+        is_ending: it ends after what it was sent, whoever holds a handle.
+        is_serial: its process runs one call at a time.
+        state: where it is.
+        is_gone: it is dead, and its process has ended.
+        has_lived: its constructor has returned once.
+        worker: its process, None while there is none.
+        drops: how many calls were dropped that this process had been sent.
+        calls: those that were not answered, by number.
+        mailboxes: by concurrency group.
+        on_idle: told when nobody can call it any more and all was answered.
+        on_dead: told when it is dead.
+    """
+
+    def __init__(
+        self, site: Site, new_number: Callable[[], CallId], key: tuple[str, str] | None
+    ) -> None:
+        assert site.actor is not None, site
+        self.id = 0
+        self.aliases: list[int] = []
+        self.site = site
+        self.key = key
+        self.holders = 1
+        self.is_ending = False
+        self.state = ActorState.PENDING
+        self.worker: LiveWorker | None = None
+        self.drops = 0
+        self.has_lived = False
+        self.is_gone = False
+        self.calls: dict[CallId, ActorCall] = {}
+        terms = site.actor
+        self.is_serial = terms.mode == SERIAL
+        self.mailboxes = {
+            group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
+            for group, limit in terms.limits.items()
+        }
+        self.on_idle: Callable[[Actor], None]
+        self.on_dead: Callable[[Actor], None]
+        self._terms = terms
+        self._new_number = new_number
+        self._awaited_by: list[Receiver] = []
+        self._end_awaited_by: list[Receiver] = []
+        self._end: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"<Actor {self.name} {self.id} {self.state.value}>"
+
+    @property
+    def name(self) -> str:
+        """How logs and errors call it."""
+        return self.site.spec.name
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> CallId:
+        """Call a method; gives the call's number, 0 if the actor is dead."""
+        if self._end is not None:
+            receiver.fail(self._death())
+            return 0
+        terms = self._terms
+        groups = terms.groups
+        mailbox = self.mailboxes[
+            groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
+        ]
+        number = self._new_number()
+        self.calls[number] = ActorCall(
+            method, payload, receiver, terms.max_task_retries, mailbox
+        )
+        if mailbox.post(number) and self.worker is not None:
+            peer = self.worker.peer
+            if peer is not None:
+                peer.post(Invoke(number, method, payload))
+        return number
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        if self._end is not None:
+            receiver.fail(self._death())
+        elif self.state is ActorState.PENDING:
+            self._awaited_by.append(receiver)
+        else:
+            receiver.receive(NOTHING)
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the process has ended."""
+        if self.is_gone:
+            receiver.receive(NOTHING)
+        else:
+            self._end_awaited_by.append(receiver)
+
+    def note_gone(self) -> None:
+        """No process of it is left, and none will come."""
+        self.is_gone = True
+        waiting, self._end_awaited_by = self._end_awaited_by, []
+        for receiver in waiting:
+            receiver.receive(NOTHING)
+
+    def on_created(self) -> None:
+        """The constructor has returned."""
+        self.has_lived = True
+        self.state = ActorState.ALIVE
+        waiting, self._awaited_by = self._awaited_by, []
+        for receiver in waiting:
+            receiver.receive(NOTHING)
+        for mailbox in self.mailboxes.values():
+            self._send(mailbox.open())
+        self.look_if_idle()
+
+    def on_answer(self, answer: Done | Failed) -> None:
+        """A call was answered."""
+        call = self.calls.pop(answer.task, None)
+        if call is None:
+            return
+        mailbox, receiver = call.mailbox, call.receiver
+        mailbox.sent.pop(answer.task, None)
+        if mailbox.waiting:
+            self._send(mailbox.take())
+        if type(answer) is Done:
+            if receiver is not None:
+                receiver.receive(answer.payload)
+        elif type(answer) is Failed:
+            self._reject(receiver, answer)
+        if not self.holders or self.is_ending:
+            self.look_if_idle()
+
+    def _reject(self, receiver: Receiver | None, failed: Failed) -> None:
+        if failed.kind == LEFT:
+            self.leave()
+        if receiver is None:
+            return
+        if failed.kind == LEFT:
+            receiver.fail(self._died("this call has ended it by exit_actor()."))
+        else:
+            receiver.reject(failed)
+
+    def _send(self, numbers: list[CallId]) -> None:
+        if numbers and self.worker is not None and self.worker.peer is not None:
+            calls = [(number, self.calls[number]) for number in numbers]
+            self.worker.peer.send(
+                *(Invoke(number, call.method, call.payload) for number, call in calls)
+            )
+
+    def cancel(self, number: CallId) -> bool:
+        """Nobody wants a call's answer any more; True if its process must be told."""
+        call = self.calls.get(number)
+        if call is None:
+            return False
+        call.receiver = None
+        if number in call.mailbox.sent:
+            return call.mailbox.cancel(number)
+        call.mailbox.cancel(number)
+        del self.calls[number]
+        self.look_if_idle()
+        return False
+
+    def release(self) -> None:
+        """One who held a handle has gone."""
+        self.holders -= 1
+        self.look_if_idle()
+
+    def look_if_idle(self) -> None:
+        """See whether nobody can call it any more and all calls were answered."""
+        if (self.holders and not self.is_ending) or self.calls:
+            return
+        is_restarting = self.state is ActorState.PENDING and self.has_lived
+        if self.state is ActorState.ALIVE or is_restarting:
+            self.on_idle(self)
+
+    def leave(self) -> None:
+        """Have it end after what it was sent."""
+        self.state = ActorState.LEAVING
+        if self.worker is not None and self.worker.peer is not None:
+            self.worker.peer.send(Leave())
+
+    def lose(self, begun: CallId) -> list[Receiver]:
+        """Its process has gone; gives who waits for the calls that went with it.
+
+        Args:
+            begun: the highest number that it had begun.
+        """
+        self.worker = None
+        if self.state is not ActorState.DEAD:
+            self.state = ActorState.PENDING
+        receivers: list[Receiver] = []
+        for mailbox in self.mailboxes.values():
+            again = set()
+            for number, is_wanted in mailbox.sent.items():
+                call = self.calls[number]
+                has_begun = not mailbox.is_serial or number <= begun
+                if not is_wanted:
+                    del self.calls[number]
+                elif has_begun and call.retries_left:
+                    call.retries_left -= call.retries_left > 0
+                    again.add(number)
+            for number in mailbox.lose(begun, again):
+                receiver = self.calls.pop(number).receiver
+                if receiver is not None:
+                    receivers.append(receiver)
+        return receivers
+
+    # What follows is said of the task that it is to the core.
+
+    def receive(self, _payload: bytes) -> None:
+        """It has ended in an orderly way."""
+        self.die(self._died("it has left by exit_actor() or with its last handle."))
+
+    def reject(self, failed: Failed) -> None:
+        """Its constructor has failed."""
+        error = self._died(
+            f"its constructor raised {failed.type_name}: {failed.message}"
+        )
+        error.__cause__ = unpack_failure(failed, self.name)
+        self.die(error)
+
+    def fail(self, error: Exception) -> None:
+        """It is dead for good."""
+        if not isinstance(error, NodeClosedError):
+            told = self._died(str(error))
+            told.__cause__ = error
+            error = told
+        self.die(error)
+
+    def die(self, error: Exception) -> None:
+        """Tell all who wait, and whoever comes later."""
+        if self._end is not None:
+            return
+        self.state, self._end = ActorState.DEAD, error
+        calls, self.calls = self.calls, {}
+        waiting, self._awaited_by = self._awaited_by, []
+        for mailbox in self.mailboxes.values():
+            mailbox.close()
+        self.on_dead(self)
+        receivers = [call.receiver for call in calls.values()]
+        for receiver in (*receivers, *waiting):
+            if receiver is not None:
+                receiver.fail(self._death())
+
+    def _died(self, why: str) -> ActorDiedError:
+        return ActorDiedError(f"{self.name} is dead: {why}", self.name)
+
+    def _death(self) -> Exception:
+        """The error for one more who asks: raised twice, one would grow."""
+        end = self._end
+        assert end is not None, self
+        if not isinstance(end, ActorDiedError):
+            return end
+        told = ActorDiedError(str(end), end.actor)
+        told.__cause__ = end.__cause__
+        return told

@@ -1,0 +1,303 @@
+"""All actors of a node: made, found by name, called, ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.events import Resides
+from aiogpu.core.ids import TaskId
+from aiogpu.errors import ActorDiedError, ActorNameError
+from aiogpu.runtime.actor import Actor, ActorState
+from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.slot import LiveWorker
+from aiogpu.wire.acting import Create, Created
+from aiogpu.wire.messages import Done, Failed
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.driver import Driver
+
+FIRST_CALL: Final = 1 << 40
+"""Number of a node's first call: above those of tasks and of what they are sent."""
+LEAVE_LIMIT: Final = 5.0
+"""Seconds that an actor gets to end by itself: `close()`, `__del__`, `atexit`."""
+INTERRUPT_EVERY: Final = 0.05
+"""Seconds between two interrupts of a method that has not heard the first."""
+
+
+class Actors:
+    """The actors of one node.
+
+    Attributes:
+        holding: workers that have handles.
+        on_holder_gone: told of one of them that has gone.
+        check: refuses a class and arguments that this node can never serve.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, driver: Driver, pool: Pool
+    ) -> None:
+        self.check: Callable[[Site, bytes], None]
+        self.holding: dict[int, LiveWorker] = {}
+        self.on_holder_gone: Callable[[LiveWorker], None]
+        self._loop = loop
+        self._driver = driver
+        self._pool = pool
+        self._orders = pool.orders
+        self._actors: dict[int, Actor] = {}
+        self._named: dict[tuple[str, str], Actor] = {}
+        self._workers: dict[int, LiveWorker] = {}
+        self._refused: dict[int, Exception] = {}
+        self._new_number = count(FIRST_CALL).__next__
+        pool.hearing.on_acting = self._on_message
+
+    def __repr__(self) -> str:
+        return f"<Actors {len(self._actors)}>"
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+        public: int = 0,
+    ) -> Actor:
+        """Make an actor, which waits for its place as a task does.
+
+        Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
+        the id by which a worker calls it who has it made.
+        """
+        self.check(site, payload)
+        if get_if_exists and key is not None and (found := self.find(key)):
+            self._call_it(found, public)
+            return found
+        if key is not None and key in self._named:
+            raise ActorNameError(
+                f"an actor named {key[1]!r} lives already. Give another name, or say "
+                f"get_if_exists=True to have that one."
+            )
+        actor = Actor(site, self._new_number, key)
+        actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
+        if key is not None:
+            self._named[key] = actor
+        actor.id = self._driver.submit(site, payload, actor)
+        self._actors[actor.id] = actor
+        self._call_it(actor, public)
+        return actor
+
+    def _call_it(self, actor: Actor, public: int) -> None:
+        if public:
+            self._actors[public] = actor
+            actor.aliases.append(public)
+
+    def get(self, actor: int) -> Actor | None:
+        """An actor to which somebody holds a handle."""
+        return self._actors.get(actor)
+
+    def held(self, actor: int) -> Actor:
+        """See `ActorsPort.held`."""
+        if not self.hold(actor):
+            raise self.unknown(actor)
+        return self._actors[actor]
+
+    def unknown(self, actor: int) -> Exception:
+        """The error for one that never was, or to which nobody has a handle."""
+        refused = self._refused.get(actor)
+        return refused or ActorDiedError(
+            f"the actor {actor} has ended with its last handle."
+        )
+
+    def refuse(self, public: int, error: Exception) -> None:
+        """Note why one is not made that a worker wanted."""
+        self._refused[public] = error
+
+    def receiver_of(self, number: int) -> Receiver | None:
+        """Who waits for a call."""
+        for worker in self._workers.values():
+            if worker.actor is not None and number in worker.actor.calls:
+                return worker.actor.calls[number].receiver
+        return None
+
+    def find(self, key: tuple[str, str]) -> Actor | None:
+        """The actor of that name, if it lives; whoever asks holds one handle more."""
+        actor = self._named.get(key)
+        if actor is not None:
+            actor.holders += 1
+        return actor
+
+    def cancel(self, actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        found = self._actors.get(actor)
+        if found is None or not found.cancel(number):
+            return
+        worker = found.worker
+        if worker is None or worker.peer is None:
+            return
+        found.drops += 1
+        self._orders.drop(worker, number, found.drops)
+        if found.is_serial:
+            self._interrupt(found, worker, number)
+
+    def _interrupt(self, actor: Actor, worker: LiveWorker, number: int) -> None:
+        """Interrupt the one call that runs, if it is that one, until it has heard."""
+        if actor.worker is not worker or number not in actor.calls:
+            return
+        if self._orders.begun(worker.id) == number:
+            self._orders.interrupt(worker.id, number, attempt=1, is_coroutine=False)
+        self._loop.call_later(INTERRUPT_EVERY, self._interrupt, actor, worker, number)
+
+    def hold(self, actor: int) -> bool:
+        """One more holds a handle; False if nobody has until now."""
+        found = self._actors.get(actor)
+        if found is None:
+            return False
+        found.holders += 1
+        return True
+
+    def release(self, actor: int) -> None:
+        """One who held a handle has gone."""
+        found = self._actors.get(actor)
+        if found is None:
+            self._refused.pop(actor, None)
+        else:
+            found.release()
+            self._forget(found)
+
+    def release_soon(self, actor: int) -> None:
+        """The same from wherever objects are dropped."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.release, actor)
+
+    def _forget(self, actor: Actor) -> None:
+        if not actor.holders and actor.state is ActorState.DEAD:
+            for known_as in (actor.id, *actor.aliases):
+                self._actors.pop(known_as, None)
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End an actor's process at once, and the actor too unless it may restart."""
+        found = self._actors.get(actor)
+        if found is None or found.state is ActorState.DEAD:
+            return
+        if no_restart:
+            found.die(ActorDiedError(f"{found.name} was killed.", found.name))
+            self._driver.cancel(found.id)
+        elif found.worker is not None:
+            self._pool.kill(found.worker.id)
+
+    def terminate(self, actor: int) -> None:
+        """Have an actor end after what it was sent, whoever still holds a handle."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.is_ending = True
+            found.look_if_idle()
+
+    def creation(self, worker: LiveWorker, task: TaskId, call: Call) -> Create:
+        """What a worker is told that becomes an actor now."""
+        actor = call.receiver
+        assert isinstance(actor, Actor), call
+        actor.id = task  # it may be placed before it is submitted for good
+        actor.worker, worker.actor = worker, actor
+        actor.drops = 0
+        self._workers[worker.id] = worker
+        self._orders.expect_actor(worker)
+        terms = call.site.actor
+        assert terms is not None, call
+        if not terms.keeps_cpus:
+            # Later, not now: the core is told of events one at a time.
+            self._loop.call_soon(self._driver.feed, Resides(TaskId(actor.id)))
+        return Create(
+            actor.id,
+            call.site.id,
+            call.payload,
+            call.number,
+            terms.mode,
+            dict(terms.limits),
+            dict(terms.groups),
+        )
+
+    def on_gone(self, worker_id: int, death: Death) -> Callable[[], None]:
+        """A process has ended; the core is told of it next.
+
+        Returns:
+            What is to be done when the core has said whether another one follows.
+        """
+        holder = self.holding.pop(worker_id, None)
+        if holder is not None:
+            self._loop.call_soon(self.on_holder_gone, holder)
+        worker = self._workers.pop(worker_id, None)
+        if worker is None or worker.actor is None:
+            return _nothing
+        actor = worker.actor
+        was_leaving = actor.state is ActorState.LEAVING
+        lost = actor.lose(death.begun)
+        if was_leaving:
+            actor.receive(b"")
+            self._driver.cancel(actor.id)
+
+        def tell() -> None:
+            for receiver in lost:
+                receiver.fail(self._lost(actor, death))
+            if actor.state is ActorState.DEAD:
+                actor.note_gone()
+            actor.look_if_idle()
+
+        return tell
+
+    def _lost(self, actor: Actor, death: Death) -> ActorDiedError:
+        cause = describe_death(actor.name, death)
+        is_restarting = actor.state is not ActorState.DEAD
+        after = (
+            " It is being restarted; give it max_task_retries=1 or more to have such "
+            "calls tried again."
+            if is_restarting
+            else ""
+        )
+        error = ActorDiedError(
+            f"{actor.name} died while it ran this call: {cause}{after}",
+            actor.name,
+            is_restarting,
+        )
+        error.__cause__ = cause
+        return error
+
+    def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
+        """What an actor's process says."""
+        worker = self._workers.get(worker_id)
+        actor = worker.actor if worker is not None else None
+        if actor is None or actor.worker is not worker:
+            return
+        if type(message) is Created:
+            actor.on_created()
+        elif message.task == actor.id:
+            self._driver.on_answer(worker_id, message)  # type: ignore[arg-type]
+        else:
+            actor.on_answer(message)  # type: ignore[arg-type]
+
+    def _on_idle(self, actor: Actor) -> None:
+        if actor.state is ActorState.PENDING:
+            # It waits to be restarted, for nobody.
+            self._end(actor)
+            return
+        actor.leave()
+        self._loop.call_later(LEAVE_LIMIT, self._end, actor)
+
+    def _end(self, actor: Actor) -> None:
+        if actor.state is not ActorState.DEAD:
+            self._driver.cancel(actor.id)
+            actor.receive(b"")
+
+    def _on_dead(self, actor: Actor) -> None:
+        if actor.key is not None and self._named.get(actor.key) is actor:
+            del self._named[actor.key]
+        if actor.worker is None:
+            actor.note_gone()
+        self._forget(actor)
+
+
+def _nothing() -> None:
+    """The worker was no actor's."""

@@ -1,0 +1,13 @@
+"""When there is no room for another slot, and what is said of it."""
+
+from __future__ import annotations
+
+import errno
+from typing import Final
+
+SCARCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the kernel says where something is used up that others may give back."""
+
+
+class CrowdedError(OSError):
+    """There is no room for another slot now; there may be later."""

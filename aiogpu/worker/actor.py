@@ -1,0 +1,193 @@
+"""A worker that is an actor: made once, then called until it is to end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.wire.acting import (
+    ASYNC,
+    SERIAL,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Invoke,
+    Leave,
+)
+from aiogpu.wire.failure import STOPPED
+from aiogpu.wire.messages import Done, Exit, Failed, Message
+from aiogpu.wire.payload import NOTHING
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.execute import Executor
+from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.stdio import Stdio
+
+if TYPE_CHECKING:
+    from aiogpu.worker.imports import Imports
+
+_ENDS: Final = (Leave, Exit)
+
+
+def dropped(call: int) -> Failed:
+    """The answer to a call that was dropped before it began."""
+    return Failed(call, STOPPED, "", "", "", None)
+
+
+class Stage:
+    """What an actor's calls need of their process, however they are run."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        interrupts: Interrupts,
+        executor: Executor,
+        stdio: Stdio,
+        imports: Imports,
+    ) -> None:
+        self.channel = channel
+        self.interrupts = interrupts
+        self.executor = executor
+        self._stdio = stdio
+        self._imports = imports
+
+    def perform(self, creation: Create) -> bool:
+        """Be this actor until it is to end; False if it could not be made."""
+        current.is_actor = True
+        actor = self.executor.make(creation)
+        self._stdio.end_lines()
+        self._tell_rest()
+        if isinstance(actor, Failed):
+            self.channel.send(actor)
+            return False
+        self.channel.send(Created(creation.task))
+        if creation.mode == SERIAL:
+            self._play_serially(actor)
+        elif creation.mode == ASYNC:
+            from aiogpu.worker.async_actor import AsyncActor
+
+            AsyncActor(self, actor).play()
+        else:
+            from aiogpu.worker.threaded_actor import ThreadedActor
+
+            ThreadedActor(self, actor, creation).play()
+        # Now, so that what it does is still bounded and still heard.
+        del actor
+        gc.collect()
+        self._stdio.end_lines()
+        self.channel.send(Done(creation.task, NOTHING, 0))
+        return True
+
+    def answer(self, answer: Done | Failed) -> None:
+        """Send an answer after what was printed before it."""
+        self._stdio.end_lines()
+        if passing:
+            self.channel.send(Carry(answer.task, take_passing()))
+        self.channel.send(answer)
+        self._tell_rest()
+
+    def answer_all(self, answers: list[Message]) -> None:
+        """Send answers together after what was printed before them."""
+        self._stdio.end_lines()
+        if passing:
+            # In which of the answers a handle is, nobody has noted.
+            passed = take_passing()
+            carries = [Carry(one.task, passed) for one in answers if type(one) is Done]
+            self.channel.send_all([*carries, *answers])
+        else:
+            self.channel.send_all(answers)
+        self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        if self._imports.found:
+            self.channel.send(self._imports.take())
+        if current.children is not None:
+            current.children.tell_dropped()
+
+    def _play_serially(self, actor: object) -> None:
+        SerialActor(self, actor).play()
+
+
+class Methods(dict[str, Callable[..., Any]]):
+    """The methods of an actor, bound to it when they are first called."""
+
+    def __init__(self, actor: object) -> None:
+        super().__init__()
+        self._actor = actor
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self._actor, name)
+        self[name] = method
+        return method
+
+
+class SerialActor:
+    """Runs one call at a time in the main thread, where it can be interrupted."""
+
+    def __init__(self, stage: Stage, actor: object) -> None:
+        self._stage = stage
+        self._channel = stage.channel
+        self._interrupts = stage.interrupts
+        self._methods = Methods(actor)
+        self._dropped: set[int] = set()
+        self._drops = 0
+
+    def play(self) -> None:
+        """Obey until it is to end."""
+        executor, interrupts, methods = (
+            self._stage.executor,
+            self._interrupts,
+            self._methods,
+        )
+        while True:
+            message = self._channel.next()
+            if type(message) is Invoke:
+                call = message.call
+                interrupts.note_begun(call)
+                if interrupts.drops != self._drops:
+                    self._read_drops()
+                if call in self._dropped:
+                    self._dropped.discard(call)
+                    self._channel.send(dropped(call))
+                    continue
+                answer = executor.call(call, _bound(methods, message), message.payload)
+                self._stage.answer(answer)
+                if type(answer) is Failed and executor.has_left:
+                    return
+            elif type(message) is Drop:
+                self._drops += 1
+            elif message is None or type(message) in _ENDS:
+                return
+
+    def _read_drops(self) -> None:
+        """Read on until all calls are known that nobody wants any more.
+
+        One that is being dropped now may have been answered before.
+        """
+        while True:
+            for drop in self._channel.take(Drop):
+                assert isinstance(drop, Drop)
+                self._drops += 1
+                self._dropped.add(drop.call)
+            if self._drops >= self._interrupts.drops or not self._channel.read():
+                return
+
+
+def _bound(methods: Methods, message: Invoke) -> Callable[..., Any]:
+    """The method, or what raises what the lookup has raised."""
+    try:
+        return methods[message.method]
+    except BaseException as error:  # noqa: BLE001 - a property of the user's may raise
+        caught = error
+
+        def fail(*_args: object, **_kwargs: object) -> None:
+            raise caught
+
+        return fail
+
+
+def is_end(message: Message | None) -> bool:
+    """Whether the actor is to end now, or the driver has gone."""
+    return message is None or type(message) in _ENDS

@@ -1,0 +1,133 @@
+"""An actor whose coroutine methods interleave on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from inspect import iscoroutinefunction, signature
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.wire.acting import Drop, Invoke
+from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.messages import Done, Failed, Message
+from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.context import current
+from aiogpu.worker.execute import Raised
+
+if TYPE_CHECKING:
+    from aiogpu.worker.actor import Stage
+
+
+class AsyncActor:
+    """Begins each call when it comes; the driver sends no more than may run at once."""
+
+    def __init__(self, stage: Stage, actor: object) -> None:
+        self._stage = stage
+        self._channel = stage.channel
+        self._actor = actor
+        self._methods = Methods(actor)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._answers: list[Message] = []
+        self._loop = asyncio.new_event_loop()
+
+    def play(self) -> None:
+        """Obey until it is to end, then give it time for its `close()`."""
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        children = current.children
+        if children is not None:
+            children.loop, children.wake = loop, self._look_soon
+        loop.add_reader(self._channel.fileno(), self._read)
+        loop.call_soon(self._obey)
+        try:
+            loop.run_forever()
+            loop.remove_reader(self._channel.fileno())
+            loop.run_until_complete(self._close())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            self._flush()
+            loop.close()
+
+    async def _close(self) -> None:
+        rest = [*self._running.values()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        close = getattr(self._actor, "close", None)
+        if iscoroutinefunction(close) and not signature(close).parameters:
+            await close()
+
+    def _look_soon(self) -> None:
+        """A thread of a method's has read what may be for this loop."""
+        self._loop.call_soon_threadsafe(self._obey)
+
+    def _read(self) -> None:
+        if not self._channel.read_ready():
+            self._loop.stop()
+        self._obey()
+
+    def _obey(self) -> None:
+        for message in self._channel.take_all():
+            if type(message) is Invoke:
+                self._begin(message)
+            elif type(message) is Drop:
+                task = self._running.get(message.call)
+                if task is not None:
+                    task.cancel()
+            elif is_end(message):
+                self._loop.stop()
+
+    def _begin(self, message: Invoke) -> None:
+        try:
+            method = self._methods[message.method]
+            is_coroutine = iscoroutinefunction(method)
+        except BaseException as error:  # noqa: BLE001 - a property may raise
+            self._answer(self._failure(message.call, RAISED, error))
+            return
+        if is_coroutine:
+            self._running[message.call] = self._loop.create_task(
+                self._call(message.call, method, message.payload)
+            )
+        else:
+            executor = self._stage.executor
+            self._answer(executor.call(message.call, method, message.payload))
+
+    async def _call(self, call: int, method: Any, payload: bytes) -> None:
+        kind = UNREADABLE
+        started = perf_counter()
+        answer: Done | Failed
+        try:
+            args, kwargs = load_arguments(payload)
+            kind = RAISED
+            value = await method(*args, **kwargs)
+            kind = UNSENDABLE
+            result = dump_result(value)
+            answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
+        except asyncio.CancelledError as error:
+            task = self._running[call]
+            answer = (
+                dropped(call) if task.cancelling() else self._failure(call, kind, error)
+            )
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            answer = self._failure(call, kind, error)
+        del self._running[call]
+        self._answer(answer)
+
+    def _failure(self, call: int, kind: str, error: BaseException) -> Failed:
+        return self._stage.executor.describe(call, Raised(kind, error))
+
+    def _answer(self, answer: Done | Failed) -> None:
+        if not self._running and not self._answers:
+            self._stage.answer(answer)
+        else:
+            if not self._answers:
+                self._loop.call_soon(self._flush)
+            self._answers.append(answer)
+        if self._stage.executor.has_left:
+            self._loop.stop()
+
+    def _flush(self) -> None:
+        answers, self._answers = self._answers, []
+        if answers:
+            self._stage.answer_all(answers)

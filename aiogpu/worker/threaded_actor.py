@@ -1,0 +1,74 @@
+"""An actor whose plain methods run in threads, as many at once as their group may."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
+from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.execute import Raised
+
+if TYPE_CHECKING:
+    from aiogpu.worker.actor import Stage
+
+
+class ThreadedActor:
+    """The main thread reads; what comes runs in the threads of its group."""
+
+    def __init__(self, stage: Stage, actor: object, creation: Create) -> None:
+        self._stage = stage
+        self._channel = stage.channel
+        self._methods = Methods(actor)
+        self._groups = creation.groups
+        self._pools = {
+            group: ThreadPoolExecutor(limit, thread_name_prefix=f"aiogpu-{group}")
+            for group, limit in creation.limits.items()
+        }
+        self._waiting: dict[int, Future[None]] = {}
+
+    def play(self) -> None:
+        """Obey until it is to end and all calls have ended."""
+        is_over = False
+        while not is_over:
+            self._channel.wait(None)
+            is_over = not self._channel.read_ready()
+            for message in self._channel.take_all():
+                is_over |= self._obey(message)
+        has_left = self._stage.executor.has_left
+        for pool in self._pools.values():
+            pool.shutdown(wait=not has_left, cancel_futures=True)
+
+    def _obey(self, message: object) -> bool:
+        if type(message) is Invoke:
+            pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
+            self._waiting[message.call] = pool.submit(self._call, message)
+        elif type(message) is Drop:
+            future = self._waiting.get(message.call)
+            # One that runs goes on: a thread cannot be interrupted safely.
+            if future is not None and future.cancel():
+                self._waiting.pop(message.call, None)
+                self._channel.send(dropped(message.call))
+        return is_end(message)  # type: ignore[arg-type]
+
+    def _call(self, message: Invoke) -> None:
+        call, kind = message.call, UNREADABLE
+        started = perf_counter()
+        answer: Done | Failed
+        if self._stage.executor.has_left:
+            return  # the driver is told of all calls at once
+        try:
+            args, kwargs = load_arguments(message.payload)
+            kind = RAISED
+            value = self._methods[message.method](*args, **kwargs)
+            kind = UNSENDABLE
+            result = dump_result(value)
+            answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            answer = self._stage.executor.describe(call, Raised(kind, error))
+        self._waiting.pop(call, None)
+        self._stage.answer(answer)

@@ -1,0 +1,289 @@
+"""A node that may have so many workers and no more: who waits, who makes way."""
+
+import pytest
+
+from aiogpu.core.events import WorkerGone
+from aiogpu.core.ids import TaskId
+from aiogpu.core.policy import STARTS_ALLOWED, Patience
+from aiogpu.core.room import VAIN, Room
+from aiogpu.core.snapshot import snapshot
+from aiogpu.core.why import why
+from aiogpu.testing import World
+
+CROWDED_FOR = Patience().crowded_for
+
+
+def world(most: int = 2, cpus: float = 100, **options) -> World:
+    w = World(cpus=cpus, **options)
+    w.scheduler.room.bound(most)
+    return w
+
+
+def told_why(w: World, name: str) -> str:
+    record = w.scheduler.tasks[TaskId(w.tasks[name].id)]
+    return str(why(w.scheduler, record, {}, w.now))
+
+
+def test_more_tasks_than_workers_wait_although_all_else_is_there():
+    w = world(most=2)
+    for name in ("a", "b", "c", "d"):
+        w.submit(name)
+    assert (w.running, w.waiting) == ({"a", "b"}, {"c", "d"})
+    assert w.free["CPU"] == 98
+    w.finish("a")
+    assert (w.running, w.waiting) == ({"b", "c"}, {"d"})
+    for name in ("b", "c", "d"):
+        w.finish(name)
+    assert len(w.workers) == 2
+    assert set(w.told.values()) == {"settled"}
+
+
+def test_many_of_them_one_after_the_other():
+    w = world(most=3)
+    names = [f"t{number}" for number in range(100)]
+    for number, name in enumerate(names):
+        w.submit(name, max_calls=number % 2, environment={"X": str(number % 5)})
+    while w.running:
+        assert len(w.workers) <= 3
+        w.finish(min(w.running))
+    assert w.told == dict.fromkeys(names, "settled")
+
+
+def test_an_idle_worker_that_does_not_fit_makes_way():
+    w = world(most=2, gpus=1, exits=False)
+    w.submit("a")
+    w.submit("b")
+    w.finish("a")
+    idle = min(w.workers)
+    w.submit("c", num_gpus=1)
+    assert w.waiting == {"c"}
+    assert w.retired == [idle]
+    w.submit("d", environment={"X": "1"})
+    assert w.retired == [idle], "no other is idle"
+    w.die(idle)
+    assert (w.running, w.waiting) == ({"b", "c"}, {"d"})
+
+
+def test_one_goes_for_each_that_needs_another_and_no_more():
+    w = world(most=3, gpus=1, exits=False)
+    for name in ("a", "b", "c"):
+        w.submit(name)
+    for name in ("a", "b", "c"):
+        w.finish(name)
+    w.submit("x", num_gpus=1)
+    w.submit("y", num_gpus=1)
+    assert len(w.retired) == 1, "for y there is no device"
+    w.submit("z", environment={"X": "1"}, num_cpus=2)
+    assert len(w.retired) == 2
+    w.submit("again")
+    assert w.running == {"again"}
+    for worker in list(w.retired):
+        w.die(worker)
+    assert (w.running, w.waiting) == ({"again", "x", "z"}, {"y"})
+    assert w.scheduler.room.leaving == set()
+
+
+def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
+    w = world(most=1)
+    w.submit("a")
+    w.submit("first", environment={"X": "1"})
+    w.submit("second")
+    w.finish("a")
+    assert (w.running, w.waiting) == ({"first"}, {"second"})
+    w.finish("first")
+    assert w.running == {"second"}
+
+
+def test_who_lacks_more_than_a_worker_holds_up_nobody():
+    w = world(most=2, gpus=1)
+    w.submit("train", num_gpus=1)
+    w.submit("a")
+    w.submit("next", num_gpus=1)
+    w.submit("b")
+    w.finish("a")
+    assert (w.running, w.waiting) == ({"train", "b"}, {"next"})
+    assert w.retired == []
+
+
+def test_those_behind_one_that_was_cancelled_go_on():
+    w = world(most=2, exits=False)
+    w.submit("a")
+    w.submit("b", environment={"X": "1"})
+    w.submit("c", environment={"X": "2"})
+    w.submit("d", environment={"X": "1"})
+    w.finish("a")
+    w.finish("b")
+    assert w.waiting == {"c", "d"}, "they ask for the same, and c comes first"
+    assert len(w.retired) == 1
+    w.cancel("c")
+    assert w.running == {"d"}
+
+
+def test_a_starting_worker_without_a_task_is_one_to_be_had():
+    w = world(most=1, starts=False)
+    w.submit("a")
+    w.cancel("a")
+    w.submit("b")
+    assert w.starting == {"b"}
+    assert len(w.workers) == 1
+
+
+def test_spares_are_kept_where_there_is_room_for_them():
+    w = World(cpus=100, patience=Patience(spare_workers=2))
+    w.scheduler.room.bound(3)
+    w.submit("a", max_calls=1)
+    assert len(w.workers) == 3
+    w.submit("b", max_calls=1)
+    w.submit("c", max_calls=1)
+    assert w.running == {"a", "b", "c"}
+    w.submit("d", max_calls=1)
+    assert (len(w.workers), w.waiting) == (3, {"d"})
+    w.finish("a")
+    assert w.running == {"b", "c", "d"}
+
+
+def test_a_spare_makes_way_and_is_not_replaced_meanwhile():
+    w = World(cpus=100, patience=Patience(spare_workers=2), exits=False)
+    w.scheduler.room.bound(3)
+    w.submit("a", max_calls=1)
+    w.submit("b", max_calls=1, environment={"X": "1"})
+    w.submit("c", max_calls=1, environment={"X": "1"}, num_cpus=2)
+    assert len(w.retired) == 2
+    assert len(w.workers) == 3
+    for worker in w.retired:
+        w.die(worker)
+    assert w.running == {"a", "b", "c"}
+
+
+def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
+    w = world(most=1)
+    w.submit("zeroth")
+    w.submit("b")
+    w.advance(0.5)
+    assert told_why(w, "b") == (
+        "b (task 1) has waited 0.5 s for its turn: 0 before it\n"
+        "  workers: 1, and no room for more at a time; `aiogpu doctor` says "
+        "what bounds them"
+    )
+    (shape,) = snapshot(w.scheduler, {}, w.now).shapes
+    assert shape.reason == "waits for a worker: there are 1, and no room for more"
+    w.finish("zeroth")
+    w.finish("b")
+
+
+def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
+    w = World(cpus=100, starts=False)
+    w.submit("a")
+    w.start("a")
+    w.submit("b")
+    for _ in range(2 * STARTS_ALLOWED):
+        w.tell(WorkerGone(w.worker_of("b"), is_crowded=True))
+        assert (w.running, w.waiting, w.told) == ({"a"}, {"b"}, {})
+        assert w.free["CPU"] == 99
+        w.submit(f"c{len(w.tasks)}")
+        assert len(w.workers) == 1, "there is no room now"
+        w.cancel(f"c{len(w.tasks) - 1}")
+        w.advance(CROWDED_FOR)
+        assert w.starting == {"b"}, "there may be by now"
+    w.start("b")
+    w.finish("a")
+    w.finish("b")
+    assert w.told["b"] == "settled"
+
+
+def test_what_could_not_be_had_is_taken_where_another_worker_ends():
+    w = World(cpus=100, starts=False)
+    w.submit("a")
+    w.start("a")
+    w.submit("b")
+    w.tell(WorkerGone(w.worker_of("b"), is_crowded=True))
+    w.finish("a")
+    assert w.running == {"b"}
+
+
+def test_alone_it_fails_after_a_while():
+    w = World(cpus=100, starts=False)
+    w.submit("a")
+    w.submit("b")
+    for _ in range(VAIN):
+        while w.starting:
+            w.tell(WorkerGone(min(w.workers), is_crowded=True))
+        assert w.waiting == {"a", "b"}
+        w.advance(CROWDED_FOR)
+    while w.starting:
+        w.tell(WorkerGone(min(w.workers), is_crowded=True))
+        w.advance(CROWDED_FOR)
+    assert w.told == {"a": "lost", "b": "lost"}
+    assert w.now < VAIN * CROWDED_FOR + 1
+    w.submit("c")
+    w.start("c")
+    w.finish("c")
+    assert w.scheduler.room.vain == 0
+
+
+def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
+    w = World(cpus=100, starts=False, patience=Patience(spare_workers=1))
+    w.submit("a", max_calls=1)
+    w.start("a")
+    (spare,) = set(w.workers) - {w.worker_of("a")}
+    w.tell(WorkerGone(spare, is_crowded=True))
+    assert len(w.workers) == 1
+    w.advance(10)
+    assert len(w.workers) == 1
+
+
+def test_the_bound_comes_back_step_by_step():
+    room = Room()
+    room.bound(20)
+    assert room.shrink(10)
+    assert not room.shrink(12), "it is lowered already"
+    assert repr(room) == "<Room for 10 of 20>"
+    seen = []
+    while room.grow():
+        seen.append(room.now)
+    assert seen == [11, 13, 17]
+    assert room.now == 20
+    assert room.shrink(0)
+    assert room.now == 0
+    assert not Room().shrink(1 << 31)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_tree_that_needs_more_workers_than_there_can_be(most: int):
+    w = world(most=most)
+    w.submit("t0")
+    for depth in range(most):
+        assert w.told == {}
+        w.submit(f"t{depth + 1}", parent=f"t{depth}")
+        w.wait_for(f"t{depth}", f"t{depth + 1}")
+    assert w.told == {f"t{most}": "deadlocked"}
+    assert w.tasks[f"t{most}"].reason == (
+        f"t{most} needs a worker process, of which this node can have {most} at a "
+        f"time, and each of these has a task that waits, as t{most - 1} does for "
+        f"t{most}; `aiogpu doctor` says what bounds them"
+    )
+    assert w.blocked == {f"t{depth}" for depth in range(most - 1)}
+    for depth in reversed(range(most)):
+        w.finish(f"t{depth}")
+
+
+def test_a_tree_that_has_one_worker_left_goes_on():
+    w = world(most=2)
+    w.submit("parent")
+    for name in ("a", "b"):
+        w.submit(name, parent="parent")
+    w.wait_for("parent", "a", "b")
+    assert (w.running, w.told) == ({"parent", "a"}, {})
+    w.finish("a")
+    w.finish("b")
+    w.finish("parent")
+    assert set(w.told.values()) == {"settled"}
+
+
+def test_a_device_is_still_named_where_that_is_what_is_held():
+    w = world(most=2, gpus=1)
+    w.submit("a", num_gpus=1)
+    w.submit("b", parent="a", num_gpus=1)
+    w.wait_for("a", "b")
+    assert "those that wait hold it" in w.tasks["b"].reason
+    w.finish("a")

@@ -1,0 +1,38 @@
+"""Preloaded into a zygote: forks fail, as where a user may have no more processes.
+
+`SCARCE` in the environment says how many processes there may be below the zygote.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+
+from aiogpu.worker import cgroup, kernel
+
+MOST = int(os.environ.get("SCARCE", "1000"))
+ZYGOTE = os.getpid()
+
+
+def below(pid: int) -> int:
+    """How many processes there are below one."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            pids = [int(word) for word in file.read().split()]
+    except OSError:
+        return 0
+    return len(pids) + sum(map(below, pids))
+
+
+def bounded(fork: Callable[..., int]) -> Callable[..., int]:
+    """The same fork, until there are as many as there may be."""
+
+    def fork_if_allowed(*group: int) -> int:
+        if below(ZYGOTE) >= MOST:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork(*group)
+
+    return fork_if_allowed
+
+
+os.fork = bounded(os.fork)
+cgroup.kernel.fork_into = bounded(kernel.fork_into)

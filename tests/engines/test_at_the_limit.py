@@ -1,0 +1,180 @@
+"""More tasks than this process may have descriptors for: they wait, and none fails."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+
+from tests.program import run
+
+PROGRAM = """
+    import asyncio, os, resource, sys, tempfile
+    import aiogpu
+    NOFILE = resource.RLIMIT_NOFILE
+    resource.setrlimit(NOFILE, tuple(map(int, sys.argv[1].split())))
+    before = resource.getrlimit(NOFILE)
+
+    @aiogpu.remote
+    def limit():
+        import resource, subprocess, sys
+        source = "import resource as r; print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+        child = subprocess.run([sys.executable, "-c", source], capture_output=True)
+        return resource.getrlimit(resource.RLIMIT_NOFILE), int(child.stdout)
+
+    @aiogpu.remote
+    def meet(directory, count):
+        import os, time
+        open(f"{directory}/{os.getpid()}", "w").close()
+        while len(os.listdir(directory)) < count:
+            time.sleep(0.01)
+        return os.getpid()
+
+    @aiogpu.remote
+    def pid(variable=None):
+        import os
+        return os.getpid(), os.environ.get("X")
+
+    @aiogpu.remote
+    async def parent(depth):
+        return 1 + await parent.remote(depth - 1) if depth else 1
+
+    async def main():
+        preload = ["tests.engines.scarce"] if "SCARCE" in os.environ else []
+        async with aiogpu.init(num_cpus=1000, num_gpus=0, preload=preload):
+            await body()
+        assert resource.getrlimit(NOFILE) == before
+        print("ok")
+"""
+
+
+def program(body: str, limits: str, loop: str = "asyncio.run", **variables: str) -> str:
+    """Run `body` on a node of a program with these limits, soft and hard."""
+    source = textwrap.dedent(PROGRAM) + "async def body():\n"
+    source += textwrap.indent(textwrap.dedent(body), "    ") + f"\n{loop}(main())\n"
+    return run(source, limits, **variables)
+
+
+@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
+def test_many_more_than_there_is_room_for(loop: str) -> None:
+    body = """
+        handles = [pid.remote() for _ in range(300)]
+        handles += [pid.options(max_calls=1).remote() for _ in range(30)]
+        for number in range(60):
+            env = {"env_vars": {"X": str(number % 3)}}
+            handles.append(pid.options(runtime_env=env).remote())
+        results = await asyncio.gather(*handles)
+        assert [x for _, x in results[-60:]] == [str(n % 3) for n in range(60)]
+        assert len({pid for pid, _ in results[300:330]}) == 30
+        assert len(os.listdir("/proc/self/fd")) < 128
+    """
+    assert program(body, "128 128", loop) == "ok\n"
+
+
+def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
+    body = """
+        assert resource.getrlimit(NOFILE) == (1024, 1024)
+        assert await limit.remote() == ((128, 1024), 128)
+        env = {"env_vars": {"PYTHONHASHSEED": "1"}}
+        later = limit.options(runtime_env=env)
+        assert await later.remote() == ((128, 1024), 128), "of a later zygote"
+        with tempfile.TemporaryDirectory() as directory:
+            together = [meet.remote(directory, 60) for _ in range(60)]
+            assert len(set(await asyncio.gather(*together))) == 60
+    """
+    assert program(body, "128 1024") == "ok\n"
+
+
+def test_why_the_next_one_waits() -> None:
+    body = """
+        with tempfile.TemporaryDirectory() as directory:
+            held = [meet.remote(directory, 1000) for _ in range(100)]
+            while len(os.listdir(directory)) < 10:
+                await asyncio.sleep(0.01)
+            print(str(await held[-1].why()).splitlines()[1])
+            print((await aiogpu.status()).shapes[0].reason)
+            for handle in held:
+                handle.cancel()
+            assert (await pid.remote())[0]
+    """
+    first, second, ok = program(body, "128 128").splitlines()
+    told = r"  workers: (\d+), and no room for more at a time; `aiogpu doctor` says "
+    found = re.match(told, first)
+    assert found, first
+    assert second == f"waits for a worker: there are {found[1]}, and no room for more"
+    assert ok == "ok"
+
+
+def test_a_tree_that_is_deeper_than_there_is_room_for() -> None:
+    body = """
+        assert await parent.remote(5) == 6
+        try:
+            await parent.remote(100)
+        except aiogpu.DeadlockError as error:
+            print(error)
+        assert await parent.remote(5) == 6
+    """
+    told, ok = program(body, "128 128").splitlines()
+    assert "needs a worker process, of which this node can have" in told
+    assert ok == "ok"
+
+
+def test_descriptors_that_the_program_takes_itself() -> None:
+    body = """
+        await asyncio.gather(*(pid.remote() for _ in range(3)))
+        files = [open(os.devnull) for _ in range(50)]
+        await asyncio.gather(*(pid.remote() for _ in range(200)))
+        assert len(os.listdir("/proc/self/fd")) < 128
+        while files:
+            files.pop().close()
+        with tempfile.TemporaryDirectory() as directory:
+            await asyncio.gather(*(meet.remote(directory, 12) for _ in range(12)))
+    """
+    assert program(body, "128 128") == "ok\n"
+
+
+@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
+def test_no_more_processes_than_there_may_be(loop: str) -> None:
+    body = """
+        handles = [pid.remote() for _ in range(100)]
+        handles += [pid.options(max_calls=1).remote() for _ in range(20)]
+        await asyncio.gather(*handles)
+    """
+    assert program(body, "1024 4096", loop, SCARCE="15") == "ok\n"
+
+
+@pytest.mark.parametrize("most", ["0", "1"])
+def test_no_process_at_all_is_an_error_that_says_so(most: str) -> None:
+    body = """
+        for error in await asyncio.gather(pid.remote(), pid.remote(),
+                                          return_exceptions=True):
+            assert isinstance(error, aiogpu.WorkerDiedError)
+            print(error)
+    """
+    first, second, ok = program(body, "1024 4096", SCARCE=most).splitlines()
+    assert (
+        first
+        == second
+        == (
+            "no worker could be started for pid: no process can be forked: Resource "
+            "temporarily unavailable; what bounds them is `ulimit -u`, a cgroup's "
+            "pids.max, or memory"
+        )
+    )
+    assert ok == "ok"
+
+
+def test_no_room_for_a_node() -> None:
+    source = """
+        import asyncio, resource
+        import aiogpu
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        async def main():
+            try:
+                await aiogpu.init(num_cpus=1, num_gpus=0)
+            except aiogpu.NodeStartError as error:
+                print(error)
+        asyncio.run(main())
+    """
+    assert "this process may have 40 descriptors open" in run(source)
