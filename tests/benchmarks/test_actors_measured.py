@@ -60,7 +60,7 @@ async def test_an_actor_lives_as_long_as_its_method_is_held():
             assert (await aiogpu.status()).tasks
             del call
         while (await aiogpu.status()).tasks:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
     finally:
         await environment.close()
 
