@@ -32,8 +32,9 @@ class Node:
     """The ledger, the queue and the records of one node.
 
     Attributes:
-        reservation: what is kept for a task that has waited long, None for none.
         delayed: tasks that have failed and will wait again some time later.
+        blocked: tasks that wait for others, and some that did so a moment ago.
+        reservation: what is kept for a task that has waited long, None for none.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
@@ -48,6 +49,7 @@ class Node:
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.timers = Timers()
+        self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.is_closing = False
         self.solitude = Solitude()
@@ -122,6 +124,7 @@ class Node:
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
         if record.kin is not None:
+            self.blocked.pop(record.id, None)
             self._leave(record, record.kin)
 
     def _leave(self, record: TaskRecord, kin: Kin) -> None:
