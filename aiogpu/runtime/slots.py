@@ -48,6 +48,7 @@ class Slots:
         self._free: list[Slot] = []
         self._next_index = 0
         self._free_indices: list[int] = []
+        self._gone: asyncio.Future[None] | None = None
 
     def bound(self, most: int) -> None:
         """Say how many slots there may be."""
@@ -183,6 +184,18 @@ class Slots:
         del self._slots[slot.index]
         self.withdraw(slot)
         slot.zygote.release(slot.index)
+        if self._gone is not None and not self._slots and not self._gone.done():
+            self._gone.set_result(None)
+
+    async def gone(self, patience: float) -> None:
+        """Wait until all slots are forgotten, or for so many seconds none was.
+
+        A thousand keepers take their time, on a machine of two cores.
+        """
+        left = 0
+        while self._slots and left != (left := len(self._slots)):
+            self._gone = self._loop.create_future()
+            await asyncio.wait([self._gone], timeout=patience)
 
     def reuse_index(self, slot: Slot) -> None:
         """A forgotten slot's pipes are closed: another may have its index."""
