@@ -26,12 +26,21 @@ MARGIN: Final = RESERVE // 2
 """Descriptors that are left over when no other slot is made."""
 
 
+def most_workers(slots: int) -> int:
+    """How many of so many slots may have a worker; the others wait for one, or end."""
+    return max(1, slots - _spare(slots))
+
+
+def _spare(slots: int) -> int:
+    return min(SPARE_SLOTS, 1 + slots // 4)
+
+
 class Slots:
     """All slots, and which of them have a keeper but no worker.
 
     Attributes:
         most: how many there may be.
-        most_workers: how many may have a worker; the others wait for one, or end.
+        most_workers: how many of them may have a worker.
     """
 
     def __init__(
@@ -53,8 +62,8 @@ class Slots:
     def bound(self, most: int) -> None:
         """Say how many slots there may be."""
         self.most = most
-        self._spare = min(SPARE_SLOTS, 1 + most // 4)
-        self.most_workers = max(1, most - self._spare)
+        self.most_workers = most_workers(most)
+        self._spare = _spare(most)
 
     def __len__(self) -> int:
         return len(self._slots)
