@@ -107,7 +107,7 @@ async def test_calls_that_cannot_be_are_refused_before_they_are_sent() -> None:
                 call()
         with pytest.raises(AttributeError, match="Did you mean add"):
             counter.addd.remote()
-        with pytest.raises(AttributeError, match="no method zzzz.* There are: add"):
+        with pytest.raises(AttributeError, match=r"no method zzzz.* There are: add"):
             counter.zzzz  # noqa: B018
         with pytest.raises(AttributeError, match="_hidden of Counter is private"):
             counter._hidden.remote()
