@@ -75,8 +75,9 @@ def _waiting(why: Why) -> Iterator[str]:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"
         if why.bound:
+            held = ", each held without end" if why.is_held_endlessly else ""
             yield (
-                f"  workers: {why.bound}, and no room for more at a time; "
+                f"  workers: {why.bound}{held}, and no room for more at a time; "
                 f"`aiogpu doctor` says what bounds them"
             )
         return

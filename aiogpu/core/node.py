@@ -33,9 +33,10 @@ class Node:
     """The ledger, the queue and the records of one node.
 
     Attributes:
-        reservation: what is kept for a task that has waited long, None for none.
         delayed: tasks that have failed and will wait again some time later.
         restarts: of what is endless.
+        blocked: tasks that wait for others, and some that did so a moment ago.
+        reservation: what is kept for a task that has waited long, None for none.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
@@ -50,6 +51,7 @@ class Node:
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.timers = Timers()
+        self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.is_closing = False
         self.restarts: dict[TaskId, Restarts] = {}
@@ -132,6 +134,7 @@ class Node:
         if self.restarts:
             self.restarts.pop(record.id, None)
         if record.kin is not None:
+            self.blocked.pop(record.id, None)
             self._leave(record, record.kin)
 
     def _leave(self, record: TaskRecord, kin: Kin) -> None:
