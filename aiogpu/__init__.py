@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
     from aiogpu.api.actor import typed as typed
+    from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
@@ -66,6 +67,7 @@ _ROOMS = {
         "kill",
         "typed",
     ),
+    "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),

@@ -7,17 +7,27 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 Call = Callable[[int], asyncio.Future[T]]
 """Starts a task at once; its result is awaited, its `cancel()` stops the work."""
 
+OnBatch = Callable[[list[int]], Coroutine[Any, Any, list[int]]]
+"""Takes a list and gives one as long, in this process."""
+
+OnItem = Callable[[int], Coroutine[Any, Any, int]]
+"""The same for one item."""
+
 Preload = Sequence[str] | None
 """Modules that are imported once for all workers; None for the system's default."""
+
+
+Create = Callable[[], Awaitable[Call[None]]]
+"""Makes an actor, once it is awaited; gives its method `noop`, with which it lives."""
 
 
 class UnsupportedError(Exception):
@@ -130,6 +140,14 @@ class Environment(Protocol):
         """A function of `tasks` as a task; `UnsupportedError` if it cannot be."""
         ...
 
+    def actor(self, cls: type) -> Create:
+        """A class of `tasks` whose objects have a process each.
+
+        Raises:
+            UnsupportedError: the system has no actors.
+        """
+        ...
+
     def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:
         """One task from submission to end in the system's scheduler, without I/O.
 
@@ -165,6 +183,14 @@ class Environment(Protocol):
 
         Raises:
             UnsupportedError: tasks start no tasks.
+        """
+        ...
+
+    def batched(self, function: OnBatch, size: int) -> OnItem:
+        """A function that is called with one item, and runs with up to `size`.
+
+        Raises:
+            UnsupportedError: calls are not gathered.
         """
         ...
 

@@ -3,6 +3,20 @@
 import sys
 
 
+class Plain:
+    """An actor's class; it keeps nothing."""
+
+    def noop(self, number: int) -> None:
+        """Do nothing."""
+
+
+class Interleaved:
+    """The same with a coroutine method."""
+
+    async def noop(self, number: int) -> None:
+        """Do nothing."""
+
+
 def noop(number: int) -> None:
     """Do nothing."""
 
@@ -47,6 +61,25 @@ def has_torch(number: int) -> bool:
     import sys
 
     return "torch" in sys.modules
+
+
+async def batch_on_loop(numbers: list[int]) -> list[int]:
+    """Hold the event loop for a millisecond."""
+    from time import perf_counter
+
+    end = perf_counter() + 0.001
+    while perf_counter() < end:
+        pass
+    return numbers
+
+
+async def batch_in_thread(numbers: list[int]) -> list[int]:
+    """Leave the interpreter to others for a millisecond, as code on a GPU does."""
+    from asyncio import to_thread
+    from time import sleep
+
+    await to_thread(sleep, 0.001)
+    return numbers
 
 
 def spin(number: int) -> None:

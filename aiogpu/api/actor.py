@@ -5,8 +5,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -20,72 +19,25 @@ from typing import (
 )
 
 from aiogpu.api.actor_options import (
-    INTERLEAVED,
-    THREADS,
     ActorOptions,
     check_actor_options,
 )
+from aiogpu.api.face import Face
 from aiogpu.api.method import (
-    Parameters,
     RemoteMethod,
-    methods_of,
-    mode_of,
-    without_self,
 )
 from aiogpu.api.task import Definition
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
 from aiogpu.wire.payload import dump_arguments
 from aiogpu.worker.context import ActorExit, current
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
-    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.method import Link
     from aiogpu.runtime.call import Site
 
 P = ParamSpec("P")
 A = TypeVar("A")
-
-
-class Face:
-    """What is known of a class without a process: its methods and their options."""
-
-    def __init__(self, cls: type) -> None:
-        self.name = cls.__name__
-        self.methods = methods_of(cls)
-        made = cls.__init__  # type: ignore[misc]
-        takes_nothing = made is object.__init__
-        self.parameters = Parameters(
-            self.name, inspect.Signature() if takes_nothing else without_self(made)
-        )
-
-    def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
-        """How calls are run, and how many of each group at once."""
-        groups = options.concurrency_groups
-        mode = mode_of(self.methods, options.max_concurrency, groups)
-        usual = INTERLEAVED if mode == ASYNC else THREADS
-        return mode, {DEFAULT_GROUP: options.max_concurrency or usual, **groups}
-
-    def groups(self, options: ActorOptions) -> dict[str, str]:
-        """The group of each method that has one.
-
-        Raises:
-            OptionError: the class has no such group.
-        """
-        named = {
-            name: method.group
-            for name, method in self.methods.items()
-            if method.group != DEFAULT_GROUP
-        }
-        for name, group in named.items():
-            if group not in options.concurrency_groups:
-                there = ", ".join(options.concurrency_groups) or "none"
-                raise OptionError(
-                    f"{self.name}.{name} is in the concurrency group {group!r}; its "
-                    f"class names {there}. Say "
-                    f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
-                )
-        return named
 
 
 class ActorHandle(Generic[A]):
@@ -98,7 +50,7 @@ class ActorHandle(Generic[A]):
 
     __slots__ = ("__dict__", "__weakref__", "_face", "_link")
 
-    def __init__(self, link: ActorLink, face: Face) -> None:
+    def __init__(self, link: Link, face: Face) -> None:
         self._link = link
         self._face = face
 
@@ -133,10 +85,24 @@ class ActorHandle(Generic[A]):
             self._link.kill(no_restart=True)
         await self._link.ended()
 
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError(
-            f"the handle of {self._link.name} cannot be pickled in this version."
-        )
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return revive, (*self._link.reference(), self._face)
+
+
+def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
+    """The handle that was pickled as this, in whichever process it has come to.
+
+    Raises:
+        NodeError: the process has no node.
+    """
+    if current.children is not None:
+        from aiogpu.api.actor_far import FarLink
+
+        return ActorHandle(FarLink.to(actor, name), face)
+    from aiogpu.api.actor_link import ActorLink
+    from aiogpu.api.session import current_session
+
+    return ActorHandle(ActorLink.known(current_session(), actor), face)
 
 
 def _no_method(face: Face, name: str) -> AttributeError:
@@ -184,18 +150,23 @@ class RemoteClass(Generic[P, A]):
             InfeasibleError: the node can never give what the actor asks for.
             SerializationError: the class or an argument cannot be pickled.
         """
-        from aiogpu.api.actor_link import ActorLink
-        from aiogpu.api.session import current_session
-
         self._face.parameters.check(args, kwargs)
         site = self._site or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
-        link = ActorLink.create(
-            current_session(), site, payload, key, options.get_if_exists
-        )
-        return ActorHandle(link, self._face)
+        asked = site, payload, key, options.get_if_exists
+        if current.children is not None:
+            from aiogpu.api.actor_far import FarLink
+
+            return ActorHandle(FarLink.create(*asked), self._face)
+        from aiogpu.api.actor_link import ActorLink
+        from aiogpu.api.session import current_session
+
+        link = ActorLink.create(current_session(), *asked)
+        terms = link.site.actor
+        assert terms is not None, link
+        return ActorHandle(link, cast("Face", terms.face))
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
@@ -234,6 +205,10 @@ class RemoteClass(Generic[P, A]):
             self._definition, self._face, merged(self._options, dict(options))
         )
 
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
+        """Have a class that names this one as a base inherit from the plain class."""
+        return (cast("type", self.__wrapped__),)
+
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
         def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -263,13 +238,13 @@ def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     return RemoteClass(Definition(cls), face, checked)
 
 
-def _link_of(handle: object, asker: str) -> ActorLink:
+def _link_of(handle: object, asker: str) -> Link:
     if not isinstance(handle, ActorHandle):
         raise MisuseError(
             f"{asker} was given {handle!r}; give it what `.remote()` of an actor's "
             f"class has given."
         )
-    link: ActorLink = object.__getattribute__(handle, "_link")
+    link: Link = object.__getattribute__(handle, "_link")
     return link
 
 
@@ -304,6 +279,11 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         ActorNameError: no actor has that name.
         NodeError: the node is not open.
     """
+    if current.children is not None:
+        from aiogpu.api.actor_far import find
+
+        far, face = find(name, namespace or "")
+        return ActorHandle(far, cast("Face", face))
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.session import current_session
 

@@ -12,13 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.core.why import Why
+from aiogpu.errors import MisuseError
+from aiogpu.runtime.child import Carrying, Then
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
+kept: Final[list[ActorLink]] = []
+"""Ties that were pickled and not sent yet."""
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -63,8 +68,15 @@ class ActorLink:
     ) -> ActorLink:
         """Make an actor, now or as soon as the node is open."""
         link = cls(session, site.spec.name, site)
+        passed = take_kept() if passing else []
         make = partial(link._make, payload, key, get_if_exists)
         session.when_open(make, link._fail)
+        if passed:
+            receiver = Then(passed.clear)
+            if link._actor is not None:
+                link._actor.await_ready(receiver)
+            else:
+                link._early.append(lambda actor: actor.await_ready(receiver))
         return link
 
     @classmethod
@@ -73,6 +85,27 @@ class ActorLink:
         link = cls(session, actor.site.spec.name, actor.site)
         link._actor, link._actors = actor, actors
         return link
+
+    @classmethod
+    def known(cls, session: Session, actor: int) -> ActorLink:
+        """Tie an actor of which a handle has come; raises `ActorDiedError`."""
+        actors = session.actors()
+        return cls.to(session, actors.held(actor), actors)
+
+    def reference(self) -> tuple[int, str]:
+        """What a handle is pickled as; whoever gets it counts as a holder.
+
+        Raises:
+            MisuseError: its node is not open yet.
+        """
+        if self._actor is None:
+            raise MisuseError(
+                f"the handle of {self.name} cannot be passed on before its node is "
+                f"open; await it first."
+            )
+        passing.append(self._actor.id)
+        kept.append(self)
+        return self._actor.id, self.name
 
     def _make(
         self,
@@ -84,6 +117,8 @@ class ActorLink:
         self._actors = engine.actors
         actor = self._actors.create(self.site, payload, key, get_if_exists)
         self._actor = actor
+        # It may be one of that name that lives already, and of another class.
+        self.site, self.name = actor.site, actor.site.spec.name
         early, self._early = self._early, []
         self._early_handles.clear()
         for ask in early:
@@ -101,16 +136,20 @@ class ActorLink:
 
         Raises:
             SerializationError: the arguments are too large to be sent.
+            NodeError: the node is closed, or belongs to another process.
         """
         if len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(self.site, payload)
+        if self._actor is not None and not self._session.is_open:
+            raise self._session.unusable()
         handle = self._session.new_handle(label, self)
+        receiver = carrying(handle) if passing else handle
         if self._actor is not None:
-            handle.task_id = self._actor.call(method, payload, handle)
+            handle.task_id = self._actor.call(method, payload, receiver)
         else:
-            self._ask(handle, partial(_call_early, method, payload, handle))
+            self._ask(handle, partial(_call_early, method, payload, handle, receiver))
         return handle
 
     def ready(self) -> Handle[None]:
@@ -126,6 +165,8 @@ class ActorLink:
         return handle
 
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
+        if self._session.is_forked:
+            raise self._session.unusable()
         if self._actor is not None:
             ask(self._actor)
         elif self._error is not None:
@@ -143,6 +184,8 @@ class ActorLink:
         self._tell(lambda actors, actor: actors.terminate(actor))
 
     def _tell(self, tell: Callable[[ActorsPort, int], None]) -> None:
+        if self._session.is_forked:
+            raise self._session.unusable()
         if self._actor is not None and self._actors is not None:
             tell(self._actors, self._actor.id)
         elif self._error is None:
@@ -162,7 +205,7 @@ class ActorLink:
         if self._actor is None:
             return Why(name, number, "opening")
         found = self._session.why(self.name, self._actor.id)
-        return replace(found, name=name, task=number)
+        return replace(found, name=name)
 
     def __del__(self) -> None:
         # Wherever the collector runs: in another thread, or amid the loop's own work.
@@ -176,10 +219,27 @@ def _release(actors: ActorsPort, actor: int) -> None:
 
 
 def _call_early(
-    method: str, payload: bytes, handle: Handle[Any], actor: ActorPort
+    method: str,
+    payload: bytes,
+    handle: Handle[Any],
+    receiver: Receiver,
+    actor: ActorPort,
 ) -> None:
     if not handle.done():
-        handle.task_id = actor.call(method, payload, handle)
+        handle.task_id = actor.call(method, payload, receiver)
+
+
+def take_kept() -> list[ActorLink]:
+    """The ties that were pickled into what is sent next."""
+    links = kept[:]
+    kept.clear()
+    passing.clear()
+    return links
+
+
+def carrying(receiver: Receiver) -> Receiver:
+    """A receiver that holds the actors whose handles are sent, until it is told."""
+    return Carrying(receiver, take_kept().clear)
 
 
 class _Watcher:

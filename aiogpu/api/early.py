@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.engines.base import Engine
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
 
 class Early(NamedTuple):
@@ -48,8 +48,12 @@ class EarlyRequests:
 
 
 def submit_early(
-    site: Site, payload: bytes, handle: Handle[Any], engine: Engine
+    site: Site,
+    payload: bytes,
+    handle: Handle[Any],
+    receiver: Receiver,
+    engine: Engine,
 ) -> None:
     """Start a task whose handle exists, unless nobody wants it any more."""
     if not handle.done():
-        handle.task_id = engine.submit(site, payload, handle)
+        handle.task_id = engine.submit(site, payload, receiver)

@@ -23,12 +23,12 @@ from typing import (
 )
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
+from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.payload import dump_arguments
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.handle import Handle
 
 P = ParamSpec("P")
@@ -36,45 +36,6 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 MARK: Final = "__aiogpu_method__"
 NO_ARGUMENTS: Final = dump_arguments("", (), {})
-
-
-class Parameters:
-    """What a function takes, checked cheaply where arguments come by position."""
-
-    def __init__(self, name: str, signature: inspect.Signature) -> None:
-        self._name = name
-        self._signature = signature
-        self._least, self._most = _positions(signature)
-
-    def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise `MisuseError` unless it takes these arguments."""
-        if not kwargs and self._least <= len(args) <= self._most:
-            return
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise MisuseError(
-                f"{self._name}{self._signature} was called with other arguments: "
-                f"{error}."
-            ) from None
-
-
-def _positions(signature: inspect.Signature) -> tuple[int, float]:
-    """How many arguments by position it takes, at least and at most."""
-    least, most = 0, 0.0
-    for parameter in signature.parameters.values():
-        is_needed = parameter.default is parameter.empty
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = float("inf")
-        elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
-            return 1, 0.0  # never by position alone
-        elif parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            least += is_needed
-            most += 1
-    return least, most
 
 
 class Method:
@@ -85,7 +46,8 @@ class Method:
         group: its concurrency group.
     """
 
-    def __init__(self, owner: str, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: str, name: str, found: Any) -> None:
+        function = getattr(found, "__func__", found)
         options: MethodOptions = getattr(function, MARK, MethodOptions())
         self.name = name
         self.label = f"{owner}.{name}"
@@ -94,8 +56,13 @@ class Method:
         self.is_generator = inspect.isgeneratorfunction(
             function
         ) or inspect.isasyncgenfunction(function)
-        self._function = function
+        self._found = found
         self._parameters: Parameters | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the function a handle needs no more than what it takes.
+        parameters = None if self.is_generator else self._look()
+        return {**self.__dict__, "_found": None, "_parameters": parameters}
 
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
         """Check and pickle the arguments of a call.
@@ -116,24 +83,31 @@ class Method:
                 f"{self.label} is a generator; this version calls methods that return. "
                 f"Return a list, or have it called once per item."
             )
-        self._parameters = Parameters(self.label, without_self(self._function))
+        if self._parameters is None:
+            function = getattr(self._found, "__func__", self._found)
+            signature = signature_of(function)
+            if signature is not None and not isinstance(self._found, staticmethod):
+                signature = without_self(signature)
+            self._parameters = Parameters(self.label, signature)
         return self._parameters
-
-
-def without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function as its bound method has it."""
-    signature = inspect.signature(function)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def methods_of(cls: type) -> dict[str, Method]:
     """The public methods of a class and of its bases."""
     found: dict[str, Method] = {}
     for name in dir(cls):
-        function: object = inspect.getattr_static(cls, name, None)
-        if not name.startswith("_") and inspect.isfunction(function):
-            found[name] = Method(cls.__name__, name, function)
+        attribute: object = inspect.getattr_static(cls, name, None)
+        if not name.startswith("_") and _is_method(attribute):
+            found[name] = Method(cls.__name__, name, attribute)
     return found
+
+
+def _is_method(attribute: object) -> bool:
+    """Whether it is called on an object of the class it is found in."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return True
+    is_bound = hasattr(type(attribute), "__get__")
+    return is_bound and callable(attribute) and not isinstance(attribute, type)
 
 
 def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:
@@ -143,12 +117,46 @@ def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object)
     return THREADED if groups or (concurrency or 1) > 1 else SERIAL
 
 
+class Link(Protocol):
+    """A process's tie to an actor: `api.actor_link` or, in a worker, `api.actor_far`.
+
+    Attributes:
+        name: how errors call the actor.
+    """
+
+    name: str
+
+    def reference(self) -> tuple[int, str]:
+        """The actor's id and name, for a handle to be pickled as."""
+        ...
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the call's handle."""
+        ...
+
+    def ready(self) -> Any:
+        """A handle that is settled when the actor was made."""
+        ...
+
+    def ended(self) -> Any:
+        """A handle that is settled when its process has ended."""
+        ...
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        ...
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        ...
+
+
 class RemoteMethod(Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_link", "_method")
 
-    def __init__(self, link: ActorLink, method: Method) -> None:
+    def __init__(self, link: Link, method: Method) -> None:
         self._link = link
         self._method = method
 
@@ -164,7 +172,9 @@ class RemoteMethod(Generic[P, R]):
             NodeError: the actor's node is closed.
         """
         method = self._method
-        return self._link.call(method.label, method.name, method.pack(args, kwargs))
+        payload = method.pack(args, kwargs)
+        handle: Handle[R] = self._link.call(method.label, method.name, payload)
+        return handle
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.

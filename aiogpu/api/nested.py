@@ -117,6 +117,14 @@ class TaskSession:
         handle.task_id = self._link.submit(site, payload, handle)
         return handle
 
+    def ask(self, label: str, actor: int, method: str, payload: bytes) -> Handle[Any]:
+        """Call a method of an actor."""
+        handle: ChildHandle[Any] = ChildHandle(
+            label, self._link, self._loop, self._link
+        )
+        handle.task_id = self._link.ask(actor, method, payload, handle)
+        return handle
+
 
 def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
     """The session of the task that runs on a loop; made when it is first asked for."""

@@ -28,11 +28,12 @@ from aiogpu.errors import (
     NodeError,
     NoLoopError,
 )
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
@@ -90,10 +91,16 @@ class Session:
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self._new_handle(site.spec.name, self, self._loop)
+        receiver: Receiver = handle
+        if passing:
+            from aiogpu.api.actor_link import carrying
+
+            receiver = carrying(handle)
         if self._state is SessionState.OPEN:
-            handle.task_id = self._engine.submit(site, payload, handle)
+            handle.task_id = self._engine.submit(site, payload, receiver)
         else:
-            self.when_open(partial(submit_early, site, payload, handle), handle.fail)
+            start = partial(submit_early, site, payload, handle, receiver)
+            self.when_open(start, handle.fail)
         return handle
 
     def when_open(

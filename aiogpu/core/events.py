@@ -59,11 +59,13 @@ class WorkerSpoilt:
 class TaskWaits:
     """A task's code waits until these tasks have ended, all of them.
 
-    None of them: it does not wait any more.
+    None of them: it does not wait any more, unless it waits for something
+    `elsewhere`, of which nothing is known here.
     """
 
     task: TaskId
     children: tuple[TaskId, ...]
+    elsewhere: bool = False
 
 
 @dataclass(slots=True)

@@ -59,6 +59,8 @@ def _behind(why: Why) -> str:
 
 
 def _children(why: Why) -> str:
+    if not why.count:
+        return "an actor"
     word = "its child" if why.count == 1 else "its children"
     return f"{word} {listing(why.children, why.count)}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from aiogpu.core.deadlock import find_deadlocks
 from aiogpu.core.effects import Deadlock, Disown, Effect
+from aiogpu.core.events import TaskWaits
 from aiogpu.core.ids import TaskId
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -62,7 +63,7 @@ def stop(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> N
 def on_waits(
     node: Node,
     record: TaskRecord,
-    children: tuple[TaskId, ...],
+    event: TaskWaits,
     now: float,
     effects: list[Effect],
 ) -> None:
@@ -72,17 +73,19 @@ def on_waits(
     another waits for: who waits shall be known for each.
     """
     if record.kin is None:
-        return
+        if not event.elsewhere:
+            return
+        record.kin = Kin(lane_of(record))
     if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
         return
-    found = [node.tasks.get(child) for child in children]
+    found = [node.tasks.get(child) for child in event.children]
     awaited = {
         child.id: child
         for child in found
         if child and child.kin and child.kin.awaited_by in (None, record)
     }
     _wait_for(record, awaited)
-    if not awaited:
+    if not awaited and not event.elsewhere:
         node.go_on(record)
         return
     worker = record.worker

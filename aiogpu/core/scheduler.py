@@ -1,11 +1,10 @@
 """The node's mind: events in, effects out, nothing else.
 
 `handle(event, now)` brings every record up to date, then matches what waits with
-what is free. `deadline()` says when it wants to be asked again although nothing
-happened. Two things hold always: a lease ends only when the code that it was
-taken for has stopped, and every submitted task ends in exactly one of `Settle`,
-`Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when its owner has cancelled
-it, `Forget` alone.
+what is free. `deadline()` says when it wants to be asked again. Two things hold always:
+a lease ends only when the code that it was taken for has stopped, and every task ends
+in exactly one of `Settle`, `Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when
+its owner has cancelled it, `Forget` alone.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class Scheduler(Node):
         """Take in what happened; answer what is to be done, in order."""
         return self._ways[type(event)](event, now)
 
-    def _on_submitted(self, event: events.Submitted, now: float) -> Sequence[Effect]:
-        return self.submit(event.task, event.spec, now, event.parent)
+    def _on_submitted(self, it: events.Submitted, now: float) -> Sequence[Effect]:
+        return self.submit(it.task, it.spec, now, it.parent)
 
     def submit(
         self, task: TaskId, spec: TaskSpec, now: float, parent: TaskId | None = None
@@ -213,7 +212,7 @@ class Scheduler(Node):
         if record is None:
             return NOTHING
         effects: list[Effect] = []
-        on_waits(self, record, event.children, now, effects)
+        on_waits(self, record, event, now, effects)
         return self._place(now, effects)
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:

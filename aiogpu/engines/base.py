@@ -108,6 +108,14 @@ class ActorsPort(Protocol):
         """The living actor of that name; the caller holds a handle to it."""
         ...
 
+    def held(self, actor: int) -> ActorPort:
+        """An actor that lives, or of which somebody knows; the caller holds a handle.
+
+        Raises:
+            ActorDiedError: nobody has held one until now.
+        """
+        ...
+
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
         ...

@@ -60,7 +60,7 @@ def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
         from aiogpu.engines.admission import check_arguments
 
         check_arguments(site, payload)
-    child = family().submit(site.id, payload, receiver, partial(_describe, site))
+    child = family().submit(site.id, payload, receiver, partial(describe, site))
     if not child:
         raise MisuseError(
             f"{site.spec.name}.remote() was called after the task had ended, by a "
@@ -69,7 +69,8 @@ def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
     return child
 
 
-def _describe(site: Site) -> Declare:
+def describe(site: Site) -> Declare:
+    """What the driver must know of a site."""
     terms = Terms.of(site).pack()
     return Declare(site.id, site.spec.name, terms, site.function.payload)
 
@@ -113,6 +114,10 @@ class LoopLink:
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a child; gives its number."""
         return submit(site, payload, receiver)
+
+    def ask(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number."""
+        return self._children.ask(actor, method, payload, receiver)
 
     def cancel(self, child: int) -> None:
         """Stop a child."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.events import Resides
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError, ActorNameError
-from aiogpu.runtime.actor import Actor, ActorState
-from aiogpu.runtime.call import Call, Site
+from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
+from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import LiveWorker
@@ -33,6 +34,8 @@ class Actors:
     """The actors of one node.
 
     Attributes:
+        holding: workers that have handles.
+        on_holder_gone: told of one of them that has gone.
         check: refuses a class and arguments that this node can never serve.
     """
 
@@ -40,6 +43,8 @@ class Actors:
         self, loop: asyncio.AbstractEventLoop, driver: Driver, pool: Pool
     ) -> None:
         self.check: Callable[[Site, bytes], None]
+        self.holding: dict[int, LiveWorker] = {}
+        self.on_holder_gone: Callable[[LiveWorker], None]
         self._loop = loop
         self._driver = driver
         self._pool = pool
@@ -47,6 +52,7 @@ class Actors:
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
         self._workers: dict[int, LiveWorker] = {}
+        self._refused: dict[int, Exception] = {}
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
@@ -59,13 +65,16 @@ class Actors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
+        public: int = 0,
     ) -> Actor:
         """Make an actor, which waits for its place as a task does.
 
-        Whoever asks holds one handle to it. See `ActorsPort.create`.
+        Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
+        the id by which a worker calls it who has it made.
         """
         self.check(site, payload)
         if get_if_exists and key is not None and (found := self.find(key)):
+            self._call_it(found, public)
             return found
         if key is not None and key in self._named:
             raise ActorNameError(
@@ -74,11 +83,48 @@ class Actors:
             )
         actor = Actor(site, self._new_number, key)
         actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
+        actor.on_leaving = self._on_leaving
         if key is not None:
             self._named[key] = actor
+        if site.spec.is_detached:
+            actor.holders += 1  # the node's own, until it is killed
         actor.id = self._driver.submit(site, payload, actor)
         self._actors[actor.id] = actor
+        self._call_it(actor, public)
         return actor
+
+    def _call_it(self, actor: Actor, public: int) -> None:
+        if public:
+            self._actors[public] = actor
+            actor.aliases.append(public)
+
+    def get(self, actor: int) -> Actor | None:
+        """An actor to which somebody holds a handle."""
+        return self._actors.get(actor)
+
+    def held(self, actor: int) -> Actor:
+        """See `ActorsPort.held`."""
+        if not self.hold(actor):
+            raise self.unknown(actor)
+        return self._actors[actor]
+
+    def unknown(self, actor: int) -> Exception:
+        """The error for one that never was, or to which nobody has a handle."""
+        refused = self._refused.get(actor)
+        return refused or ActorDiedError(
+            f"the actor {actor} has ended with its last handle."
+        )
+
+    def refuse(self, public: int, error: Exception) -> None:
+        """Note why one is not made that a worker wanted."""
+        self._refused[public] = error
+
+    def receiver_of(self, number: int) -> Receiver | None:
+        """Who waits for a call."""
+        for worker in self._workers.values():
+            if worker.actor is not None and number in worker.actor.calls:
+                return worker.actor.calls[number].receiver
+        return None
 
     def find(self, key: tuple[str, str]) -> Actor | None:
         """The actor of that name, if it lives; whoever asks holds one handle more."""
@@ -90,34 +136,69 @@ class Actors:
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
         found = self._actors.get(actor)
-        if found is None or not found.cancel(number):
+        if found is None:
             return
         worker = found.worker
-        if worker is None or worker.peer is None:
-            return
-        found.drops += 1
-        self._orders.drop(worker, number, found.drops)
-        if found.is_serial:
-            self._interrupt(found, worker, number)
+        if found.cancel(number) and worker is not None and worker.peer is not None:
+            found.drops += 1
+            self._orders.drop(worker, number, found.drops)
+            if found.is_serial:
+                self._interrupt(found, worker, number, is_first=True)
+        found.look_if_idle()
 
-    def _interrupt(self, actor: Actor, worker: LiveWorker, number: int) -> None:
-        """Interrupt the one call that runs, if it is that one, until it has heard."""
+    def _interrupt(
+        self, actor: Actor, worker: LiveWorker, number: int, is_first: bool = False
+    ) -> None:
+        """Interrupt the one call that runs, if it is that one, until it has heard.
+
+        One that has not begun a while after it was dropped never will.
+        """
         if actor.worker is not worker or number not in actor.calls:
             return
-        if self._orders.begun(worker.id) == number:
+        has_begun = self._orders.begun(worker.id) == number
+        if has_begun:
             self._orders.interrupt(worker.id, number, attempt=1, is_coroutine=False)
-        self._loop.call_later(INTERRUPT_EVERY, self._interrupt, actor, worker, number)
+        if has_begun or is_first:
+            self._loop.call_later(
+                INTERRUPT_EVERY, self._interrupt, actor, worker, number
+            )
 
-    def hold(self, actor: int) -> None:
-        """One more holds a handle."""
-        self._actors[actor].holders += 1
+    def call_off(self, worker_id: int, attempt: int) -> int:
+        """Have an actor end with its node; gives the call to interrupt, 0 for none."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return 0
+        if attempt == 0:
+            self._orders.call_off(worker)
+        begun = self._orders.begun(worker_id)
+        return begun if begun >= FIRST_CALL else 0
+
+    def hold(self, actor: int) -> bool:
+        """One more holds a handle; False if nobody has until now."""
+        found = self._actors.get(actor)
+        if found is None:
+            return False
+        found.holders += 1
+        return True
 
     def release(self, actor: int) -> None:
         """One who held a handle has gone."""
-        found = self._actors[actor]
-        found.release()
-        if not found.holders and found.state is ActorState.DEAD:
-            self._actors.pop(actor, None)
+        found = self._actors.get(actor)
+        if found is None:
+            self._refused.pop(actor, None)
+        else:
+            found.release()
+            self._forget(found)
+
+    def release_soon(self, actor: int) -> None:
+        """The same from wherever objects are dropped."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.release, actor)
+
+    def _forget(self, actor: Actor) -> None:
+        if not actor.holders and actor.state is ActorState.DEAD:
+            for known_as in (actor.id, *actor.aliases):
+                self._actors.pop(known_as, None)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor's process at once, and the actor too unless it may restart."""
@@ -126,8 +207,9 @@ class Actors:
             return
         if no_restart:
             found.die(ActorDiedError(f"{found.name} was killed.", found.name))
-            self._driver.cancel(actor)
+            self._driver.cancel(found.id)
         elif found.worker is not None:
+            found.is_killed = True
             self._pool.kill(found.worker.id)
 
     def terminate(self, actor: int) -> None:
@@ -143,7 +225,7 @@ class Actors:
         assert isinstance(actor, Actor), call
         actor.id = task  # it may be placed before it is submitted for good
         actor.worker, worker.actor = worker, actor
-        actor.drops = 0
+        actor.drops, actor.is_killed = 0, False
         self._workers[worker.id] = worker
         self._orders.expect_actor(worker)
         terms = call.site.actor
@@ -167,11 +249,14 @@ class Actors:
         Returns:
             What is to be done when the core has said whether another one follows.
         """
+        holder = self.holding.pop(worker_id, None)
+        if holder is not None:
+            self._loop.call_soon(self.on_holder_gone, holder)
         worker = self._workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
             return _nothing
         actor = worker.actor
-        was_leaving = actor.state is ActorState.LEAVING
+        was_leaving, was_killed = actor.state is ActorState.LEAVING, actor.is_killed
         lost = actor.lose(death.begun)
         if was_leaving:
             actor.receive(b"")
@@ -179,15 +264,15 @@ class Actors:
 
         def tell() -> None:
             for receiver in lost:
-                receiver.fail(self._lost(actor, death))
+                receiver.fail(self._lost(actor, death, was_killed))
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
             actor.look_if_idle()
 
         return tell
 
-    def _lost(self, actor: Actor, death: Death) -> ActorDiedError:
-        cause = describe_death(actor.name, death)
+    def _lost(self, actor: Actor, death: Death, was_killed: bool) -> ActorDiedError:
+        cause = None if was_killed else describe_death(actor.name, death)
         is_restarting = actor.state is not ActorState.DEAD
         after = (
             " It is being restarted; give it max_task_retries=1 or more to have such "
@@ -196,7 +281,8 @@ class Actors:
             else ""
         )
         error = ActorDiedError(
-            f"{actor.name} died while it ran this call: {cause}{after}",
+            f"{actor.name} died while it ran this call: "
+            f"{cause or 'it was killed.'}{after}",
             actor.name,
             is_restarting,
         )
@@ -221,7 +307,10 @@ class Actors:
             # It waits to be restarted, for nobody.
             self._end(actor)
             return
-        actor.leave()
+        actor.leave("its `async with` block was left." if actor.holders else NO_HANDLE)
+
+    def _on_leaving(self, actor: Actor) -> None:
+        self._free_name(actor)
         self._loop.call_later(LEAVE_LIMIT, self._end, actor)
 
     def _end(self, actor: Actor) -> None:
@@ -229,13 +318,15 @@ class Actors:
             self._driver.cancel(actor.id)
             actor.receive(b"")
 
-    def _on_dead(self, actor: Actor) -> None:
+    def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._named.get(actor.key) is actor:
             del self._named[actor.key]
+
+    def _on_dead(self, actor: Actor) -> None:
+        self._free_name(actor)
         if actor.worker is None:
             actor.note_gone()
-        if not actor.holders:
-            self._actors.pop(actor.id, None)
+        self._forget(actor)
 
 
 def _nothing() -> None:

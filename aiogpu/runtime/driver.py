@@ -218,9 +218,21 @@ class Driver:
     def _on_spoilt(self, worker: int) -> None:
         self.feed(WorkerSpoilt(WorkerId(worker)))
 
-    def wait(self, task: TaskId, children: tuple[TaskId, ...]) -> None:
-        """A task waits until these have ended, or for none any more."""
-        self.feed(TaskWaits(task, children))
+    def wait(
+        self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
+    ) -> None:
+        """A task waits for these, for an actor, or for nothing any more."""
+        self.feed(TaskWaits(task, children, is_elsewhere))
+
+    def receiver_of(self, task: TaskId) -> Receiver | None:
+        """Who waits for a task, or for a call of an actor."""
+        call = self._calls.get(task)
+        return self.actors.receiver_of(task) if call is None else call.receiver
+
+    def task_of(self, worker: int) -> int:
+        """The task that a worker runs, 0 for none."""
+        record = self.scheduler.workers.get(WorkerId(worker))
+        return 0 if record is None or record.task is None else record.task.id
 
     def _name_of(self, task: int) -> str:
         call = self._calls.get(TaskId(task))
@@ -283,8 +295,10 @@ class Driver:
         self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
-        is_coroutine = self._calls[effect.task].site.is_coroutine
-        self._orders.interrupt(effect.worker, effect.task, effect.attempt, is_coroutine)
+        site, task = self._calls[effect.task].site, int(effect.task)
+        if site.actor is not None and self.scheduler.is_closing:
+            task = self.actors.call_off(effect.worker, effect.attempt) or task
+        self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
 
     def _retire(self, effect: effects.Retire) -> None:
         self._pool.retire(effect.worker)
@@ -314,7 +328,10 @@ class Driver:
         call = self._calls.pop(effect.task)
         name, death = call.site.spec.name, self._deaths[effect.worker]
         short = self.guard.explain(name, effect.worker, death)
-        call.tell(short or describe_death(name, death))
+        error = short or describe_death(name, death)
+        if effect.note:
+            error.add_note(effect.note)
+        call.tell(error)
 
     def _deadlock(self, effect: effects.Deadlock) -> None:
         self._calls.pop(effect.task).tell_deadlock(effect.reason)

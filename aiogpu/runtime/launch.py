@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
@@ -65,20 +65,7 @@ def launch(
         NodeStartError: there is no interpreter, or it cannot be started.
     """
     own = dict(environment)
-    first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
-    setup = Setup(
-        sys_path=[*first, *around.sys_path],
-        node=around.node,
-        directory=around.directory,
-        driver=os.getpid(),
-        page=around.page,
-        preload=list(modules.named),
-        cgroup=around.cgroup.path,
-        generation=generation,
-        learns=around.learns,
-        learnt=list(modules.learnt),
-        proven=list(modules.proven),
-    )
+    setup = _setup(around, generation, own, modules)
     try:
         reading, writing = os.pipe2(os.O_CLOEXEC)
     except OSError as error:
@@ -97,6 +84,25 @@ def launch(
     finally:
         os.close(writing)
     return Launched(child, reading)
+
+
+def _setup(
+    around: Surroundings, generation: int, own: Mapping[str, str], modules: Modules
+) -> Setup:
+    first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
+    return Setup(
+        sys_path=[*first, *around.sys_path],
+        node=around.node,
+        directory=around.directory,
+        driver=os.getpid(),
+        page=around.page,
+        preload=list(modules.named),
+        cgroup=around.cgroup.path,
+        generation=generation,
+        learns=around.learns,
+        learnt=list(modules.learnt),
+        proven=list(modules.proven),
+    )
 
 
 class Ground(NamedTuple):

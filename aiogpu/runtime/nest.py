@@ -12,13 +12,13 @@ from typing import Final
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import AiogpuError, InternalError
 from aiogpu.runtime.call import Function, Site
+from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.far import Far
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.terms import Terms, new_function
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import (
-    ChildDone,
-    ChildFailed,
     Declare,
     Failed,
     Message,
@@ -34,37 +34,12 @@ Check = Callable[[Site], None]
 """Raises if calls of a site can never be served."""
 
 
-class Child:
-    """Waits for a child in its parent's stead, and passes on how it ends."""
-
-    __slots__ = ("_number", "_worker")
-
-    def __init__(self, worker: LiveWorker, number: int) -> None:
-        self._worker = worker
-        self._number = number
-
-    def receive(self, payload: bytes) -> None:
-        """Pass on the result."""
-        self._send(ChildDone(self._number, payload))
-
-    def reject(self, failed: Failed) -> None:
-        """Pass on what the child's worker said of its failure."""
-        self._send(ChildFailed(self._number, *failed[1:]))
-
-    def fail(self, error: Exception) -> None:
-        """Pass on an error of aiogpu's own."""
-        self.reject(pack_failure(0, RAISED, error, ""))
-
-    def _send(self, message: Message) -> None:
-        self._worker.children.pop(self._number, None)
-        if self._worker.peer is not None:
-            self._worker.peer.post(message)
-
-
 class Nest:
     """Hears what workers say of their tasks' children."""
 
     def __init__(self, driver: Driver, check: Check) -> None:
+        self._far = Far(driver.actors, driver.receiver_of, self._tell_waits)
+        driver.actors.on_holder_gone = self._far.release_all
         self._driver = driver
         self._check = check
         self._functions: dict[bytes, Function] = {}
@@ -75,13 +50,14 @@ class Nest:
         if type(message) is Submit:
             self._submit(worker, message)
         elif type(message) is Wait:
-            known = map(worker.children.get, message.children)
-            children = tuple(TaskId(child) for child in known if child is not None)
-            self._driver.wait(TaskId(message.task), children)
+            worker.waits_for = message.children
+            self._tell_waits(worker, message.task)
         elif type(message) is Withdraw:
             child = worker.children.pop(message.child, None)
             if child is not None:
                 self._driver.cancel(child)
+            else:
+                self._far.withdraw(worker, message.child)
         elif type(message) is Declare:
             declared = worker.declared
             declared.pop(message.site, None)
@@ -89,6 +65,19 @@ class Nest:
             if len(declared) > KEPT:
                 # The oldest; by now the worker would declare it anew.
                 del declared[next(iter(declared))]
+        else:
+            self._far.on_message(worker, message)
+
+    def _tell_waits(self, worker: LiveWorker, task: int = 0) -> None:
+        """Tell the core for whom a task waits; what actors do it cannot see."""
+        task = task or self._driver.task_of(worker.id)
+        if worker.actor is not None or not task:
+            return  # an actor holds nothing that it could lend
+        waits = worker.waits_for
+        known = map(worker.children.get, waits)
+        children = tuple(TaskId(child) for child in known if child is not None)
+        is_elsewhere = any(child in worker.asked for child in waits)
+        self._driver.wait(TaskId(task), children, is_elsewhere)
 
     def _declare(self, message: Declare) -> Site | Failed:
         try:
@@ -117,8 +106,9 @@ class Nest:
         child = Child(worker, message.child)
         site = worker.declared.get(message.site)
         if isinstance(site, Site):
+            receiver = self._far.carrying(worker, child)
             task = self._driver.submit(
-                site, message.payload, child, TaskId(message.task)
+                site, message.payload, receiver, TaskId(message.task)
             )
             if self._driver.knows(task):
                 worker.children[message.child] = task

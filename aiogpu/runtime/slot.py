@@ -34,6 +34,10 @@ class LiveWorker:
         functions: ids of the functions that it knows.
         declared: what its tasks' children are, by its own numbers.
         children: its tasks' unfinished children, by its own numbers.
+        asked: its tasks' unanswered calls of actors and their numbers, by its own.
+        waits_for: for which of both its task waits.
+        holds: how often it counts as a holder of an actor, by the actor's id.
+        carried: actors to which what it says next holds handles.
         actor: what it is, None for a worker that runs tasks.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
@@ -51,6 +55,10 @@ class LiveWorker:
     functions: set[int] = field(default_factory=set)
     declared: dict[int, Site | Failed] = field(default_factory=dict)
     children: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    waits_for: tuple[int, ...] = ()
+    holds: dict[int, int] = field(default_factory=dict)
+    carried: tuple[int, ...] = ()
     actor: Actor | None = None
     status: int | None = None
     reason: str = ""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
 from aiogpu.wire.payload import dump_result, load_result
 
 
@@ -32,6 +32,8 @@ class Terms(NamedTuple):
     is_detached: bool
     is_coroutine: bool
     retried: bytes
+    is_endless: bool = False
+    acting: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, site: Site) -> Terms:
@@ -52,6 +54,8 @@ class Terms(NamedTuple):
             is_detached=spec.is_detached,
             is_coroutine=site.is_coroutine,
             retried=dump_result(site.retry_exceptions),
+            is_endless=spec.is_endless,
+            acting=None if site.actor is None else _acting(site.actor),
         )
 
     def pack(self) -> bytes:
@@ -84,6 +88,7 @@ class Terms(NamedTuple):
             timeout=self.timeout,
             cancel_grace=self.cancel_grace,
             is_detached=self.is_detached,
+            is_endless=self.is_endless,
         )
         return Site(
             id=new_site_id(),
@@ -93,7 +98,27 @@ class Terms(NamedTuple):
             environ=dict(self.environment),
             is_coroutine=self.is_coroutine,
             retry_exceptions=retry_exceptions,
+            actor=None if self.acting is None else _actor_terms(self.acting),
         )
+
+
+def _acting(terms: ActorTerms) -> tuple[Any, ...]:
+    """An actor's terms as what can be hashed."""
+    return (
+        terms.mode,
+        tuple(terms.limits.items()),
+        tuple(terms.groups.items()),
+        terms.max_task_retries,
+        terms.keeps_cpus,
+        dump_result(terms.face),
+    )
+
+
+def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
+    mode, limits, groups, retries, keeps_cpus, face = acting
+    return ActorTerms(
+        mode, dict(limits), dict(groups), retries, keeps_cpus, load_result(face)
+    )
 
 
 def new_function(payload: bytes) -> Function:

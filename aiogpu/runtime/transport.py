@@ -125,16 +125,23 @@ class Peer(asyncio.Protocol):
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""
+        if self._posted:
+            self._flush()
         if self._transport is not None:
             self._transport.write(encode_all(messages))
 
     def send_one(self, message: Message) -> None:
         """The same for a single message, the commonest case."""
+        if self._posted:
+            self._flush()
         if self._transport is not None:
             self._transport.write(encode(message))
 
     def post(self, message: Message) -> None:
-        """Send a message together with all others of this turn of the loop."""
+        """Send a message together with all others of this turn of the loop.
+
+        What is sent meanwhile goes after it.
+        """
         if self._transport is None:
             return
         if not self._posted:
@@ -143,7 +150,7 @@ class Peer(asyncio.Protocol):
 
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
-        if self._transport is not None:
+        if posted and self._transport is not None:
             self._transport.write(b"".join(posted))
 
     @property

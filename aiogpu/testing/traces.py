@@ -58,15 +58,6 @@ class _Process(NamedTuple):
     parent: int
     start: int
     name: str
-    command: str
-
-    def __str__(self) -> str:
-        return f"{self.pid} ({self.name}) {self.command}".rstrip()
-
-    @property
-    def is_ours(self) -> bool:
-        # A zombie has no command any more, but keeps its name.
-        return _MARK in self.name or _MARK in self.command
 
 
 def _processes() -> dict[tuple[int, int], str]:
@@ -79,9 +70,14 @@ def _processes() -> dict[tuple[int, int], str]:
     below = [(process, False) for process in children.get(os.getpid(), ())]
     while below:
         process, is_under_ours = below.pop()
-        is_ours = is_under_ours or process.is_ours
+        command = _read_command(process.pid)
+        if command is None:
+            continue
+        # A zombie has no command any more, but keeps its name.
+        is_ours = is_under_ours or _MARK in process.name or _MARK in command
         if is_ours:
-            found[process.pid, process.start] = str(process)
+            told = f"{process.pid} ({process.name}) {command}".rstrip()
+            found[process.pid, process.start] = told
         below.extend((child, is_ours) for child in children.get(process.pid, ()))
     return found
 
@@ -89,7 +85,6 @@ def _processes() -> dict[tuple[int, int], str]:
 def _read_process(entry: Path) -> _Process | None:
     try:
         stat = (entry / "stat").read_text(errors="replace")
-        command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return None  # it has gone meanwhile
     name, _, rest = stat.partition("(")[2].rpartition(")")
@@ -99,8 +94,16 @@ def _read_process(entry: Path) -> _Process | None:
         parent=int(fields[1]),
         start=int(fields[19]),
         name=name,
-        command=command.decode(errors="replace").strip()[:80],
     )
+
+
+def _read_command(pid: int) -> str | None:
+    """The beginning of a command line; None if the process has gone meanwhile."""
+    try:
+        command = (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return None
+    return command.replace(b"\0", b" ").decode(errors="replace").strip()[:80]
 
 
 def _descriptors() -> Counter[str]:

@@ -59,3 +59,95 @@ class Drop(NamedTuple):
 
 class Leave(NamedTuple):
     """Driver to actor: end in an orderly way, after all that you were sent."""
+
+
+class Make(NamedTuple):
+    """Worker to driver: make an actor of a declared class, under this id.
+
+    The id is the worker's own choice, below zero and the only one of its kind on the
+    node; so what it says next can name the actor. `name` is empty for none.
+    """
+
+    actor: int
+    site: int
+    payload: bytes
+    name: str
+    namespace: str
+    get_if_exists: bool
+
+
+class Find(NamedTuple):
+    """Worker to driver: tell who has that name, as the result of a child."""
+
+    child: int
+    name: str
+    namespace: str
+
+
+class Ask(NamedTuple):
+    """Worker to driver: call a method of an actor; the answer is that of a child.
+
+    `method` may be one of those below, which no class has.
+    """
+
+    task: int
+    child: int
+    actor: int
+    method: str
+    payload: bytes
+
+
+class Hold(NamedTuple):
+    """Worker to driver: this process has a handle to the actor."""
+
+    actor: int
+
+
+class Release(NamedTuple):
+    """Worker to driver: this process has no handle to the actor any more."""
+
+    actor: int
+
+
+class Carry(NamedTuple):
+    """Worker to driver: what follows holds handles to these actors.
+
+    `task` is the one whose result follows, 0 for a `Submit`, an `Ask` or a `Make`.
+    """
+
+    task: int
+    actors: tuple[int, ...]
+
+
+class Stop(NamedTuple):
+    """Worker to driver: end an actor, `how` is one of those below."""
+
+    actor: int
+    how: str
+
+
+READY: Final = " ready"
+"""Tell when the actor was made."""
+ENDED: Final = " ended"
+"""Tell when its process has ended."""
+AT_ONCE: Final = "at once"
+AFTER_ALL: Final = "after all"
+"""After what it was sent."""
+AGAIN: Final = "again"
+"""End its process; it may be made anew."""
+
+Acting = (
+    Create
+    | Created
+    | Invoke
+    | Drop
+    | Leave
+    | Make
+    | Find
+    | Ask
+    | Hold
+    | Release
+    | Carry
+    | Stop
+)
+"""Everything that concerns actors."""

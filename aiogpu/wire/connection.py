@@ -10,7 +10,20 @@ from enum import Enum
 from typing import Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
+from aiogpu.wire.acting import (
+    Ask,
+    Carry,
+    Create,
+    Created,
+    Drop,
+    Find,
+    Hold,
+    Invoke,
+    Leave,
+    Make,
+    Release,
+    Stop,
+)
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -65,7 +78,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     WORKER: frozenset(
         {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
-            *(Imported, Created),
+            *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
         }
     ),
 }

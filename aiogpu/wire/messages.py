@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Create, Created, Drop, Invoke, Leave
+from aiogpu.wire.acting import Acting
 from aiogpu.wire.forking import (
     Check,
     Keep,
@@ -269,12 +269,8 @@ Message = (
     | Stale
     | Imported
     | Spoilt
-    | Create
-    | Created
-    | Invoke
-    | Drop
-    | Leave
     | Unforked
+    | Acting
 )
 
 TAGS: Final[dict[type[Message], int]] = {

@@ -9,10 +9,12 @@ from __future__ import annotations
 import _thread
 import time
 from _thread import allocate_lock
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import NodeClosedError
+from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
 from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
@@ -23,7 +25,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +77,7 @@ class Children:
         self._numbers = count(1)
         self._submitting = allocate_lock()
         self._has_any = False
+        self._dropped: deque[int] = deque()
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -102,16 +105,80 @@ class Children:
             task = current.task
             if not task:
                 return 0
-            if not self._has_any:
-                self._has_any = True
-                self._channel.on_child = self._take
-                self._channel.admit_guests(True)
+            self._begin()
             if site not in self._declared:
                 self._declare(describe())
             child = next(self._numbers)
             self._receivers[child] = receiver
+            self._send_passed()
             self._channel.send(Submit(task, child, site, payload))
         return child
+
+    def _begin(self) -> None:
+        if not self._has_any:
+            self._has_any = True
+            self._channel.on_child = self._take
+            self._channel.admit_guests(True)
+
+    def ask(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number among the children.
+
+        Returns:
+            0 if no task runs any more.
+        """
+        with self._submitting:
+            if not current.task:
+                return 0
+            self._begin()
+            child = next(self._numbers)
+            self._receivers[child] = receiver
+            self._send_passed()
+            self._channel.send(Ask(current.task, child, actor, method, payload))
+        return child
+
+    def find(self, name: str, namespace: str, receiver: Receiver) -> int:
+        """Ask which actor has a name; gives the question's number."""
+        with self._submitting:
+            self._begin()
+            child = next(self._numbers)
+            self._receivers[child] = receiver
+            self._channel.send(Find(child, name, namespace))
+        return child
+
+    def make(
+        self, made: Callable[[int], Make], site: int, describe: Callable[[], Declare]
+    ) -> int:
+        """Have an actor made; gives its id.
+
+        Args:
+            made: what is to be said of it, given its id.
+            site: its class, by this process's own id.
+            describe: says what the site is; asked if the driver may not know.
+        """
+        with self._submitting:
+            if site not in self._declared:
+                self._declare(describe())
+            actor = -((current.worker << 20) + next(self._numbers))
+            self._send_passed()
+            self._channel.send(made(actor))
+        return actor
+
+    def tell(self, message: Message) -> None:
+        """Say something that nobody answers."""
+        self._channel.send(message)
+
+    def drop(self, actor: int) -> None:
+        """The last handle to an actor is gone; said soon, since it may go anywhere."""
+        self._dropped.append(actor)
+
+    def tell_dropped(self) -> None:
+        """Say which handles are gone."""
+        while self._dropped:
+            self._channel.send(Release(self._dropped.popleft()))
+
+    def _send_passed(self) -> None:
+        if passing:
+            self._channel.send(Carry(0, take_passing()))
 
     def _declare(self, declaration: Declare) -> None:
         if len(self._declared) >= DECLARED:

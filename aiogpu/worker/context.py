@@ -53,5 +53,16 @@ class Context:
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
 
 
+passing: list[int] = []
+"""Actors to which handles were pickled that have not been sent yet."""
+
+
+def take_passing() -> tuple[int, ...]:
+    """The actors to which what is sent next holds handles."""
+    passed = tuple(passing)
+    passing.clear()
+    return passed
+
+
 current = Context()
 """The context of this process."""

@@ -151,7 +151,8 @@ class OomScore:
 def children() -> list[int]:
     """Process ids of this process's children, zombies included (proc(5))."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        # As bytes: a text would have a zygote import a codec after it has been frozen.
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
         return _children_by_search()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from typing import NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import BEGUN, TOO_LATE
-from aiogpu.wire.acting import Create
+from aiogpu.wire.acting import Carry, Create
 from aiogpu.wire.failure import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.environ import bind, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.footing import Footing
@@ -59,7 +60,7 @@ class Worker:
         self._channel.close()
         self._stdio.leave()
 
-    def _end_fork(self) -> None:
+    def _end_fork(self) -> NoReturn:
         """The child has come back from the user's code: end it as `python` would."""
         code = self._executor.exit_code()
         sys.stdout.flush()
@@ -97,6 +98,8 @@ class Worker:
         if self._is_foreign:
             self._end_fork()
         self._stdio.end_lines()
+        if passing:
+            self._channel.send(Carry(message.task, take_passing()))
         try:
             self._channel.send(answer)
         except SerializationError as error:
@@ -104,6 +107,7 @@ class Worker:
         if self._imports.found:
             self._channel.send(self._imports.take())
         self._children.end_task()
+        self._children.tell_dropped()
         restore()
         self.footing.restore()
         self._stdio.restore()
@@ -120,10 +124,13 @@ class Worker:
                 self._channel.send(Skipped(message.task, message.number))
             return False
         Stage(
-            self._channel, self._interrupts, self._executor, self._stdio, self._imports
+            self._channel,
+            self._interrupts,
+            self._executor,
+            self._stdio,
+            self._imports,
+            self._end_fork,
         ).perform(message)
-        if self._is_foreign:
-            self._end_fork()
         return True
 
     def end(self) -> None:

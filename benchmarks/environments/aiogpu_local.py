@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiogpu
 from aiogpu.core.devices import Device, DeviceSet
@@ -18,7 +18,16 @@ from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.specs import Shape, TaskSpec
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
-from benchmarks.port import Call, Need, Preload, Programs, UnsupportedError
+from benchmarks.port import (
+    Call,
+    Create,
+    Need,
+    OnBatch,
+    OnItem,
+    Preload,
+    Programs,
+    UnsupportedError,
+)
 
 T = TypeVar("T")
 
@@ -81,6 +90,19 @@ class AiogpuLocal:
             cancel_grace=need.grace,
         )(function).remote
 
+    def actor(self, cls: type) -> Create:
+        """`A.remote`, which is what a program calls; a handle of it keeps it alive."""
+        if not hasattr(aiogpu, "ActorHandle"):
+            raise UnsupportedError("this version of aiogpu has no actors")
+        remote_class: Any = aiogpu.remote(cls)
+
+        async def create() -> Call[None]:
+            handle = await remote_class.remote()
+            call: Call[None] = handle.noop.remote
+            return call
+
+        return create
+
     def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:
         """A scheduler with one paper worker that has run such a task before."""
         gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
@@ -114,6 +136,10 @@ class AiogpuLocal:
         from benchmarks.environments.aiogpu_tree import async_root, root
 
         return async_root.remote if is_async else root.remote
+
+    def batched(self, function: OnBatch, size: int) -> OnItem:
+        """`batch`, with which no call waits for others longer than it must."""
+        return aiogpu.batch(max_size=size)(function)
 
     async def close(self) -> None:
         """Shut the node down."""

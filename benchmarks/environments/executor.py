@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
-from benchmarks.port import Call, Need, Preload, Programs, UnsupportedError
+from benchmarks.port import Call, Need, OnBatch, Preload, Programs, UnsupportedError
 
 T = TypeVar("T")
 
@@ -69,6 +69,10 @@ class Executor:
         assert pool is not None
         return lambda number: asyncio.wrap_future(pool.submit(function, number))
 
+    def actor(self, cls: type) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor has no actors")
+
     def decision(self, num_gpus: int, need: Need) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor has no scheduler apart from its pool")
@@ -84,6 +88,10 @@ class Executor:
     def tree(self, is_async: bool) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor's tasks start no tasks")
+
+    def batched(self, function: OnBatch, size: int) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor gathers no calls")
 
     async def close(self) -> None:
         """Stop the pool."""

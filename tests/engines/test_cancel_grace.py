@@ -13,7 +13,7 @@ import aiogpu
 from tests.engines import phase_tasks, tasks
 from tests.gate import Gate, say
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 LONG, SHORT = 30.0, 0.05
 

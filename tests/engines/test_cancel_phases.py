@@ -24,7 +24,7 @@ from tests.engines import phase_tasks, tasks
 from tests.engines.phase_tasks import BEGUN, INTERRUPTED, KILLED, PHASES, STOPPED
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 GRACE = 0.2
 NAMES = [each.__name__ for each in [*INTERRUPTED, *KILLED]]

@@ -24,7 +24,7 @@ from tests.engines.alive import is_alive
 from tests.gate import Gate
 from tests.program import start
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture(params=["with cgroup2", "without"])

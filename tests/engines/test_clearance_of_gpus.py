@@ -12,7 +12,10 @@ from tests.program import run
 
 __all__ = ["nvml", "stub_library"]
 
-pytestmark = pytest.mark.usefixtures("runtime_directory")
+pytestmark = [
+    pytest.mark.usefixtures("runtime_directory"),
+    pytest.mark.either_loop,
+]
 
 BEGINNING = """
     import asyncio, os, sys, threading, aiogpu

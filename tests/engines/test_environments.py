@@ -19,7 +19,7 @@ from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.engines.zygote_watch import learnt, zygotes_of
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def having(task: Any, **variables: str) -> Any:

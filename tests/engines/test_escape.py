@@ -12,7 +12,7 @@ from tests.engines import escape_tasks, tasks
 from tests.engines.alive import is_alive
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.mark.parametrize("way", escape_tasks.WAYS)

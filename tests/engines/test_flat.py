@@ -14,7 +14,7 @@ import aiogpu
 from aiogpu.runtime.memory_bounds import read_numbers
 from tests.engines import tasks
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 SLACK = 2 << 10
 """KiB by which a process may grow for reasons of its own: its allocator's pools."""

@@ -21,7 +21,7 @@ from tests.gate import Gate, pass_gate
 from tests.program import run
 
 __all__ = ["nvml", "stub_library"]
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

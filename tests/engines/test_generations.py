@@ -18,7 +18,7 @@ from tests.engines.zygote_tasks import flags
 from tests.engines.zygote_watch import next_generation, zygotes_of
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def pid_of(zygote: Zygote) -> int:

@@ -13,7 +13,7 @@ from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
 from tests.engines import tasks
 from tests.gate import Gate, pass_gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 MIB = 1 << 20
 LIMIT = 400 * MIB

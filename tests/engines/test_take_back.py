@@ -22,7 +22,7 @@ import pytest
 import aiogpu
 from tests.gate import Gate, say
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 COUNT = 300
 

@@ -22,7 +22,7 @@ from tests.engines import phase_tasks, tasks, wild_tasks
 from tests.gate import Gate
 from tests.program import start
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @asynccontextmanager

@@ -79,6 +79,16 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             id="a decorated task",
         ),
         pytest.param(
+            "import aiogpu\n"
+            "@aiogpu.batch(max_size=8)\n"
+            "async def f(items: list[int]) -> list[int]: return items",
+            [
+                *("asyncio", "uvloop", "pynvml", "cloudpickle", "msgpack"),
+                *("aiogpu.api.gathering", "aiogpu.api.session", "aiogpu.engines"),
+            ],
+            id="a batched function",
+        ),
+        pytest.param(
             "import aiogpu.core.scheduler, aiogpu.wire.connection, aiogpu.errors",
             ["asyncio", "socket", "threading", "subprocess", "aiogpu.runtime"],
             id="the pure rooms",

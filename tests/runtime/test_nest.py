@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class PaperDriver:
         self.receivers: dict[int, Receiver] = {}
         self.sites: list[Site] = []
         self.ends_at_once = False
+        self.actors = SimpleNamespace()
 
     def submit(
         self, site: Site, payload: bytes, receiver: Receiver, parent: int
@@ -53,8 +55,14 @@ class PaperDriver:
     def cancel(self, task: int) -> None:
         self.asked.append(("cancel", task))
 
-    def wait(self, task: int, children: tuple[int, ...]) -> None:
+    def wait(
+        self, task: int, children: tuple[int, ...], is_elsewhere: bool = False
+    ) -> None:
+        assert not is_elsewhere
         self.asked.append(("wait", task, children))
+
+    def receiver_of(self, task: int) -> Receiver | None:
+        return self.receivers.get(task)
 
 
 class House:

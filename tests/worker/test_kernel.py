@@ -23,8 +23,12 @@ def test_children_are_found_in_both_ways() -> None:
     """With awkward names, zombies included; grandchildren are not ours."""
     source = """
     import os, signal
+    import sys
     from aiogpu.worker import kernel
-    assert kernel.children() == kernel._children_by_search() == []
+    before = set(sys.modules)
+    assert kernel.children() == []
+    assert set(sys.modules) == before, "a zygote shall look without an import"
+    assert kernel._children_by_search() == []
     def child(name, ends):
         reading, writing = os.pipe()
         pid = os.fork()
@@ -60,7 +64,7 @@ def test_children_are_found_in_both_ways() -> None:
 def test_without_the_kernels_list_all_processes_are_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def missing(path: str, **_: object) -> object:
+    def missing(path: str, *_: object) -> object:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(kernel, "open", missing, raising=False)

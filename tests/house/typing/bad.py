@@ -113,6 +113,57 @@ def called_directly() -> None:
     print(text, embed(2).upper())  # refused
 
 
+@aiogpu.batch(max_size=8)
+async def measure(texts: list[str]) -> list[float]:
+    return [len(text) for text in texts]
+
+
+class Model:
+    @aiogpu.batch(max_size=8)
+    async def embed(self, texts: list[str]) -> list[float]:
+        return [len(text) for text in texts]
+
+
+async def batched(model: Model) -> None:
+    await measure(1)  # refused
+    await measure(["a"])  # refused
+    await measure("a", "b")  # refused
+    await model.embed(1)  # refused
+    await model.embed(["a"])  # refused
+    await model.embed()  # refused
+    await model.embed(texts="a")  # refused
+    text: str = await model.embed("a")  # refused
+    numbers: list[float] = await measure("a")  # refused
+    print(text, numbers)
+
+
+async def takes_one(text: str) -> list[float]:
+    return [len(text)]
+
+
+async def gives_one(texts: list[str]) -> float:
+    return len(texts)
+
+
+async def takes_two(texts: list[str], factor: float) -> list[float]:
+    return [len(text) * factor for text in texts]
+
+
+def gives_at_once(texts: list[str]) -> list[float]:
+    return [len(text) for text in texts]
+
+
+def decorators() -> None:
+    aiogpu.batch(max_size=8)(takes_one)  # refused
+    aiogpu.batch(max_size=8)(gives_one)  # refused
+    aiogpu.batch(max_size=8)(takes_two)  # refused
+    aiogpu.batch(max_size=8)(gives_at_once)  # refused
+    aiogpu.batch(max_size="8")  # refused
+    aiogpu.batch(max_size=8, max_wiat=1)  # refused
+    aiogpu.batch(8)  # refused
+    aiogpu.batch()  # refused
+
+
 async def nodes() -> None:
     await aiogpu.init(num_gpus=0.5)  # refused
     await aiogpu.init(1)  # refused

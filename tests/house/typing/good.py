@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, assert_type
 
 import aiogpu
@@ -140,6 +140,55 @@ async def a_map_has_the_type_of_its_results() -> None:
         assert_type(results, Results[dict[str, float]])
         assert_type(await anext(results), dict[str, float])
         await results.aclose()
+
+
+@aiogpu.batch(max_size=8)
+async def measure(texts: list[str]) -> list[float]:
+    return [len(text) for text in texts]
+
+
+@aiogpu.batch(max_size=8)
+async def measure_some(texts: Sequence[str]) -> list[float | Exception]:
+    return [len(text) or ValueError(text) for text in texts]
+
+
+class Model:
+    @aiogpu.batch(max_size=8, max_wait=0.1, max_concurrency=2)
+    async def embed(self, texts: list[str]) -> tuple[float, ...]:
+        return tuple(len(text) for text in texts)
+
+    @aiogpu.batch(max_size=8)
+    async def sort(self, rows: list[list[int]]) -> list[list[int]]:
+        return [sorted(row) for row in rows]
+
+    @aiogpu.batch(max_size=8)
+    async def try_all(self, items: list[int]) -> list[str | BaseException]:
+        calls = [asyncio.to_thread(str, item) for item in items]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    @staticmethod
+    @aiogpu.batch(max_size=8)
+    async def name(numbers: list[int | None]) -> list[str]:
+        return [str(number) for number in numbers]
+
+    @classmethod
+    @aiogpu.batch(max_size=8)
+    async def make(cls, numbers: list[int]) -> list[None]:
+        return [None for _ in numbers]
+
+
+async def a_batched_call_has_the_type_of_one_item(model: Model) -> None:
+    assert_type(await measure("a"), float)
+    assert_type(await measure_some("a"), float)
+    assert_type(await model.embed("a"), float)
+    assert_type(await Model.embed(model, "a"), float)
+    assert_type(await model.sort([1]), list[int])
+    assert_type(await model.try_all(1), str)
+    assert_type(await model.name(None), str)
+    assert_type(await Model.make(1), None)
+    assert_type(await asyncio.create_task(model.embed("a")), float)
+    both = await asyncio.gather(model.embed("a"), model.name(1))
+    assert_type(both, tuple[float, str])
 
 
 async def a_node_opens_in_two_ways() -> None:

@@ -1,0 +1,141 @@
+"""A worker's tie to an actor, shared by all handles to it in this process.
+
+The counterpart of `api.actor_link`, over the worker's own socket. asyncio stays out,
+since plain functions need none.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakValueDictionary
+
+from aiogpu.api.blocking import BlockingHandle, get, is_loop_running
+from aiogpu.engines import nested
+from aiogpu.errors import MisuseError, NodeError
+from aiogpu.wire.acting import (
+    AFTER_ALL,
+    AGAIN,
+    AT_ONCE,
+    ENDED,
+    READY,
+    Hold,
+    Make,
+    Stop,
+)
+from aiogpu.wire.payload import NOTHING
+from aiogpu.worker.context import passing
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import Site
+
+_links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
+
+
+class FarLink:
+    """See above.
+
+    Attributes:
+        name: how errors call the actor.
+        actor: its id.
+    """
+
+    def __init__(self, name: str, actor: int) -> None:
+        self.name = name
+        self.actor = actor
+        self._children = nested.family()
+        _links[actor] = self
+
+    def __repr__(self) -> str:
+        return f"<FarLink {self.name} {self.actor}>"
+
+    @classmethod
+    def to(cls, actor: int, name: str) -> FarLink:
+        """The tie to an actor of which a handle has come."""
+        link = _links.get(actor)
+        if link is None:
+            link = cls(name, actor)
+            link._children.tell(Hold(actor))
+        return link
+
+    @classmethod
+    def create(
+        cls,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None,
+        get_if_exists: bool,
+    ) -> FarLink:
+        """Have an actor made, which ends with this process if nobody else has it."""
+        namespace, name = key or ("", "")
+
+        def made(actor: int) -> Make:
+            return Make(actor, site.id, payload, name, namespace, get_if_exists)
+
+        family = nested.family()
+        actor = family.make(made, site.id, partial(nested.describe, site))
+        return cls(site.spec.name, actor)
+
+    def reference(self) -> tuple[int, str]:
+        """What a handle is pickled as; whoever gets it counts as a holder."""
+        passing.append(self.actor)
+        return self.actor, self.name
+
+    def call(self, label: str, method: str, payload: bytes) -> Any:
+        """Call a method; gives the kind of handle that fits.
+
+        Raises:
+            MisuseError: no task runs any more.
+            SerializationError: the arguments are too large to be sent.
+        """
+        if is_loop_running():
+            import asyncio
+
+            from aiogpu.api.nested import session_of_task
+
+            session = session_of_task(asyncio.get_running_loop())
+            return session.ask(label, self.actor, method, payload)
+        handle: BlockingHandle[Any] = BlockingHandle(label, self._children)
+        handle.child = self._children.ask(self.actor, method, payload, handle)
+        if not handle.child:
+            raise MisuseError(f"{label}.remote() was called after the task had ended.")
+        return handle
+
+    def ready(self) -> Any:
+        """Settled when the constructor has returned."""
+        return self.call(f"{self.name}()", READY, NOTHING)
+
+    def ended(self) -> Any:
+        """Settled when the actor's process has ended."""
+        return self.call(f"{self.name}()", ENDED, NOTHING)
+
+    def kill(self, no_restart: bool) -> None:
+        """End its process at once."""
+        self._children.tell(Stop(self.actor, AT_ONCE if no_restart else AGAIN))
+
+    def terminate(self) -> None:
+        """Have it end after what it was sent."""
+        self._children.tell(Stop(self.actor, AFTER_ALL))
+
+    def __del__(self) -> None:
+        self._children.drop(self.actor)
+
+
+def find(name: str, namespace: str) -> tuple[FarLink, object]:
+    """The living actor of a name and what handles to it are made of; waits for it.
+
+    Raises:
+        ActorNameError: no actor has that name.
+        NodeError: an event loop runs here, which would be blocked.
+    """
+    if is_loop_running():
+        raise NodeError(
+            "get_actor() in a coroutine of a task would block its event loop; get the "
+            "handle in a plain function, or pass it as an argument."
+        )
+    family = nested.family()
+    handle: BlockingHandle[tuple[int, str, object]] = BlockingHandle(name, family)
+    handle.child = family.find(name, namespace, handle)
+    actor, of_class, face = get(cast("Any", handle))
+    link = _links.get(actor) or FarLink(of_class, actor)
+    return link, face

@@ -1,0 +1,46 @@
+"""What is known of an actor's class without a process: its methods, its modes."""
+
+from __future__ import annotations
+
+from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
+from aiogpu.api.method import methods_of, mode_of
+from aiogpu.api.parameters import Parameters, signature_of
+from aiogpu.errors import OptionError
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+
+
+class Face:
+    """What is known of a class without a process: its methods and their options."""
+
+    def __init__(self, cls: type) -> None:
+        self.name = cls.__name__
+        self.methods = methods_of(cls)
+        self.parameters = Parameters(self.name, signature_of(cls))
+
+    def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
+        """How calls are run, and how many of each group at once."""
+        groups = options.concurrency_groups
+        mode = mode_of(self.methods, options.max_concurrency, groups)
+        usual = INTERLEAVED if mode == ASYNC else THREADS
+        return mode, {DEFAULT_GROUP: options.max_concurrency or usual, **groups}
+
+    def groups(self, options: ActorOptions) -> dict[str, str]:
+        """The group of each method that has one.
+
+        Raises:
+            OptionError: the class has no such group.
+        """
+        named = {
+            name: method.group
+            for name, method in self.methods.items()
+            if method.group != DEFAULT_GROUP
+        }
+        for name, group in named.items():
+            if group not in options.concurrency_groups:
+                there = ", ".join(options.concurrency_groups) or "none"
+                raise OptionError(
+                    f"{self.name}.{name} is in the concurrency group {group!r}; its "
+                    f"class names {there}. Say "
+                    f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
+                )
+        return named

@@ -1,0 +1,103 @@
+"""Who waits in the stead of a worker's task, and who is kept alive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.slot import LiveWorker
+
+
+class Child:
+    """Waits for a child in its parent's stead, and passes on how it ends.
+
+    Attributes:
+        worker: the parent's.
+    """
+
+    __slots__ = ("_number", "worker")
+
+    def __init__(self, worker: LiveWorker, number: int) -> None:
+        self.worker = worker
+        self._number = number
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        self._send(ChildDone(self._number, payload))
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on what the child's worker said of its failure."""
+        self._send(ChildFailed(self._number, *failed[1:]))
+
+    def fail(self, error: Exception) -> None:
+        """Pass on an error of aiogpu's own."""
+        self.reject(pack_failure(0, RAISED, error, ""))
+
+    def _send(self, message: Message) -> None:
+        self.worker.children.pop(self._number, None)
+        if self.worker.peer is not None:
+            self.worker.peer.post(message)
+
+
+class Carrying:
+    """Passes on an answer, and lets go of what the question has carried.
+
+    It lets go as well when it is dropped, since nobody wants the answer any more.
+
+    Attributes:
+        receiver: who waits.
+    """
+
+    __slots__ = ("_let_go", "receiver")
+
+    def __init__(self, receiver: Receiver, let_go: Callable[[], object]) -> None:
+        self.receiver = receiver
+        self._let_go: Callable[[], object] | None = let_go
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        self.receiver.receive(payload)
+        self._end()
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on the failure."""
+        self.receiver.reject(failed)
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Pass on the error."""
+        self.receiver.fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go()
+
+    __del__ = _end
+
+
+class Then:
+    """Calls back, whatever the answer is."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def receive(self, _payload: bytes) -> None:
+        """It came."""
+        self._call()
+
+    def reject(self, _failed: Failed) -> None:
+        """It failed."""
+        self._call()
+
+    def fail(self, _error: Exception) -> None:
+        """It will not come."""
+        self._call()
