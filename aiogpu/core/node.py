@@ -34,9 +34,9 @@ class Node:
 
     Attributes:
         delayed: tasks that have failed and will wait again some time later.
+        restarts: of what is endless.
         blocked: tasks that wait for others, and some that did so a moment ago.
         reservation: what is kept for a task that has waited long, None for none.
-        restarts: of what is endless.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.

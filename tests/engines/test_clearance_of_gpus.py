@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerators.stub_nvml import StubNvml, gpus, nvml, stub_library
+from tests.accelerators.stub_fixtures import nvml, stub_library
+from tests.accelerators.stub_nvml import StubNvml, gpus
 from tests.program import run
 
 __all__ = ["nvml", "stub_library"]

@@ -15,7 +15,8 @@ from dataclasses import replace
 import pytest
 
 import aiogpu
-from tests.accelerators.stub_nvml import StubNvml, gpus, nvml, stub_library
+from tests.accelerators.stub_fixtures import nvml, stub_library
+from tests.accelerators.stub_nvml import StubNvml, gpus
 from tests.engines import tasks
 from tests.gate import Gate, pass_gate
 from tests.program import run

@@ -11,7 +11,8 @@ import pytest
 import aiogpu
 from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
 from tests.engines import tasks
-from tests.gate import Gate, pass_gate
+from tests.engines.backlog_tasks import fill
+from tests.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -46,14 +47,6 @@ async def test_without_a_word_there_is_what_is_safe() -> None:
     async with aiogpu.init(num_cpus=1):
         found = (await aiogpu.cluster_resources())["memory"]
         assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@aiogpu.remote
-def fill(path: str, name: str, mebibytes: int) -> int:
-    """Use so much memory, and keep it until the test lets go."""
-    filled = bytearray(os.urandom(MIB)) * mebibytes
-    pass_gate(path, name)
-    return len(filled) // MIB
 
 
 def used_by_workers(bounds: MemoryBounds) -> Usage:

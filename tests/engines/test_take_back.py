@@ -7,47 +7,23 @@ that go wrong are sent ahead like those that do not.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import repeat
 from pathlib import Path
 
 import psutil
 import pytest
 
 import aiogpu
-from tests.gate import Gate, say
+from tests.engines.backlog_tasks import act
+from tests.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 COUNT = 300
-
-
-@aiogpu.remote(max_retries=0)
-def act(place: str, number: int, path: str = "", how: str = "") -> int:
-    """Note that it runs; then return, or do what is told."""
-    descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
-    os.write(descriptor, b"%d\n" % number)
-    os.close(descriptor)
-    if path:
-        say(path, f"{how}{number}")
-    if how == "spin":
-        while True:
-            pass
-    elif how == "C":
-        # Consumes for ever without a single bytecode, so no signal handler runs.
-        deque(repeat(None), maxlen=0)
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "exit":
-        os._exit(5)
-    elif how == "segfault":
-        ctypes.string_at(0)
-    return number
 
 
 class Ledger:
