@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
@@ -253,3 +254,68 @@ class Slow(Plain):
     def __init__(self, path: str, name: str = "constructor") -> None:
         super().__init__()
         pass_gate(path, name)
+
+
+class Mourned(Plain):
+    """Says at a gate that it goes."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__()
+        self.path, self.name = path, name
+
+    def spin_at_gate(self, name: str) -> None:
+        self.spin(self.path, name)
+
+    def __del__(self) -> None:
+        print("going")
+        say(self.path, f"{self.name}-gone")
+
+
+@aiogpu.remote
+class Mortal(Mourned):
+    pass
+
+
+@aiogpu.remote(max_concurrency=2)
+class MortalThreads(Mourned):
+    pass
+
+
+@aiogpu.remote
+class Closing(Mourned):
+    """Has a `close()` that may fail, or never end."""
+
+    def __init__(self, path: str, name: str, way: str = "") -> None:
+        super().__init__(path, name)
+        self.way = way
+        self.background: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.background = asyncio.create_task(self.rest())
+
+    async def rest(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            say(self.path, f"{self.name}-rest-ended")
+
+    async def wait(self, name: str) -> None:
+        try:
+            say(self.path, name)
+            await asyncio.Event().wait()
+        finally:
+            say(self.path, f"{name}-cancelled")
+
+    async def leave_later(self) -> None:
+        aiogpu.exit_actor()
+
+    async def close(self) -> None:
+        say(self.path, f"{self.name}-closing")
+        if self.way == "raise":
+            raise ValueError("cannot close")
+        if self.way == "endless":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        say(self.path, f"{self.name}-closed")

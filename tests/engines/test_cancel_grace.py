@@ -19,7 +19,7 @@ LONG, SHORT = 30.0, 0.05
 
 
 async def all_free() -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await aiogpu.available_resources() != await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 

@@ -68,7 +68,7 @@ async def node(
 
 async def all_free(is_stopped: Callable[[], bool] = lambda: True) -> None:
     """Until nothing is held any more; in that moment the code has stopped."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         total = await aiogpu.cluster_resources()
         while await aiogpu.available_resources() != total:
             await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_cancelling_above_one_that_waits(
         holder = tasks.gated.options(num_gpus=1).remote(gate.path, "holder")
         await gate.entered("holder")
         handle = relay.remote(1, "begins", {"num_gpus": 1}, [str(place)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "begins" not in str((await aiogpu.status()).waiting):
                 await asyncio.sleep(0)
         handle.cancel()
@@ -312,7 +312,7 @@ async def test_while_its_result_is_sent(
             sending = phase_tasks.sending.options(timeout=timeout, **WHOLE)
             handle = sending.remote(gate.path, "in", str(place))
             if timeout is None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await arrives.wait()
                 handle.cancel()
             else:

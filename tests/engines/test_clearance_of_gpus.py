@@ -24,7 +24,7 @@ BEGINNING = """
     from tests.engines.settling import leave_behind, put, visible
 
     async def until(is_so):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_so(status := await aiogpu.status()):
                 await asyncio.sleep(0)
         return status

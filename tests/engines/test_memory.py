@@ -70,7 +70,7 @@ async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) ->
             for name in "ab"
         }
         states: dict[str, str] = {}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while "delayed" not in states.values():
                 await asyncio.sleep(0)
                 states = {n: (await h.why()).state for n, h in handles.items()}

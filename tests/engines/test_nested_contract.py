@@ -12,14 +12,14 @@ import aiogpu
 from tests.engines import kin_tasks, tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
 async def node(address: str) -> AsyncIterator[aiogpu.Session]:
     """Two CPUs, and one GPU."""
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         aiogpu.init(
             address=address, num_cpus=2, num_gpus=1, cancel_grace=20
         ) as session,
@@ -37,7 +37,6 @@ async def test_a_long_list_in_its_order(node: aiogpu.Session) -> None:
     assert await kin_tasks.plain_sum.remote(300) == sum(range(1, 301))
 
 
-@pytest.mark.either_loop
 @pytest.mark.parametrize("kind", ["plain", "soft", "mixed"])
 async def test_a_deep_recursion(kind: str, node: aiogpu.Session) -> None:
     assert await getattr(kin_tasks, f"{kind}_depth").remote(10) == 10
@@ -201,7 +200,7 @@ async def test_misuse_is_told(node: aiogpu.Session) -> None:
 
 
 async def test_a_handle_of_a_task_that_has_ended(address: str) -> None:
-    async with asyncio.timeout(30), aiogpu.init(address=address, num_cpus=1):
+    async with asyncio.timeout(60), aiogpu.init(address=address, num_cpus=1):
         await kin_tasks.keeps.remote()
         name, _ = await kin_tasks.gets_kept.remote()
     assert name in ("MisuseError", "TaskCancelledError")

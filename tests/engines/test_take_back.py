@@ -64,13 +64,13 @@ async def node(num_cpus: int) -> AsyncIterator[None]:
 
 async def all_free() -> None:
     """Until nothing of any task runs any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await aiogpu.available_resources() != await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 
 
 async def some_worker() -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             for worker in (await aiogpu.status()).workers:
                 if worker.pid:
@@ -79,7 +79,7 @@ async def some_worker() -> int:
 
 
 async def results(handles: Sequence[aiogpu.Handle[int]]) -> list[object]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return list(await asyncio.gather(*handles, return_exceptions=True))
 
 
@@ -181,7 +181,7 @@ async def test_workers_killed_from_outside(ledger: Ledger) -> None:
             with suppress(ProcessLookupError):  # killed before, but not heard of yet
                 os.kill(pid, signal.SIGKILL)
                 kills += 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while sum(handle.done() for handle in handles) < min(
                     done + 20, len(handles)
                 ):
@@ -204,7 +204,7 @@ async def test_workers_stopped_from_outside(ledger: Ledger) -> None:
         await handles[20]
         stopped = await some_worker()
         os.kill(stopped, signal.SIGSTOP)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sum(not handle.done() for handle in handles) > 1:
                 await asyncio.sleep(0)
         if psutil.pid_exists(stopped):
