@@ -78,6 +78,8 @@ class Stage:
         elif creation.mode == ASYNC:
             from aiogpu.worker.async_actor import AsyncActor
 
+            # The zygote learns asyncio by it, also where nobody ever calls.
+            self._tell_rest()
             AsyncActor(self, actor).play()
         else:
             from aiogpu.worker.threaded_actor import ThreadedActor
