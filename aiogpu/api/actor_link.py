@@ -205,7 +205,7 @@ class ActorLink:
         if self._actor is None:
             return Why(name, number, "opening")
         found = self._session.why(self.name, self._actor.id)
-        return replace(found, name=name, task=number)
+        return replace(found, name=name)
 
     def __del__(self) -> None:
         # Wherever the collector runs: in another thread, or amid the loop's own work.

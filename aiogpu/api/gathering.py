@@ -53,13 +53,10 @@ class Call(asyncio.Future[Any]):
         return True
 
     def leave(self) -> None:
-        """Its caller has got no result, whatever the cause."""
-        if self.get_loop().is_closed():
-            return
-        # If his coroutine was closed, nobody has cancelled it; and if he was cancelled
-        # just when it ended, he does not hear how.
-        if not self.cancel() and not self.cancelled():
-            self.exception()
+        """Its caller goes without a result, whatever the cause."""
+        # His coroutine may have been closed: then nobody has cancelled this.
+        if not self.get_loop().is_closed():
+            self.cancel()
 
     def fail(self, error: BaseException) -> None:
         """Raise an error at the caller."""
@@ -203,7 +200,6 @@ class Gathering:
                 # not idle while callers are woken: they go after the loop has polled,
                 # since then a thread gets the interpreter. Where the function holds
                 # the loop instead, callers go first: see `_end`.
-                self._running.remove(batch)
                 self._start()
                 await asyncio.sleep(0)
             batch.answer(batching.name, results)
@@ -239,10 +235,7 @@ class Gathering:
     def _set_alarm(self, due: float) -> None:
         # A loop may wake a little early, and uvloop counts whole milliseconds: what
         # it wakes for is due by definition.
-        if self._batching.max_wait:
-            self._alarm = self._loop.call_at(due, self._look, due)
-        else:
-            self._alarm = self._loop.call_soon(self._look, due)
+        self._alarm = self._loop.call_at(due, self._look, due)
 
     def _unset_alarm(self) -> None:
         if self._alarm is not None:

@@ -186,7 +186,7 @@ class Actor:
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
             self._unwanted -= 1
-        if mailbox.waiting:
+        if mailbox.waiting and len(mailbox.sent) <= mailbox.low:
             self._send(mailbox.take())
         if type(answer) is Done:
             if receiver is not None:
@@ -208,10 +208,10 @@ class Actor:
 
     def _send(self, numbers: list[CallId]) -> None:
         if numbers and self.worker is not None and self.worker.peer is not None:
-            calls = [(number, self.calls[number]) for number in numbers]
-            self.worker.peer.send(
-                *(Invoke(number, call.method, call.payload) for number, call in calls)
-            )
+            post, calls = self.worker.peer.post, self.calls
+            for number in numbers:
+                call = calls[number]
+                post(Invoke(number, call.method, call.payload))
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""
@@ -291,8 +291,11 @@ class Actor:
     def fail(self, error: Exception) -> None:
         """It is dead for good."""
         if not isinstance(error, NodeClosedError):
-            why = "it was killed, without restarts left." if self.is_killed else error
-            told = self._died(str(why))
+            notes = getattr(error, "__notes__", [])
+            why = " ".join([str(error), *notes])
+            if self.is_killed:
+                why = "it was killed, without restarts left."
+            told = self._died(why)
             told.__cause__ = error
             error = told
         self.die(error)

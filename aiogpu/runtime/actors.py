@@ -86,6 +86,8 @@ class Actors:
         actor.on_leaving = self._on_leaving
         if key is not None:
             self._named[key] = actor
+        if site.spec.is_detached:
+            actor.holders += 1  # the node's own, until it is killed
         actor.id = self._driver.submit(site, payload, actor)
         self._actors[actor.id] = actor
         self._call_it(actor, public)

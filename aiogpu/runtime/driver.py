@@ -328,7 +328,10 @@ class Driver:
         call = self._calls.pop(effect.task)
         name, death = call.site.spec.name, self._deaths[effect.worker]
         short = self.guard.explain(name, effect.worker, death)
-        call.tell(short or describe_death(name, death))
+        error = short or describe_death(name, death)
+        if effect.note:
+            error.add_note(effect.note)
+        call.tell(error)
 
     def _deadlock(self, effect: effects.Deadlock) -> None:
         self._calls.pop(effect.task).tell_deadlock(effect.reason)

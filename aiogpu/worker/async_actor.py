@@ -90,7 +90,8 @@ class AsyncActor:
             self._loop.stop()
 
     def _begin(self, message: Invoke) -> None:
-        self._running[message.call] = self._loop.create_task(self._call(message))
+        # As `loop.create_task` would, which takes half as long again.
+        self._running[message.call] = asyncio.Task(self._call(message), loop=self._loop)
 
     def _drop(self, call: int) -> None:
         task = self._running.get(call)

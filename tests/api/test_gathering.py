@@ -10,6 +10,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -236,22 +237,26 @@ async def test_who_calls_again_at_once_joins_what_came_meanwhile(model: Model) -
     assert sorted(results) == [(1, 2), (1, 3), (2, 2), (2, 3)]
 
 
-async def test_a_full_batch_begins_before_the_last_ones_callers(model: Model) -> None:
-    """What works elsewhere need not idle while callers are woken."""
+async def test_a_full_batch_begins_before_the_last_ones_callers() -> None:
+    """What works elsewhere has the interpreter before callers are woken."""
     story: list[object] = []
 
-    async def client() -> None:
-        await model.soon(1)
-        story.append(len(model.begun))
+    class Elsewhere:
+        @aiogpu.batch(max_size=2)
+        async def call(self, items: list[int]) -> list[int]:
+            story.append(items)
+            asyncio.get_running_loop().call_soon(story.append, "polled")
+            await turns()
+            return items
 
-    clients = [asyncio.ensure_future(client()) for _ in range(6)]
-    await model.began(1)
-    await turns()
-    model.answer()
-    await asyncio.gather(*clients[:3])
-    assert story == [2, 2, 2]
-    model.answer()
-    await asyncio.gather(*clients)
+    elsewhere = Elsewhere()
+
+    async def client(number: int) -> None:
+        await elsewhere.call(number)
+        story.append(number)
+
+    await asyncio.gather(*map(client, range(4)))
+    assert story == [[0, 1], "polled", [2, 3], "polled", 0, 1, 2, 3]
 
 
 async def test_callers_go_on_before_a_batch_that_holds_the_loop() -> None:
@@ -759,6 +764,57 @@ class Item:
     """Something large."""
 
 
+def gatherings() -> list[Gathering]:
+    return [each for each in gc.get_objects() if isinstance(each, Gathering)]
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_an_error_that_was_handled_keeps_nothing() -> None:
+    class Failing:
+        @aiogpu.batch(max_size=2)
+        async def fail(self, items: list[Item]) -> list[Item]:
+            raise ValueError("all")
+
+    async def call(failing: Failing, item: Item) -> None:
+        with suppress(ValueError):
+            await failing.fail(item)
+
+    failing, items = Failing(), [Item(), Item()]
+    gone = [weakref.ref(each) for each in (failing, *items)]
+    await asyncio.gather(*(call(failing, item) for item in items))
+    del failing, items
+    await turns()
+    assert [ref() for ref in gone] == [None, None, None]
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_no_timer_keeps_what_has_nothing_to_wait_for() -> None:
+    class Patient(Model):
+        @aiogpu.batch(max_size=3, max_wait=FOREVER, max_concurrency=2)
+        async def call(self, items: list[Any]) -> Any:
+            return await self.run(items)
+
+    patient = Patient()
+    callers = start(patient.call, 1, 2)
+    await turns()
+    for caller in callers:
+        caller.cancel()
+    await asyncio.wait(callers)
+    del caller
+    assert gatherings() == []
+
+    callers = start(patient.call, *range(5))  # a full batch, and two that wait
+    await patient.began(1)
+    patient.answer(0)
+    await asyncio.wait(callers[:3])
+    callers += start(patient.call, 5)
+    await patient.began(2)
+    patient.answer(1)
+    await asyncio.wait(callers)
+    await turns()
+    assert gatherings() == []
+
+
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("end", ["result", "error", "item error", "cancel", "unbegun"])
 async def test_nothing_is_kept_of_what_has_ended(end: str) -> None:
@@ -789,7 +845,7 @@ async def test_nothing_is_kept_of_what_has_ended(end: str) -> None:
             del error
     del caller, callers
     await turns()
-    assert not [each for each in gc.get_objects() if isinstance(each, Gathering)]
+    assert gatherings() == []
     del model
     assert [ref() for ref in gone] == [None, None, None]
 

@@ -38,7 +38,7 @@ async def node(spare_workers: int) -> AsyncIterator[Any]:
 
 async def all_free(scheduler: Any) -> None:
     """Until nothing is held any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while scheduler.tasks or scheduler.ledger.leases:
             await asyncio.sleep(0)
 
@@ -52,7 +52,7 @@ async def step(
     await all_free(scheduler)
     steps.begin(victim, at)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             end: object = await LIVES[life](retries)
     except aiogpu.WorkerDiedError as error:
         end = error
