@@ -210,6 +210,8 @@ class Actors:
             self._driver.cancel(found.id)
         elif found.worker is not None:
             found.is_killed = True
+            for mailbox in found.mailboxes.values():
+                mailbox.is_open = False  # what comes from now on is for the next one
             self._pool.kill(found.worker.id)
 
     def terminate(self, actor: int) -> None:

@@ -100,7 +100,7 @@ def programs(life: str) -> Generator[Program, None, None]:
         "daemon",
         *(
             pytest.param(life, marks=pytest.mark.slow)
-            for life in ("isolated", "reused", "nested", "nested-soft")
+            for life in ("isolated", "reused", "nested", "nested-soft", "actor")
         ),
     ],
 )
