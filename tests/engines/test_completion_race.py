@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
 import time
 from collections import Counter
 
@@ -35,10 +36,13 @@ async def counts_of_a_call(task: aiogpu.RemoteFunction[[int, int], int]) -> int:
     """To what the driver counts while the longest of the calls is answered."""
     for _ in range(200):
         await task.remote(0, LONGEST)
-    started = time.perf_counter()
+    calls = []
     for _ in range(100):
+        started = time.perf_counter()
         await task.remote(0, LONGEST)
-    call = (time.perf_counter() - started) / 100
+        calls.append(time.perf_counter() - started)
+    # Not their mean: others on this machine may make some of them very long.
+    call = statistics.median(calls)
     started = time.perf_counter()
     wait(100_000)
     return int(100_000 * call / (time.perf_counter() - started))
