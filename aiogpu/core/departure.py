@@ -62,10 +62,11 @@ def depart(
             node, record
         ):
             _lose(node, record, worker.id, effects, GIVEN_UP if is_given_up else "")
-        elif record.is_starved:
+        elif record.is_starved and not record.spec.is_endless:
             record.is_starved = False
             node.solitude.await_turn(node, record, now)
         elif has_run:
+            record.is_starved = False
             retry(node, record, now)
         else:
             node.wait_again(record)

@@ -26,6 +26,8 @@ FIRST_CALL: Final = 1 << 40
 """Number of a node's first call: above those of tasks and of what they are sent."""
 LEAVE_LIMIT: Final = 5.0
 """Seconds that an actor gets to end by itself: `close()`, `__del__`, `atexit`."""
+SPOILT: Final = 0.1
+"""Seconds in which a process that is unfit to go on may tell its last answer."""
 INTERRUPT_EVERY: Final = 0.05
 """Seconds between two interrupts of a method that has not heard the first."""
 
@@ -34,6 +36,7 @@ class Actors:
     """The actors of one node.
 
     Attributes:
+        workers: those that are actors, by id.
         holding: workers that have handles.
         on_holder_gone: told of one of them that has gone.
         check: refuses a class and arguments that this node can never serve.
@@ -51,7 +54,7 @@ class Actors:
         self._orders = pool.orders
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
-        self._workers: dict[int, LiveWorker] = {}
+        self.workers: dict[int, LiveWorker] = {}
         self._refused: dict[int, Exception] = {}
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
@@ -121,10 +124,9 @@ class Actors:
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
-        for worker in self._workers.values():
-            if worker.actor is not None and number in worker.actor.calls:
-                return worker.actor.calls[number].receiver
-        return None
+        actors = (worker.actor for worker in self.workers.values())
+        found = (actor.calls.get(number) for actor in actors if actor is not None)
+        return next((call.receiver for call in found if call is not None), None)
 
     def find(self, key: tuple[str, str]) -> Actor | None:
         """The actor of that name, if it lives; whoever asks holds one handle more."""
@@ -165,7 +167,7 @@ class Actors:
 
     def call_off(self, worker_id: int, attempt: int) -> int:
         """Have an actor end with its node; gives the call to interrupt, 0 for none."""
-        worker = self._workers.get(worker_id)
+        worker = self.workers.get(worker_id)
         if worker is None:
             return 0
         if attempt == 0:
@@ -214,6 +216,19 @@ class Actors:
                 mailbox.is_open = False  # what comes from now on is for the next one
             self._pool.kill(found.worker.id)
 
+    def on_spoilt(self, worker: int) -> bool:
+        """An actor's process is unfit to go on; False if that worker is no actor's."""
+        known = self.workers.get(worker)
+        if known is None or known.actor is None:
+            return False
+        # Not before the answer that follows is here.
+        self._loop.call_later(SPOILT, self.kill, known.actor.id, False)
+        return True
+
+    def disown(self, worker: int) -> None:
+        """A worker runs tasks: it was to be an actor, and that was taken back."""
+        self.workers.pop(worker).actor = None
+
     def terminate(self, actor: int) -> None:
         """Have an actor end after what it was sent, whoever still holds a handle."""
         found = self._actors.get(actor)
@@ -228,7 +243,7 @@ class Actors:
         actor.id = task  # it may be placed before it is submitted for good
         actor.worker, worker.actor = worker, actor
         actor.drops, actor.is_killed = 0, False
-        self._workers[worker.id] = worker
+        self.workers[worker.id] = worker
         self._orders.expect_actor(worker)
         terms = call.site.actor
         assert terms is not None, call
@@ -254,7 +269,7 @@ class Actors:
         holder = self.holding.pop(worker_id, None)
         if holder is not None:
             self._loop.call_soon(self.on_holder_gone, holder)
-        worker = self._workers.pop(worker_id, None)
+        worker = self.workers.pop(worker_id, None)
         if worker is None or worker.actor is None:
             return _nothing
         actor = worker.actor
@@ -293,7 +308,7 @@ class Actors:
 
     def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """What an actor's process says."""
-        worker = self._workers.get(worker_id)
+        worker = self.workers.get(worker_id)
         actor = worker.actor if worker is not None else None
         if actor is None or actor.worker is not worker:
             return

@@ -216,7 +216,8 @@ class Driver:
             self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
 
     def _on_spoilt(self, worker: int) -> None:
-        self.feed(WorkerSpoilt(WorkerId(worker)))
+        if not self.actors.on_spoilt(worker):
+            self.feed(WorkerSpoilt(WorkerId(worker)))
 
     def wait(
         self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
@@ -280,6 +281,8 @@ class Driver:
             )
             self._orders.create(effect.worker, call, bind, creation)
             return
+        if effect.worker in self.actors.workers:
+            self.actors.disown(effect.worker)
         self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:

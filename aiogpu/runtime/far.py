@@ -12,7 +12,13 @@ from functools import partial
 from typing import Final
 
 from aiogpu.core.ids import TaskId
-from aiogpu.errors import ActorNameError, AiogpuError, InternalError
+from aiogpu.errors import (
+    ActorNameError,
+    AiogpuError,
+    DeadlockError,
+    InternalError,
+)
+from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.child import Carrying, Child, Then
@@ -140,6 +146,26 @@ class Far:
     def _note_answer(self, worker: LiveWorker, child: int) -> None:
         if worker.asked.pop(child, None) is not None and child in worker.waits_for:
             self._on_answered(worker)
+
+    def refuse_self_waits(self, actor: Actor, worker: LiveWorker) -> None:
+        """Fail calls for which a process waits that would have to run them itself."""
+        if not actor.is_serial:
+            return
+        for child in worker.waits_for:
+            public, number = worker.asked.get(child, (0, 0))
+            call = actor.calls.get(number)
+            if call is None or self._actors.get(public) is not actor:
+                continue
+            receiver = call.receiver
+            self._actors.cancel(public, number)
+            if receiver is not None:
+                receiver.fail(
+                    DeadlockError(
+                        f"a method of {actor.name} waits for its own {call.method}, "
+                        f"which runs one at a time. Call the method directly, by self, "
+                        f"or give the actor max_concurrency=2 or more."
+                    )
+                )
 
     def withdraw(self, worker: LiveWorker, child: int) -> bool:
         """Nobody wants the answer of a call any more; False if it is none."""

@@ -51,7 +51,10 @@ class Nest:
             self._submit(worker, message)
         elif type(message) is Wait:
             worker.waits_for = message.children
-            self._tell_waits(worker, message.task)
+            if worker.actor is None:
+                self._tell_waits(worker, message.task)
+            else:
+                self._far.refuse_self_waits(worker.actor, worker)
         elif type(message) is Withdraw:
             child = worker.children.pop(message.child, None)
             if child is not None:

@@ -132,6 +132,15 @@ async def test_ended_by_a_task(is_killed: bool) -> None:
             await call_until_dead(counter)
 
 
+async def test_one_that_waits_for_itself() -> None:
+    async with aiogpu.init(num_cpus=1):
+        holder = await handed_on.Holder.remote()
+        with pytest.raises(aiogpu.DeadlockError, match="max_concurrency=2"):
+            await holder.add_by_myself.remote(holder)
+        await holder.take.remote(5)
+        assert await holder.give.remote() == 5
+
+
 async def test_before_the_node_is_open() -> None:
     counter = Counter.remote()
     with pytest.raises(aiogpu.SerializationError, match="await it first"):
