@@ -16,11 +16,13 @@ class Weight:
     Attributes:
         resident: bytes in memory; what a process shares with others counts in full.
         proportional: the same, but what is shared counts a part for each.
+        private: the same, but what is shared does not count.
     """
 
     processes: int
     resident: int
     proportional: int
+    private: int
     descriptors: int
     threads: int
 
@@ -29,10 +31,12 @@ def weigh(pids: list[int]) -> Weight:
     """Weigh processes of this user. None of them may end meanwhile."""
     places = [Path(f"/proc/{pid}") for pid in pids]
     memory = [_memory(place) for place in places]
+    own = [each["Private_Clean"] + each["Private_Dirty"] for each in memory]
     return Weight(
         len(pids),
         sum(each["Rss"] for each in memory),
         sum(each["Pss"] for each in memory),
+        sum(own),
         sum(len(os.listdir(place / "fd")) for place in places),
         sum(len(os.listdir(place / "task")) for place in places),
     )

@@ -55,11 +55,11 @@ class Floor(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def open_floor() -> AsyncIterator[Floor]:
-    loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
-    with theirs:
+async def open_floor(module: str = __name__) -> AsyncIterator[Floor]:
+    loop, (ours, far) = asyncio.get_running_loop(), socket.socketpair()
+    with far:
         worker = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, f"{theirs.fileno()}", pass_fds=[theirs.fileno()]
+            sys.executable, "-m", module, f"{far.fileno()}", pass_fds=[far.fileno()]
         )
     transport, floor = await loop.create_unix_connection(Floor, sock=ours)
     try:

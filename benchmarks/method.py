@@ -43,6 +43,7 @@ class Scale:
         cycles: decisions in a block of these, for the scheduler alone.
         width: what the root of a tree of tasks starts.
         trees: blocks of trees.
+        actors: that live at once, where many do.
         is_judged: whether it is enough to hold against a goal.
     """
 
@@ -63,6 +64,7 @@ class Scale:
     cycles: int
     width: int
     trees: int
+    actors: int
     is_judged: bool
 
 
@@ -84,6 +86,7 @@ FULL = Scale(
     cycles=5_000,
     width=100,
     trees=5,
+    actors=1_000,
     is_judged=True,
 )
 QUICK = Scale(
@@ -104,6 +107,7 @@ QUICK = Scale(
     cycles=50,
     width=4,
     trees=1,
+    actors=8,
     is_judged=False,
 )
 

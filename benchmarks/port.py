@@ -7,7 +7,7 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -24,6 +24,10 @@ OnItem = Callable[[int], Coroutine[Any, Any, int]]
 
 Preload = Sequence[str] | None
 """Modules that are imported once for all workers; None for the system's default."""
+
+
+Create = Callable[[], Awaitable[Call[None]]]
+"""Makes an actor, once it is awaited; gives its method `noop`, with which it lives."""
 
 
 class UnsupportedError(Exception):
@@ -134,6 +138,14 @@ class Environment(Protocol):
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """A function of `tasks` as a task; `UnsupportedError` if it cannot be."""
+        ...
+
+    def actor(self, cls: type) -> Create:
+        """A class of `tasks` whose objects have a process each.
+
+        Raises:
+            UnsupportedError: the system has no actors.
+        """
         ...
 
     def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:

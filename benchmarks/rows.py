@@ -83,11 +83,26 @@ def judge(figure: float, goal: Goal | None, scale: Scale, fault: str = "") -> st
     return "met" if goal.admits(figure) else "not met"
 
 
-def latency_row(name: str, pair: Pair, goal: Goal, scale: Scale) -> Row:
-    """Calls awaited one at a time, beside the floor's."""
+def latency_row(
+    name: str,
+    pair: Pair,
+    goal: Goal,
+    scale: Scale,
+    known: Sequence[Block] | None = None,
+) -> Row:
+    """Calls awaited one at a time, beside the floor's.
+
+    Args:
+        name: of the row.
+        pair: what was measured.
+        goal: of the ratio.
+        scale: whether there was enough of it.
+        known: blocks of the floor whose time on a quiet machine is known, if this
+            row's is another one.
+    """
     floor = percentile(pair.floor, 50)
     fault = ""
-    if floor > SLOWEST_FLOOR:
+    if percentile(known or pair.floor, 50) > SLOWEST_FLOOR:
         fault = f"the floor's p50 is above {SLOWEST_FLOOR / US:g} us; {BUSY}"
     return Row(
         name,
@@ -109,7 +124,9 @@ def spread(figures: Sequence[float]) -> str:
     return f"blocks {min(figures):.2f} to {max(figures):.2f}"
 
 
-def rate_row(name: str, pair: Pair, calls: int, goal: Goal | None, scale: Scale) -> Row:
+def rate_row(
+    name: str, pair: Pair, calls: int, goal: Goal | None, scale: Scale, *notes: str
+) -> Row:
     """Calls per second of overlapping calls; the ratio is one of rates."""
     rate = calls * 1e9 / percentile(pair.workload, 50)
     floor = calls * 1e9 / percentile(pair.floor, 50)
@@ -123,7 +140,7 @@ def rate_row(name: str, pair: Pair, calls: int, goal: Goal | None, scale: Scale)
         p50=rate,
         floor=floor,
         ratio=1 / pair.ratio,
-        note=spread([1 / ratio for ratio in pair.ratios]),
+        note="; ".join([spread([1 / ratio for ratio in pair.ratios]), *notes]),
         goal=str(goal or ""),
         samples=pair.workload,
         floor_samples=pair.floor,

@@ -3,6 +3,20 @@
 import sys
 
 
+class Plain:
+    """An actor's class; it keeps nothing."""
+
+    def noop(self, number: int) -> None:
+        """Do nothing."""
+
+
+class Interleaved:
+    """The same with a coroutine method."""
+
+    async def noop(self, number: int) -> None:
+        """Do nothing."""
+
+
 def noop(number: int) -> None:
     """Do nothing."""
 

@@ -7,6 +7,8 @@ import compileall
 import gc
 import re
 from collections.abc import AsyncIterator, Callable
+from typing import Final
+from zlib import crc32
 
 import pytest
 import uvloop
@@ -16,9 +18,28 @@ from tests.gate import Gate
 pytest_plugins = ["aiogpu.testing.fixtures"]
 
 
+LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], object]]:
     """Every test that awaits runs on the stock loop and on uvloop."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return dict(LOOPS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Each case of `either_loop` runs on one loop, and on the other if all is run."""
+    if any("[" in argument for argument in config.args):
+        return  # who names a case shall have it
+    for item in items:
+        if item.get_closest_marker("either_loop"):
+            test, _, rest = item.nodeid.partition("[")
+            loop, _, case = rest.rstrip("]").partition("-")
+            drawn = crc32(f"{test.rpartition('/')[2]} {case}".encode()) % len(LOOPS)
+            if loop in LOOPS and loop != list(LOOPS)[drawn]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:

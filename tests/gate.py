@@ -70,7 +70,7 @@ class Gate:
 
     async def entered(self, *names: str) -> None:
         """Wait until all of these have said that they run."""
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: set(names) <= set(self._visitors))
 
     @property

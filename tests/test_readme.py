@@ -40,7 +40,9 @@ def without_pids(text: str) -> str:
     return re.sub(r"\bpid=\d+", "pid=N", text)
 
 
-@pytest.mark.parametrize(("program", "output"), PROGRAMS, ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("program", "output"), PROGRAMS, ids=["first", "errors", "actor"]
+)
 def test_program_prints_what_is_said(program: str, output: str, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(program)

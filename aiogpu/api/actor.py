@@ -165,7 +165,10 @@ class RemoteClass(Generic[P, A]):
         from aiogpu.api.actor_link import ActorLink
         from aiogpu.api.session import current_session
 
-        return ActorHandle(ActorLink.create(current_session(), *asked), self._face)
+        link = ActorLink.create(current_session(), *asked)
+        terms = link.site.actor
+        assert terms is not None, link
+        return ActorHandle(link, cast("Face", terms.face))
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
@@ -203,6 +206,10 @@ class RemoteClass(Generic[P, A]):
         return RemoteClass(
             self._definition, self._face, merged(self._options, dict(options))
         )
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
+        """Have a class that names this one as a base inherit from the plain class."""
+        return (cast("type", self.__wrapped__),)
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.

@@ -23,7 +23,8 @@ class ActorKeywords(TypedDict, total=False):
         name: under which `get_actor` finds it; free again when it is dead.
         namespace: of its name; the program's own unless given.
         get_if_exists: give the living actor of that name, if there is one.
-        lifetime: None; an actor ends with its last handle, and with its node.
+        lifetime: None: it ends with its last handle; "detached": it lives until it is
+            killed, or its node ends.
         max_restarts: how often it is made anew after its process has died; 0 unless
             given, -1 without end.
         max_task_retries: how often a call is tried again that its process's death

@@ -117,6 +117,8 @@ class ActorLink:
         self._actors = engine.actors
         actor = self._actors.create(self.site, payload, key, get_if_exists)
         self._actor = actor
+        # It may be one of that name that lives already, and of another class.
+        self.site, self.name = actor.site, actor.site.spec.name
         early, self._early = self._early, []
         self._early_handles.clear()
         for ask in early:
@@ -134,11 +136,14 @@ class ActorLink:
 
         Raises:
             SerializationError: the arguments are too large to be sent.
+            NodeError: the node is closed, or belongs to another process.
         """
         if len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(self.site, payload)
+        if self._actor is not None and not self._session.is_open:
+            raise self._session.unusable()
         handle = self._session.new_handle(label, self)
         receiver = carrying(handle) if passing else handle
         if self._actor is not None:
@@ -160,6 +165,8 @@ class ActorLink:
         return handle
 
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
+        if self._session.is_forked:
+            raise self._session.unusable()
         if self._actor is not None:
             ask(self._actor)
         elif self._error is not None:
@@ -177,6 +184,8 @@ class ActorLink:
         self._tell(lambda actors, actor: actors.terminate(actor))
 
     def _tell(self, tell: Callable[[ActorsPort, int], None]) -> None:
+        if self._session.is_forked:
+            raise self._session.unusable()
         if self._actor is not None and self._actors is not None:
             tell(self._actors, self._actor.id)
         elif self._error is None:
@@ -196,7 +205,7 @@ class ActorLink:
         if self._actor is None:
             return Why(name, number, "opening")
         found = self._session.why(self.name, self._actor.id)
-        return replace(found, name=name, task=number)
+        return replace(found, name=name)
 
     def __del__(self) -> None:
         # Wherever the collector runs: in another thread, or amid the loop's own work.

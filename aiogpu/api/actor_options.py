@@ -87,7 +87,7 @@ def check_actor_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: names the option, the value and what is allowed.
     """
-    return _check(options, _ACTOR_CHECKS, "an actor")
+    return _check(options, ACTOR_CHECKS, "an actor")
 
 
 def check_method_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _check_cpus(option: str, value: object) -> int | None:
     return None if value is None else CHECKS["num_cpus"](option, value)
 
 
-_ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
+ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     **{
         name: CHECKS[name]
         for name in (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
-from aiogpu.api.method import Parameters, methods_of, mode_of, without_self
+from aiogpu.api.method import methods_of, mode_of
+from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
 
@@ -16,11 +15,7 @@ class Face:
     def __init__(self, cls: type) -> None:
         self.name = cls.__name__
         self.methods = methods_of(cls)
-        made = cls.__init__  # type: ignore[misc]
-        takes_nothing = made is object.__init__
-        self.parameters = Parameters(
-            self.name, inspect.Signature() if takes_nothing else without_self(made)
-        )
+        self.parameters = Parameters(self.name, signature_of(cls))
 
     def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""

@@ -70,7 +70,7 @@ class Handle(asyncio.Future[T]):
         super().__init__(loop=loop)
         self.task_name = task_name
         self.task_id = 0
-        self._owner = owner
+        self._owner: Owner | None = owner
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
         self._payload: bytes | None = None
@@ -146,7 +146,9 @@ class Handle(asyncio.Future[T]):
         """
         if not super().cancel(msg):
             return False
-        self._owner.cancel(self.task_id)
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.cancel(self.task_id)
         self._wake()
         return True
 
@@ -160,7 +162,7 @@ class Handle(asyncio.Future[T]):
             MisuseError: this is another event loop than the handle's.
             NodeError: it was asked inside a task, or in a fork of the program.
         """
-        if self.done():
+        if self.done() or self._owner is None:
             return self._why_ended()
         if self.get_loop() is not asyncio.get_running_loop():
             raise MisuseError(
@@ -184,6 +186,8 @@ class Handle(asyncio.Future[T]):
         """Take the pickled result; called by the engine."""
         if not self.done():
             self._payload = payload
+            # An actor ends although its calls' results are kept.
+            self._owner = None
             _set_result(self, None)
             if self._waiters:
                 self._wake()
@@ -198,6 +202,7 @@ class Handle(asyncio.Future[T]):
         """Take the error in place of a result; called by the engine."""
         if not self.done():
             super().set_exception(error)
+            self._owner = None
             if isinstance(error, NodeClosedError | TaskCancelledError):
                 # Who shuts a node down, or ends the task that has started this one,
                 # has said that he wants none of its results.

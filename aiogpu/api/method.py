@@ -24,6 +24,7 @@ from typing import (
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.payload import dump_arguments
@@ -38,64 +39,6 @@ MARK: Final = "__aiogpu_method__"
 NO_ARGUMENTS: Final = dump_arguments("", (), {})
 
 
-class Parameters:
-    """What a function takes, checked cheaply where arguments come by position."""
-
-    def __init__(self, name: str, signature: inspect.Signature) -> None:
-        self._name = name
-        self._signature = signature
-        self._least, self._most = _positions(signature)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # Defaults and annotations may be anything; that there are some is enough.
-        described = [
-            (one.name, int(one.kind), one.default is not one.empty)
-            for one in self._signature.parameters.values()
-        ]
-        return _parameters, (self._name, described)
-
-    def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Raise `MisuseError` unless it takes these arguments."""
-        if not kwargs and self._least <= len(args) <= self._most:
-            return
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise MisuseError(
-                f"{self._name}{self._signature} was called with other arguments: "
-                f"{error}."
-            ) from None
-
-
-def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:
-    """The parameters of which only names, kinds and who has a default is known."""
-    kinds = {int(kind): kind for kind in inspect._ParameterKind}
-    empty = inspect.Parameter.empty
-    parameters = [
-        inspect.Parameter(one, kinds[kind], default=... if has_default else empty)
-        for one, kind, has_default in described
-    ]
-    return Parameters(name, inspect.Signature(parameters))
-
-
-def _positions(signature: inspect.Signature) -> tuple[int, float]:
-    """How many arguments by position it takes, at least and at most."""
-    least, most = 0, 0.0
-    for parameter in signature.parameters.values():
-        is_needed = parameter.default is parameter.empty
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = float("inf")
-        elif parameter.kind is parameter.KEYWORD_ONLY and is_needed:
-            return 1, 0.0  # never by position alone
-        elif parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            least += is_needed
-            most += 1
-    return least, most
-
-
 class Method:
     """One method of a class.
 
@@ -104,9 +47,8 @@ class Method:
         group: its concurrency group.
     """
 
-    def __init__(
-        self, owner: str, name: str, function: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, owner: str, name: str, found: Any) -> None:
+        function = getattr(found, "__func__", found)
         options: MethodOptions = getattr(function, MARK, MethodOptions())
         self.name = name
         self.label = f"{owner}.{name}"
@@ -115,13 +57,13 @@ class Method:
         self.is_generator = inspect.isgeneratorfunction(
             function
         ) or inspect.isasyncgenfunction(function)
-        self._function = function
+        self._found = found
         self._parameters: Parameters | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the function a handle needs no more than what it takes.
         parameters = None if self.is_generator else self._look()
-        return {**self.__dict__, "_function": None, "_parameters": parameters}
+        return {**self.__dict__, "_found": None, "_parameters": parameters}
 
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
         """Check and pickle the arguments of a call.
@@ -143,25 +85,30 @@ class Method:
                 f"Return a list, or have it called once per item."
             )
         if self._parameters is None:
-            assert self._function is not None, self.label
-            self._parameters = Parameters(self.label, without_self(self._function))
+            function = getattr(self._found, "__func__", self._found)
+            signature = signature_of(function)
+            if signature is not None and not isinstance(self._found, staticmethod):
+                signature = without_self(signature)
+            self._parameters = Parameters(self.label, signature)
         return self._parameters
-
-
-def without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function as its bound method has it."""
-    signature = inspect.signature(function)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def methods_of(cls: type) -> dict[str, Method]:
     """The public methods of a class and of its bases."""
     found: dict[str, Method] = {}
     for name in dir(cls):
-        function: object = inspect.getattr_static(cls, name, None)
-        if not name.startswith("_") and inspect.isfunction(function):
-            found[name] = Method(cls.__name__, name, function)
+        attribute: object = inspect.getattr_static(cls, name, None)
+        if not name.startswith("_") and _is_method(attribute):
+            found[name] = Method(cls.__name__, name, attribute)
     return found
+
+
+def _is_method(attribute: object) -> bool:
+    """Whether it is called on an object of the class it is found in."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return True
+    is_bound = hasattr(type(attribute), "__get__")
+    return is_bound and callable(attribute) and not isinstance(attribute, type)
 
 
 def mode_of(methods: dict[str, Method], concurrency: int | None, groups: object) -> str:

@@ -260,15 +260,14 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 
 def _check_any(options: dict[str, Any]) -> None:
     """Refuse what neither a task nor an actor takes, before it is known which it is."""
-    from aiogpu.api.actor_options import check_actor_options
+    from aiogpu.api.actor_options import ACTOR_CHECKS, check_actor_options
 
     try:
         check_options(options)
     except OptionError:
-        try:
-            check_actor_options(options)
-        except OptionError:
-            check_options(options)
+        if not set(options) <= set(ACTOR_CHECKS):
+            raise
+        check_actor_options(options)
 
 
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
@@ -281,12 +280,13 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
         from aiogpu.api.actor import decorate_class
 
         return decorate_class(function, options)
-    checked = merged(TaskOptions(), cast("Options", options))
-    if isinstance(function, RemoteFunction):
+    if "__aiogpu_function__" in getattr(function, "__dict__", ()):
+        name = getattr(function, "__name__", "")
         raise MisuseError(
-            f"{function.__name__} is remote already; write "
-            f"{function.__name__}.options(...) to change its options."
+            f"{name} is remote already; write {name}.options(...) to change its "
+            f"options."
         )
+    checked = merged(TaskOptions(), cast("Options", options))
     if not callable(function):
         raise MisuseError(
             f"remote() was given {function!r}; give it a function, or options by name."

@@ -29,6 +29,9 @@ def check(node: Node) -> None:
     assert len(node.ready) == len(waiting), node.ready
     delayed = [record for record in records if record.state is TaskState.DELAYED]
     assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
+    blocked = {r.id for r in records if r.state is TaskState.BLOCKED}
+    assert blocked <= node.blocked.keys(), node.blocked
+    assert all(id_ in node.tasks for id_ in node.blocked), node.blocked
     for record in records:
         _check_task(record)
         _check_kin(node, record)

@@ -20,11 +20,9 @@ from aiogpu.core.resources import CPU, UNIT, Request
 
 def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
     """The tasks whose wait has to fail so that all others can end, each with why."""
-    blocked = {
-        worker.task.id: worker.task
-        for worker in node.workers
-        if worker.task is not None and worker.task.state is TaskState.BLOCKED
-    }
+    state = TaskState.BLOCKED
+    blocked = {id_: one for id_, one in node.blocked.items() if one.state is state}
+    node.blocked = dict(blocked)
     most = node.room.most
     if len(blocked) < most and not any(map(_keeps_something, blocked.values())):
         return []

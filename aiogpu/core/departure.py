@@ -6,6 +6,8 @@ seen free; until then the worker is `SETTLING`, a name without a process.
 
 from __future__ import annotations
 
+from typing import Final
+
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.effects import Effect, Forget, Kill, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
@@ -16,9 +18,15 @@ from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.policy import STARTS_ALLOWED
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
+from aiogpu.core.restart import note_death
 from aiogpu.core.retry import may_retry, retry
 from aiogpu.core.room import VAIN
 from aiogpu.core.watch import count_begun, return_task
+
+GIVEN_UP: Final = (
+    "It has died again and again, soon after it had begun anew, and is not begun anew "
+    "any more."
+)
 
 
 def depart(
@@ -49,8 +57,11 @@ def depart(
     for number, record in enumerate(inflight[: max(begun, 1)]):
         record.worker = None
         has_run = not is_new and number < begun
-        if not (_has_another_run if has_run else _has_another_start)(node, record):
-            _lose(node, record, worker.id, effects)
+        is_given_up = _is_given_up(node, record, has_run, now)
+        if is_given_up or not (_has_another_run if has_run else _has_another_start)(
+            node, record
+        ):
+            _lose(node, record, worker.id, effects, GIVEN_UP if is_given_up else "")
         elif record.is_starved:
             record.is_starved = False
             node.solitude.await_turn(node, record, now)
@@ -105,12 +116,24 @@ def _has_another_run(node: Node, record: TaskRecord) -> bool:
     return is_wanted and not node.is_closing and may_retry(record)
 
 
+def _is_given_up(node: Node, record: TaskRecord, has_run: bool, now: float) -> bool:
+    """Whether what should never end has died too often in a row."""
+    is_wanted = record.state is not TaskState.STOPPING and record.retries_left != 0
+    if not (has_run and record.spec.is_endless and is_wanted):
+        return False
+    return not note_death(node, record, now)
+
+
 def _lose(
-    node: Node, record: TaskRecord, worker: WorkerId, effects: list[Effect]
+    node: Node,
+    record: TaskRecord,
+    worker: WorkerId,
+    effects: list[Effect],
+    note: str = "",
 ) -> None:
     was_wanted = record.state is not TaskState.STOPPING
     node.end(record)
-    effects.append(Lose(record.id, worker) if was_wanted else Forget(record.id))
+    effects.append(Lose(record.id, worker, note) if was_wanted else Forget(record.id))
 
 
 def starve(worker: WorkerRecord, effects: list[Effect]) -> None:

@@ -22,6 +22,7 @@ from aiogpu.core.records import (
     move_task,
     move_worker,
 )
+from aiogpu.core.restart import note_start
 from aiogpu.core.stopping import interrupt, let_end
 from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import watch
@@ -85,6 +86,8 @@ def assign(
     if spec.max_calls:
         calls = worker.calls.get(spec.function, 0) + 1
         worker.is_last = calls >= spec.max_calls
+        if spec.is_endless:
+            note_start(node, record, now)
     move_task(record, _RUNNING)
     move_worker(worker, WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease

@@ -95,10 +95,14 @@ class Expire:
 
 @dataclass(slots=True)
 class Lose:
-    """The task's worker died and it is not tried again; tell its owner."""
+    """The task's worker died and it is not tried again; tell its owner.
+
+    `note` says more about why it is not.
+    """
 
     task: TaskId
     worker: WorkerId
+    note: str = ""
 
 
 @dataclass(slots=True)

@@ -59,6 +59,8 @@ def _behind(why: Why) -> str:
 
 
 def _children(why: Why) -> str:
+    if not why.count:
+        return "an actor"
     word = "its child" if why.count == 1 else "its children"
     return f"{word} {listing(why.children, why.count)}"
 
@@ -73,8 +75,9 @@ def _waiting(why: Why) -> Iterator[str]:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"
         if why.bound:
+            held = ", each held without end" if why.is_held_endlessly else ""
             yield (
-                f"  workers: {why.bound}, and no room for more at a time; "
+                f"  workers: {why.bound}{held}, and no room for more at a time; "
                 f"`aiogpu doctor` says what bounds them"
             )
         return

@@ -93,6 +93,7 @@ def on_waits(
     assert worker.lease is not None, worker
     if record.state is TaskState.RUNNING:
         move_task(record, TaskState.BLOCKED)
+        node.blocked[record.id] = record
         node.ledger.lend(worker.lease)
         if worker.queue:
             revoke(worker, effects)

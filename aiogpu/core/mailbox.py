@@ -22,17 +22,20 @@ class Mailbox:
         window: most calls that are with the process.
         is_serial: whether it runs them one at a time, so that what follows the one
             that it has begun has not begun.
+        low: with no more than that left, the process is to be sent others; one that
+            runs one at a time has enough to do until half are left.
         is_open: whether there is a process to send to.
         waiting: calls that were not sent, first to be sent first.
         sent: calls that were sent and not answered, in that order; the value says
             whether somebody still wants the answer.
     """
 
-    __slots__ = ("is_open", "is_serial", "sent", "waiting", "window")
+    __slots__ = ("is_open", "is_serial", "low", "sent", "waiting", "window")
 
     def __init__(self, window: int, is_serial: bool) -> None:
         self.window = window
         self.is_serial = is_serial
+        self.low = window // 2 if is_serial else window - 1
         self.is_open = False
         self.waiting: OrderedDict[CallId, None] = OrderedDict()
         self.sent: dict[CallId, bool] = {}

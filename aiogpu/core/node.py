@@ -15,6 +15,7 @@ from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.records import Kin, TaskRecord, binding_of, move_task
+from aiogpu.core.restart import Restarts
 from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
 from aiogpu.core.spares import Spares
@@ -32,8 +33,10 @@ class Node:
     """The ledger, the queue and the records of one node.
 
     Attributes:
-        reservation: what is kept for a task that has waited long, None for none.
         delayed: tasks that have failed and will wait again some time later.
+        restarts: of what is endless.
+        blocked: tasks that wait for others, and some that did so a moment ago.
+        reservation: what is kept for a task that has waited long, None for none.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
@@ -48,12 +51,20 @@ class Node:
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.timers = Timers()
+        self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.is_closing = False
+        self.restarts: dict[TaskId, Restarts] = {}
         self.solitude = Solitude()
         self.room = Room()
         self.spares = Spares(self.patience.spare_workers)
         self.most_idle = self.patience.idle_workers + self.spares.target
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something free may be kept from some of those that wait."""
+        is_for_another = self.reservation is not None or self.solitude.is_wanted
+        return is_for_another or self.room.refused > 0
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for, unless it is kept for another.
@@ -102,8 +113,13 @@ class Node:
             self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
-        """Seconds from the first interrupt of a task to the kill of its worker."""
+        """Seconds from the first interrupt of a task to the kill of its worker.
+
+        Who lives without end and is ended with the node has the node's own.
+        """
         grace = record.spec.cancel_grace
+        if self.is_closing and record.spec.is_endless:
+            grace = None
         return self.patience.cancel_grace if grace is None else grace
 
     def end(self, record: TaskRecord) -> None:
@@ -115,7 +131,10 @@ class Node:
             self.solitude.leave(record)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+        if self.restarts:
+            self.restarts.pop(record.id, None)
         if record.kin is not None:
+            self.blocked.pop(record.id, None)
             self._leave(record, record.kin)
 
     def _leave(self, record: TaskRecord, kin: Kin) -> None:

@@ -28,6 +28,9 @@ class Patience:
         retry_after: from a task's second failure to the next try; the first one is
             at once, each later one takes twice as long as the one before it.
         retry_at_last: the longest such wait.
+        sound_after: what is endless and has lived so long begins anew at once when
+            its worker dies.
+        restarts_in_a_row: how often it begins anew that does not live so long.
         alone_within: for how long others are held up for a task that is to run alone.
         crowded_for: after a worker could not be had, until more are tried again.
     """
@@ -43,6 +46,8 @@ class Patience:
     reserve_after: float = 1.0
     retry_after: float = 0.1
     retry_at_last: float = 10.0
+    sound_after: float = 60.0
+    restarts_in_a_row: int = 12
     alone_within: float = 30.0
     crowded_for: float = 0.05
 

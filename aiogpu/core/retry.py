@@ -9,6 +9,7 @@ from __future__ import annotations
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, move_task
+from aiogpu.core.restart import pause_of
 from aiogpu.core.specs import UNLIMITED
 from aiogpu.core.timers import AlarmKind
 
@@ -25,7 +26,10 @@ def may_retry(record: TaskRecord) -> bool:
 
 def retry(node: Node, record: TaskRecord, now: float) -> None:
     """Have a task wait again, at once or after a while; it holds nothing any more."""
-    delay = node.patience.retry_delay(record.retries)
+    if record.spec.is_endless:
+        delay = pause_of(node, record)
+    else:
+        delay = node.patience.retry_delay(record.retries)
     # It may have answered before the kill that was to make room.
     record.is_starved = False
     if delay == 0:

@@ -123,9 +123,7 @@ class Scheduler(Node):
             note_stuck(self, record, now)
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
-        if self.reservation is None and not self.room.refused:
-            return NOTHING
-        return self._place(now, effects)
+        return self._place(now, effects) if self.holds_back else NOTHING
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -251,8 +249,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        is_in_nobodys_way = self.reservation is None and not self.room.refused
-        if is_alone and is_in_nobodys_way and not self.solitude.is_wanted:
+        if is_alone and not self.holds_back:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects

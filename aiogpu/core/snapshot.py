@@ -18,7 +18,7 @@ from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
-from aiogpu.core.resources import Request
+from aiogpu.core.resources import CPU, Request
 from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
 from aiogpu.core.wording import listing
 
@@ -252,9 +252,13 @@ def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
 
 
 def _task(record: TaskRecord, numbers: _Numbers, reason: str | None) -> TaskStatus:
+    held = numbers[record.spec.shape.request]
+    lease = record.worker.lease if record.worker else None
+    if lease is not None and lease.is_lent and record.spec.is_endless:
+        held = {name: amount for name, amount in held.items() if name != CPU}
     return TaskStatus(
         *(record.id, record.spec.name, record.state.value),
-        numbers[record.spec.shape.request],
+        held,
         record.worker.id if record.worker else None,
         reason,
     )
@@ -270,6 +274,8 @@ def _why_not_running(
         return f"sent ahead to pid {pids.get(worker.id, 0)}, behind {before}"
     if record.state is TaskState.BLOCKED and record.kin is not None:
         children = record.kin.waits_for.values()
+        if not children:
+            return "waits for an actor"
         names = (child.spec.name for child in children)
         return f"waits for its children: {listing(names, len(children))}"
     return None

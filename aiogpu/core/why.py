@@ -112,6 +112,7 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
 def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
     bucket = node.ready.by_shape[record.spec.shape]
     reasons = tuple(find_shortages(node, record, holdings))
+    bound = 0 if reasons else find_bound(node)
     # A device that is set aside comes back some time, though nobody knows when.
     is_endless = bool(reasons) and not any(
         device.aside for shortage in reasons for device in shortage.devices
@@ -125,11 +126,16 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         position=bucket.position(record) + 1,
         of=bucket.size,
         reasons=reasons,
-        bound=0 if reasons else find_bound(node),
+        bound=bound,
         is_held_up=node.solitude.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
-        is_held_endlessly=is_endless and reserve(node, record, holdings.now) is None,
+        is_held_endlessly=(is_endless and reserve(node, record, holdings.now) is None)
+        or (bound > 0 and all(map(_is_endless, node.workers))),
     )
+
+
+def _is_endless(worker: WorkerRecord) -> bool:
+    return worker.task is not None and worker.task.spec.is_endless
 
 
 def _concerning(node: Node, record: TaskRecord) -> Reservation | None:

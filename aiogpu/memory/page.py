@@ -17,6 +17,8 @@ BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
 PAGE_SIZE: Final = SLOTS * _WORDS * 8
+ALL: Final = 1 << 62
+"""In place of how many calls were dropped: all, whatever is still to come."""
 
 
 class ControlPage:
@@ -91,7 +93,7 @@ class ControlPage:
         self._words[slot * _WORDS + 3] = below
 
     def drop(self, slot: int, count: int) -> None:
-        """Driver: so many calls of the slot's actor were dropped so far."""
+        """Driver: so many calls of the slot's actor were dropped so far, or `ALL`."""
         self._words[slot * _WORDS + 4] = count
 
     def dropped(self, slot: int) -> int:

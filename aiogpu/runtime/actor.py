@@ -22,6 +22,7 @@ from aiogpu.wire.payload import NOTHING
 
 AHEAD: Final = 256
 """Calls that a process which runs one at a time may have before it."""
+NO_HANDLE: Final = "nobody had a handle to it any more."
 
 
 class ActorState(Enum):
@@ -68,9 +69,11 @@ class Actor:
         has_lived: its constructor has returned once.
         worker: its process, None while there is none.
         drops: how many calls were dropped that this process had been sent.
+        is_killed: `kill` has ended this process, and another takes its place.
         calls: those that were not answered, by number.
         mailboxes: by concurrency group.
         on_idle: told when nobody can call it any more and all was answered.
+        on_leaving: told when it was told to end.
         on_dead: told when it is dead.
     """
 
@@ -87,6 +90,7 @@ class Actor:
         self.state = ActorState.PENDING
         self.worker: LiveWorker | None = None
         self.drops = 0
+        self.is_killed = False
         self.has_lived = False
         self.is_gone = False
         self.calls: dict[CallId, ActorCall] = {}
@@ -97,12 +101,15 @@ class Actor:
             for group, limit in terms.limits.items()
         }
         self.on_idle: Callable[[Actor], None]
+        self.on_leaving: Callable[[Actor], None]
         self.on_dead: Callable[[Actor], None]
+        self._unwanted = 0
         self._terms = terms
         self._new_number = new_number
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
         self._end: Exception | None = None
+        self._why_left = NO_HANDLE
 
     def __repr__(self) -> str:
         return f"<Actor {self.name} {self.id} {self.state.value}>"
@@ -113,8 +120,8 @@ class Actor:
         return self.site.spec.name
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> CallId:
-        """Call a method; gives the call's number, 0 if the actor is dead."""
-        if self._end is not None:
+        """Call a method; gives the call's number, 0 if it takes no more calls."""
+        if self._end is not None or self.is_ending:
             receiver.fail(self._death())
             return 0
         terms = self._terms
@@ -126,10 +133,12 @@ class Actor:
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox
         )
-        if mailbox.post(number) and self.worker is not None:
-            peer = self.worker.peer
-            if peer is not None:
-                peer.post(Invoke(number, method, payload))
+        if self.worker is None or self.worker.peer is None:
+            # It waits for a process; it may not count as lost with the last one.
+            mailbox.is_open = False
+            mailbox.post(number)
+        elif mailbox.post(number):
+            self.worker.peer.post(Invoke(number, method, payload))
         return number
 
     def await_ready(self, receiver: Receiver) -> None:
@@ -157,6 +166,8 @@ class Actor:
 
     def on_created(self) -> None:
         """The constructor has returned."""
+        if self.state is not ActorState.PENDING:
+            return  # it was killed meanwhile
         self.has_lived = True
         self.state = ActorState.ALIVE
         waiting, self._awaited_by = self._awaited_by, []
@@ -173,7 +184,9 @@ class Actor:
             return
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
-        if mailbox.waiting:
+        if receiver is None:
+            self._unwanted -= 1
+        if mailbox.waiting and len(mailbox.sent) <= mailbox.low:
             self._send(mailbox.take())
         if type(answer) is Done:
             if receiver is not None:
@@ -185,7 +198,7 @@ class Actor:
 
     def _reject(self, receiver: Receiver | None, failed: Failed) -> None:
         if failed.kind == LEFT:
-            self.leave()
+            self.leave("it was ended by exit_actor().")
         if receiver is None:
             return
         if failed.kind == LEFT:
@@ -195,22 +208,21 @@ class Actor:
 
     def _send(self, numbers: list[CallId]) -> None:
         if numbers and self.worker is not None and self.worker.peer is not None:
-            calls = [(number, self.calls[number]) for number in numbers]
-            self.worker.peer.send(
-                *(Invoke(number, call.method, call.payload) for number, call in calls)
-            )
+            post, calls = self.worker.peer.post, self.calls
+            for number in numbers:
+                call = calls[number]
+                post(Invoke(number, call.method, call.payload))
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""
         call = self.calls.get(number)
-        if call is None:
+        if call is None or call.receiver is None:
             return False
         call.receiver = None
-        if number in call.mailbox.sent:
-            return call.mailbox.cancel(number)
-        call.mailbox.cancel(number)
+        if call.mailbox.cancel(number):
+            self._unwanted += 1
+            return True
         del self.calls[number]
-        self.look_if_idle()
         return False
 
     def release(self) -> None:
@@ -219,18 +231,21 @@ class Actor:
         self.look_if_idle()
 
     def look_if_idle(self) -> None:
-        """See whether nobody can call it any more and all calls were answered."""
-        if (self.holders and not self.is_ending) or self.calls:
+        """See whether nobody can call it any more, and nobody waits for an answer."""
+        if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
             return
         is_restarting = self.state is ActorState.PENDING and self.has_lived
         if self.state is ActorState.ALIVE or is_restarting:
             self.on_idle(self)
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """Have it end after what it was sent."""
-        self.state = ActorState.LEAVING
+        if self.state is not ActorState.ALIVE:
+            return
+        self.state, self._why_left = ActorState.LEAVING, why
         if self.worker is not None and self.worker.peer is not None:
             self.worker.peer.send(Leave())
+        self.on_leaving(self)
 
     def lose(self, begun: CallId) -> list[Receiver]:
         """Its process has gone; gives who waits for the calls that went with it.
@@ -249,6 +264,7 @@ class Actor:
                 has_begun = not mailbox.is_serial or number <= begun
                 if not is_wanted:
                     del self.calls[number]
+                    self._unwanted -= 1
                 elif has_begun and call.retries_left:
                     call.retries_left -= call.retries_left > 0
                     again.add(number)
@@ -262,7 +278,7 @@ class Actor:
 
     def receive(self, _payload: bytes) -> None:
         """It has ended in an orderly way."""
-        self.die(self._died("it has left by exit_actor() or with its last handle."))
+        self.die(self._died(self._why_left))
 
     def reject(self, failed: Failed) -> None:
         """Its constructor has failed."""
@@ -275,7 +291,11 @@ class Actor:
     def fail(self, error: Exception) -> None:
         """It is dead for good."""
         if not isinstance(error, NodeClosedError):
-            told = self._died(str(error))
+            notes = getattr(error, "__notes__", [])
+            why = " ".join([str(error), *notes])
+            if self.is_killed:
+                why = "it was killed, without restarts left."
+            told = self._died(why)
             told.__cause__ = error
             error = told
         self.die(error)
@@ -301,9 +321,14 @@ class Actor:
     def _death(self) -> Exception:
         """The error for one more who asks: raised twice, one would grow."""
         end = self._end
-        assert end is not None, self
+        if end is None:
+            return ActorDiedError(
+                f"{self.name} takes no more calls: it ends when it has answered those "
+                f"that it was sent.",
+                self.name,
+            )
         if not isinstance(end, ActorDiedError):
-            return end
+            return NodeClosedError(str(end))
         told = ActorDiedError(str(end), end.actor)
         told.__cause__ = end.__cause__
         return told

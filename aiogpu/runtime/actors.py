@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.events import Resides
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError, ActorNameError
-from aiogpu.runtime.actor import Actor, ActorState
+from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.pool import Pool
@@ -83,8 +83,11 @@ class Actors:
             )
         actor = Actor(site, self._new_number, key)
         actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
+        actor.on_leaving = self._on_leaving
         if key is not None:
             self._named[key] = actor
+        if site.spec.is_detached:
+            actor.holders += 1  # the node's own, until it is killed
         actor.id = self._driver.submit(site, payload, actor)
         self._actors[actor.id] = actor
         self._call_it(actor, public)
@@ -133,23 +136,42 @@ class Actors:
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
         found = self._actors.get(actor)
-        if found is None or not found.cancel(number):
+        if found is None:
             return
         worker = found.worker
-        if worker is None or worker.peer is None:
-            return
-        found.drops += 1
-        self._orders.drop(worker, number, found.drops)
-        if found.is_serial:
-            self._interrupt(found, worker, number)
+        if found.cancel(number) and worker is not None and worker.peer is not None:
+            found.drops += 1
+            self._orders.drop(worker, number, found.drops)
+            if found.is_serial:
+                self._interrupt(found, worker, number, is_first=True)
+        found.look_if_idle()
 
-    def _interrupt(self, actor: Actor, worker: LiveWorker, number: int) -> None:
-        """Interrupt the one call that runs, if it is that one, until it has heard."""
+    def _interrupt(
+        self, actor: Actor, worker: LiveWorker, number: int, is_first: bool = False
+    ) -> None:
+        """Interrupt the one call that runs, if it is that one, until it has heard.
+
+        One that has not begun a while after it was dropped never will.
+        """
         if actor.worker is not worker or number not in actor.calls:
             return
-        if self._orders.begun(worker.id) == number:
+        has_begun = self._orders.begun(worker.id) == number
+        if has_begun:
             self._orders.interrupt(worker.id, number, attempt=1, is_coroutine=False)
-        self._loop.call_later(INTERRUPT_EVERY, self._interrupt, actor, worker, number)
+        if has_begun or is_first:
+            self._loop.call_later(
+                INTERRUPT_EVERY, self._interrupt, actor, worker, number
+            )
+
+    def call_off(self, worker_id: int, attempt: int) -> int:
+        """Have an actor end with its node; gives the call to interrupt, 0 for none."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return 0
+        if attempt == 0:
+            self._orders.call_off(worker)
+        begun = self._orders.begun(worker_id)
+        return begun if begun >= FIRST_CALL else 0
 
     def hold(self, actor: int) -> bool:
         """One more holds a handle; False if nobody has until now."""
@@ -187,6 +209,9 @@ class Actors:
             found.die(ActorDiedError(f"{found.name} was killed.", found.name))
             self._driver.cancel(found.id)
         elif found.worker is not None:
+            found.is_killed = True
+            for mailbox in found.mailboxes.values():
+                mailbox.is_open = False  # what comes from now on is for the next one
             self._pool.kill(found.worker.id)
 
     def terminate(self, actor: int) -> None:
@@ -202,7 +227,7 @@ class Actors:
         assert isinstance(actor, Actor), call
         actor.id = task  # it may be placed before it is submitted for good
         actor.worker, worker.actor = worker, actor
-        actor.drops = 0
+        actor.drops, actor.is_killed = 0, False
         self._workers[worker.id] = worker
         self._orders.expect_actor(worker)
         terms = call.site.actor
@@ -233,7 +258,7 @@ class Actors:
         if worker is None or worker.actor is None:
             return _nothing
         actor = worker.actor
-        was_leaving = actor.state is ActorState.LEAVING
+        was_leaving, was_killed = actor.state is ActorState.LEAVING, actor.is_killed
         lost = actor.lose(death.begun)
         if was_leaving:
             actor.receive(b"")
@@ -241,15 +266,15 @@ class Actors:
 
         def tell() -> None:
             for receiver in lost:
-                receiver.fail(self._lost(actor, death))
+                receiver.fail(self._lost(actor, death, was_killed))
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
             actor.look_if_idle()
 
         return tell
 
-    def _lost(self, actor: Actor, death: Death) -> ActorDiedError:
-        cause = describe_death(actor.name, death)
+    def _lost(self, actor: Actor, death: Death, was_killed: bool) -> ActorDiedError:
+        cause = None if was_killed else describe_death(actor.name, death)
         is_restarting = actor.state is not ActorState.DEAD
         after = (
             " It is being restarted; give it max_task_retries=1 or more to have such "
@@ -258,7 +283,8 @@ class Actors:
             else ""
         )
         error = ActorDiedError(
-            f"{actor.name} died while it ran this call: {cause}{after}",
+            f"{actor.name} died while it ran this call: "
+            f"{cause or 'it was killed.'}{after}",
             actor.name,
             is_restarting,
         )
@@ -283,7 +309,10 @@ class Actors:
             # It waits to be restarted, for nobody.
             self._end(actor)
             return
-        actor.leave()
+        actor.leave("its `async with` block was left." if actor.holders else NO_HANDLE)
+
+    def _on_leaving(self, actor: Actor) -> None:
+        self._free_name(actor)
         self._loop.call_later(LEAVE_LIMIT, self._end, actor)
 
     def _end(self, actor: Actor) -> None:
@@ -291,9 +320,12 @@ class Actors:
             self._driver.cancel(actor.id)
             actor.receive(b"")
 
-    def _on_dead(self, actor: Actor) -> None:
+    def _free_name(self, actor: Actor) -> None:
         if actor.key is not None and self._named.get(actor.key) is actor:
             del self._named[actor.key]
+
+    def _on_dead(self, actor: Actor) -> None:
+        self._free_name(actor)
         if actor.worker is None:
             actor.note_gone()
         self._forget(actor)

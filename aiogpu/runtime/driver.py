@@ -295,8 +295,10 @@ class Driver:
         self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
 
     def _interrupt(self, effect: effects.Interrupt) -> None:
-        is_coroutine = self._calls[effect.task].site.is_coroutine
-        self._orders.interrupt(effect.worker, effect.task, effect.attempt, is_coroutine)
+        site, task = self._calls[effect.task].site, int(effect.task)
+        if site.actor is not None and self.scheduler.is_closing:
+            task = self.actors.call_off(effect.worker, effect.attempt) or task
+        self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
 
     def _retire(self, effect: effects.Retire) -> None:
         self._pool.retire(effect.worker)
@@ -326,7 +328,10 @@ class Driver:
         call = self._calls.pop(effect.task)
         name, death = call.site.spec.name, self._deaths[effect.worker]
         short = self.guard.explain(name, effect.worker, death)
-        call.tell(short or describe_death(name, death))
+        error = short or describe_death(name, death)
+        if effect.note:
+            error.add_note(effect.note)
+        call.tell(error)
 
     def _deadlock(self, effect: effects.Deadlock) -> None:
         self._calls.pop(effect.task).tell_deadlock(effect.reason)

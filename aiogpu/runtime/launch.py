@@ -83,10 +83,6 @@ def launch(
         raise
     finally:
         os.close(writing)
-    from aiogpu.runtime.descriptors import descriptor_limit
-
-    # Before it is asked for the first fork: workers inherit what it has then.
-    descriptor_limit.hand_down(child.pid)
     return Launched(child, reading)
 
 

@@ -21,6 +21,9 @@ RATE: Final = 4 << 30
 """Bytes a second that a few processes can fill, which decides when to look again."""
 PATIENCE: Final = 2.0
 """Seconds that a worker to be ended gets before another look at who is to go."""
+DEAREST: Final = 4
+"""Pauses are at least so many times as long as the look before: a thousand workers
+take 50 ms to weigh."""
 WORTH: Final = 64
 """Who uses less than this part of the limit is not ended: it would not help."""
 
@@ -96,7 +99,6 @@ class MemoryWatch:
             return
         began = time.perf_counter()
         self.usage = usage = self._bounds.tightest()
-        self._timer = self._loop.call_later(pause_for(usage.room), self._look)
         victim = None
         if usage.room < 0 and not self._is_one_ending():
             weighed = [
@@ -104,6 +106,8 @@ class MemoryWatch:
             ]
             victim = choose_victim(weighed, usage.limit)
         self.cost = time.perf_counter() - began
+        pause = max(pause_for(usage.room), DEAREST * self.cost)
+        self._timer = self._loop.call_later(pause, self._look)
         if victim is not None:
             self._victim, self._told_at = victim.running.pids[0], self._loop.time()
             self._on_over(victim.running.worker, victim.used, usage.safe_limit())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aiogpu.core.ids import TaskId
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import Create, Drop
+from aiogpu.wire.acting import Create, Drop, Leave
 from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
 
 
@@ -46,6 +46,12 @@ class Orders:
         if worker.peer is not None:
             worker.peer.send(Drop(call))
             self._page.drop(worker.slot.index, count)
+
+    def call_off(self, worker: LiveWorker) -> None:
+        """Have an actor end and begin no more of what it was sent."""
+        self._page.drop(worker.slot.index, ALL)
+        if worker.peer is not None:
+            worker.peer.send(Leave())
 
     def expect_actor(self, worker: LiveWorker) -> None:
         """Of a worker that becomes an actor nothing was dropped, and nothing begun.
@@ -88,10 +94,10 @@ class Orders:
         self, worker_id: int, task: int, attempt: int, is_coroutine: bool
     ) -> None:
         """Ask a worker to stop a task: a coroutine by message first, then by signal."""
-        worker = self._workers[worker_id]
-        slot = worker.slot
-        if worker.status is not None:
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.status is not None:
             return
+        slot = worker.slot
         self._page.ask(slot.index, task)
         if self._page.heard(slot.index) == task:
             return

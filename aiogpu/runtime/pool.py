@@ -47,7 +47,7 @@ LINGER: Final = 0.1
 START_LIMIT: Final = 60.0
 """Seconds from the wish for a worker until it must have connected."""
 CLOSE_LIMIT: Final = 3.0
-"""Seconds that keepers get to end, before they are killed."""
+"""Seconds in which none of the keepers ends until those that are left are killed."""
 
 
 class Pool:
@@ -86,7 +86,6 @@ class Pool:
         self._send_signal = send_signal
         self.slots = Slots(loop, console, directory)
         self._is_closing = False
-        self._closed = loop.create_future()
         zygotes.is_busy = self.slots.is_busy
         zygotes.on_lost_slot = self._on_lost_slot
         zygotes.on_death = self._on_zygote_death
@@ -244,8 +243,6 @@ class Pool:
         if self.slots.holds(slot):
             self.slots.forget(slot)
             slot.output.close()
-        if not self.slots and not self._closed.done():
-            self._closed.set_result(None)
 
     def _on_worker(self, peer: Peer, hello: Hello) -> None:
         worker = self.workers.get(hello.id)
@@ -336,14 +333,12 @@ class Pool:
                 slot.keeper.send(Close())
             else:
                 self._remove_slot(slot)
-        if self.slots:
-            await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
+        await self.slots.gone(CLOSE_LIMIT)
         for slot in self.slots:
             # It does not answer. Its worker dies with it, and the zygote ends the rest.
             with suppress(ProcessLookupError):
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)
-        if self.slots:
-            await asyncio.wait([self._closed], timeout=CLOSE_LIMIT)
+        await self.slots.gone(CLOSE_LIMIT)
 
 
 def _unheard(_environment: Environment) -> None:

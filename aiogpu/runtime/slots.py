@@ -26,12 +26,21 @@ MARGIN: Final = RESERVE // 2
 """Descriptors that are left over when no other slot is made."""
 
 
+def most_workers(slots: int) -> int:
+    """How many of so many slots may have a worker; the others wait for one, or end."""
+    return max(1, slots - _spare(slots))
+
+
+def _spare(slots: int) -> int:
+    return min(SPARE_SLOTS, 1 + slots // 4)
+
+
 class Slots:
     """All slots, and which of them have a keeper but no worker.
 
     Attributes:
         most: how many there may be.
-        most_workers: how many may have a worker; the others wait for one, or end.
+        most_workers: how many of them may have a worker.
     """
 
     def __init__(
@@ -48,12 +57,13 @@ class Slots:
         self._free: list[Slot] = []
         self._next_index = 0
         self._free_indices: list[int] = []
+        self._gone: asyncio.Future[None] | None = None
 
     def bound(self, most: int) -> None:
         """Say how many slots there may be."""
         self.most = most
-        self._spare = min(SPARE_SLOTS, 1 + most // 4)
-        self.most_workers = max(1, most - self._spare)
+        self.most_workers = most_workers(most)
+        self._spare = _spare(most)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -183,6 +193,18 @@ class Slots:
         del self._slots[slot.index]
         self.withdraw(slot)
         slot.zygote.release(slot.index)
+        if self._gone is not None and not self._slots and not self._gone.done():
+            self._gone.set_result(None)
+
+    async def gone(self, patience: float) -> None:
+        """Wait until all slots are forgotten, or for so many seconds none was.
+
+        A thousand keepers take their time, on a machine of two cores.
+        """
+        left = 0
+        while self._slots and left != (left := len(self._slots)):
+            self._gone = self._loop.create_future()
+            await asyncio.wait([self._gone], timeout=patience)
 
     def reuse_index(self, slot: Slot) -> None:
         """A forgotten slot's pipes are closed: another may have its index."""

@@ -47,6 +47,7 @@ class Peer(asyncio.Protocol):
         self._posted: list[bytes] = []
         self._waiting: list[Message] = []
         self._is_paused = False
+        self._is_posting = False
 
     def __repr__(self) -> str:
         return f"<Peer {self._connection!r}>"
@@ -125,25 +126,40 @@ class Peer(asyncio.Protocol):
 
     def send(self, *messages: Message) -> None:
         """Send messages in one write; to a peer that has gone, nothing."""
+        if self._posted:
+            self._flush()
         if self._transport is not None:
             self._transport.write(encode_all(messages))
 
     def send_one(self, message: Message) -> None:
         """The same for a single message, the commonest case."""
+        if self._posted:
+            self._flush()
         if self._transport is not None:
             self._transport.write(encode(message))
 
     def post(self, message: Message) -> None:
-        """Send a message together with all others of this turn of the loop."""
+        """Send a message at once, and what is posted later in this turn together.
+
+        So the peer begins soon, and is not woken by each of many. What is sent
+        meanwhile goes after them.
+        """
         if self._transport is None:
             return
-        if not self._posted:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._posted.append(encode(message))
+        if self._is_posting:
+            self._posted.append(encode(message))
+        else:
+            self._is_posting = True
+            asyncio.get_running_loop().call_soon(self._end_posting)
+            self._transport.write(encode(message))
+
+    def _end_posting(self) -> None:
+        self._is_posting = False
+        self._flush()
 
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
-        if self._transport is not None:
+        if posted and self._transport is not None:
             self._transport.write(b"".join(posted))
 
     @property

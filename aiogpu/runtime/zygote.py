@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.launch import Launched, Modules, launch
 from aiogpu.runtime.lines import LinePipe
 from aiogpu.runtime.process import Process
@@ -122,6 +123,8 @@ class Zygote:
             self.environment,
             Modules(self.preload, self.learnt, self.proven),
         )
+        # Before it is asked for the first fork: workers inherit what it has then.
+        descriptor_limit.hand_down(child.pid)
         self._output = ZygoteOutput(self._loop, self._console, output, child.pid)
         self._process = Process(self._loop, child, self._on_process_end)
         # What is learnt may be imported twice, once by a probe.

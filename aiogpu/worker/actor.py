@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from aiogpu.errors import SerializationError
+from aiogpu.memory.page import ALL
 from aiogpu.wire.acting import (
     ASYNC,
     SERIAL,
@@ -16,12 +18,12 @@ from aiogpu.wire.acting import (
     Invoke,
     Leave,
 )
-from aiogpu.wire.failure import STOPPED
+from aiogpu.wire.failure import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.execute import Executor
+from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
 
@@ -37,19 +39,25 @@ def dropped(call: int) -> Failed:
 
 
 class Stage:
-    """What an actor's calls need of their process, however they are run."""
+    """What an actor's calls need of their process, however they are run.
 
-    def __init__(
+    Attributes:
+        end_fork: ends this process, if the user's code has come back in a fork of it.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a worker
         self,
         channel: Channel,
         interrupts: Interrupts,
         executor: Executor,
         stdio: Stdio,
         imports: Imports,
+        end_fork: Callable[[], NoReturn],
     ) -> None:
         self.channel = channel
         self.interrupts = interrupts
         self.executor = executor
+        self.end_fork = end_fork
         self._stdio = stdio
         self._imports = imports
 
@@ -57,6 +65,8 @@ class Stage:
         """Be this actor until it is to end; False if it could not be made."""
         current.is_actor = True
         actor = self.executor.make(creation)
+        if self.channel.is_closed:
+            self.end_fork()
         self._stdio.end_lines()
         self._tell_rest()
         if isinstance(actor, Failed):
@@ -68,6 +78,8 @@ class Stage:
         elif creation.mode == ASYNC:
             from aiogpu.worker.async_actor import AsyncActor
 
+            # The zygote learns asyncio by it, also where nobody ever calls.
+            self._tell_rest()
             AsyncActor(self, actor).play()
         else:
             from aiogpu.worker.threaded_actor import ThreadedActor
@@ -82,22 +94,30 @@ class Stage:
 
     def answer(self, answer: Done | Failed) -> None:
         """Send an answer after what was printed before it."""
+        if self.channel.is_closed:
+            self.end_fork()
         self._stdio.end_lines()
         if passing:
             self.channel.send(Carry(answer.task, take_passing()))
-        self.channel.send(answer)
+        try:
+            self.channel.send(answer)
+        except SerializationError as error:
+            self.channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         self._tell_rest()
 
-    def answer_all(self, answers: list[Message]) -> None:
+    def answer_all(self, answers: list[Done | Failed]) -> None:
         """Send answers together after what was printed before them."""
         self._stdio.end_lines()
+        carries: list[Message] = []
         if passing:
             # In which of the answers a handle is, nobody has noted.
             passed = take_passing()
             carries = [Carry(one.task, passed) for one in answers if type(one) is Done]
+        try:
             self.channel.send_all([*carries, *answers])
-        else:
-            self.channel.send_all(answers)
+        except SerializationError:
+            for answer in answers:
+                self.answer(answer)
         self._tell_rest()
 
     def _tell_rest(self) -> None:
@@ -146,8 +166,8 @@ class SerialActor:
             if type(message) is Invoke:
                 call = message.call
                 interrupts.note_begun(call)
-                if interrupts.drops != self._drops:
-                    self._read_drops()
+                if interrupts.drops != self._drops and not self._read_drops(call):
+                    return
                 if call in self._dropped:
                     self._dropped.discard(call)
                     self._channel.send(dropped(call))
@@ -161,18 +181,28 @@ class SerialActor:
             elif message is None or type(message) in _ENDS:
                 return
 
-    def _read_drops(self) -> None:
+    def _read_drops(self, call: int) -> bool:
         """Read on until all calls are known that nobody wants any more.
 
-        One that is being dropped now may have been answered before.
+        Args:
+            call: the one whose turn it is; those before it were answered.
+
+        Returns:
+            Whether there is anything left to do.
         """
         while True:
             for drop in self._channel.take(Drop):
                 assert isinstance(drop, Drop)
                 self._drops += 1
-                self._dropped.add(drop.call)
-            if self._drops >= self._interrupts.drops or not self._channel.read():
-                return
+                if drop.call >= call:
+                    self._dropped.add(drop.call)
+            drops = self._interrupts.drops
+            if drops == ALL:
+                return False
+            if self._drops >= drops:
+                return True
+            if not self._channel.read():
+                return False
 
 
 def _bound(methods: Methods, message: Invoke) -> Callable[..., Any]:

@@ -49,9 +49,8 @@ class Channel:
         self._has_guests = False
         self._main = get_ident()
         self._socket: socket.socket
-        # One object is for one thread at a time: the main one's, and the reader's.
+        # One object is for one thread at a time: this one for the main one.
         self._poll = select.poll()
-        self._glance = select.poll()
         # With one CPU, staying awake would only keep the driver from running.
         self._may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
@@ -71,7 +70,6 @@ class Channel:
         """Take a socket that is connected and has been greeted on."""
         self._socket = connected
         self._poll.register(connected, select.POLLIN)
-        self._glance.register(connected, select.POLLIN)
 
     def is_silent(self, seconds: float) -> bool:
         """Whether nothing comes for so long."""
@@ -121,11 +119,16 @@ class Channel:
             poll()
             self._is_awake = time.monotonic() - started < SHORT
 
-    def read(self) -> bool:
-        """Read once, waiting for bytes; False when the driver has gone."""
+    def read(self, flags: int = 0) -> bool:
+        """Read once, waiting for bytes; False when the driver has gone.
+
+        With `MSG_DONTWAIT` among the flags it does not wait; see recv(2).
+        """
         size = min(max(CHUNK, self._connection.missing), LARGEST_CHUNK)
         try:
-            data = self._socket.recv(size)
+            data = self._socket.recv(size, flags)
+        except BlockingIOError:
+            return True
         except OSError:
             return False
         messages = self._connection.receive(data)
@@ -141,12 +144,12 @@ class Channel:
         a thread or an event loop of the task's own, which may outlive it.
         """
         with self._reading:
-            if (is_guest and not self._has_guests) or not self._glance.poll(0):
+            if is_guest and not self._has_guests:
                 return True
             if self._interrupts.entered and get_ident() == self._main:
                 with self._interrupts.shielded():
-                    return self.read()
-            return self.read()
+                    return self.read(socket.MSG_DONTWAIT)
+            return self.read(socket.MSG_DONTWAIT)
 
     def admit_guests(self, are_admitted: bool) -> None:
         """Let threads of the running task read; or nobody but the worker's main one."""

@@ -117,14 +117,16 @@ class Executor:
     def describe(self, task: int, outcome: Raised) -> Failed:
         """What is to be sent of a failure."""
         kind, error = outcome.kind, outcome.error
+        if self._channel.is_closed:
+            self._raised = error  # this fork ends as a program would
         if any(current.accelerators.values()):
             self._note_poison(task, error)
-        if self._interrupts.is_asked(task):
-            self._interrupts.hear(task)
-            kind = STOPPED
-        elif type(error) is ActorExit:
+        if type(error) is ActorExit:
             kind = LEFT
             self.has_left = True
+        elif self._interrupts.is_asked(task):
+            self._interrupts.hear(task)
+            kind = STOPPED
         return pack_failure(task, kind, error, OWN_FRAMES)
 
     def _note_poison(self, task: int, error: BaseException) -> None:

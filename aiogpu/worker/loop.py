@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from typing import NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import BEGUN, TOO_LATE
@@ -59,7 +60,7 @@ class Worker:
         self._channel.close()
         self._stdio.leave()
 
-    def _end_fork(self) -> None:
+    def _end_fork(self) -> NoReturn:
         """The child has come back from the user's code: end it as `python` would."""
         code = self._executor.exit_code()
         sys.stdout.flush()
@@ -123,10 +124,13 @@ class Worker:
                 self._channel.send(Skipped(message.task, message.number))
             return False
         Stage(
-            self._channel, self._interrupts, self._executor, self._stdio, self._imports
+            self._channel,
+            self._interrupts,
+            self._executor,
+            self._stdio,
+            self._imports,
+            self._end_fork,
         ).perform(message)
-        if self._is_foreign:
-            self._end_fork()
         return True
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -46,12 +47,12 @@ class ThreadedActor:
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
-            self._waiting[message.call] = pool.submit(self._call, message)
+            begun = self._waiting[message.call] = pool.submit(self._call, message)
+            begun.add_done_callback(partial(self._forget, message.call))
         elif type(message) is Drop:
             future = self._waiting.get(message.call)
             # One that runs goes on: a thread cannot be interrupted safely.
             if future is not None and future.cancel():
-                self._waiting.pop(message.call, None)
                 self._channel.send(dropped(message.call))
         return is_end(message)  # type: ignore[arg-type]
 
@@ -70,5 +71,7 @@ class ThreadedActor:
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             answer = self._stage.executor.describe(call, Raised(kind, error))
-        self._waiting.pop(call, None)
         self._stage.answer(answer)
+
+    def _forget(self, call: int, _future: Future[None]) -> None:
+        self._waiting.pop(call, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiogpu
 from aiogpu.core.devices import Device, DeviceSet
@@ -20,6 +20,7 @@ from aiogpu.core.specs import Shape, TaskSpec
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
 from benchmarks.port import (
     Call,
+    Create,
     Need,
     OnBatch,
     OnItem,
@@ -88,6 +89,19 @@ class AiogpuLocal:
             max_calls=1 if need.is_isolated else 0,
             cancel_grace=need.grace,
         )(function).remote
+
+    def actor(self, cls: type) -> Create:
+        """`A.remote`, which is what a program calls; a handle of it keeps it alive."""
+        if not hasattr(aiogpu, "ActorHandle"):
+            raise UnsupportedError("this version of aiogpu has no actors")
+        remote_class: Any = aiogpu.remote(cls)
+
+        async def create() -> Call[None]:
+            handle = await remote_class.remote()
+            call: Call[None] = handle.noop.remote
+            return call
+
+        return create
 
     def decision(self, num_gpus: int, need: Need) -> Callable[[int], None]:
         """A scheduler with one paper worker that has run such a task before."""

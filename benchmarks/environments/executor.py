@@ -69,6 +69,10 @@ class Executor:
         assert pool is not None
         return lambda number: asyncio.wrap_future(pool.submit(function, number))
 
+    def actor(self, cls: type) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor has no actors")
+
     def decision(self, num_gpus: int, need: Need) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor has no scheduler apart from its pool")

@@ -9,12 +9,14 @@ from benchmarks.method import Scale
 from benchmarks.port import Environment
 from benchmarks.rows import Row
 from benchmarks.workloads import (
+    actors,
     backlog,
     batching,
     cancel,
     gpu_latency,
     isolated,
     learning,
+    many_actors,
     many_gpus,
     nested,
     noop_latency,
@@ -39,6 +41,8 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "turnover": turnover.measure,
     "throughput": throughput.measure,
     "nested": nested.measure,
+    "actors": actors.measure,
+    "many_actors": many_actors.measure,
     "batching": batching.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 SOURCE = Path(__file__).with_name("stub_nvml.c")
 LIBRARY = "libnvidia-ml.so.1"
 ROOT = Path(__file__).parents[2]
@@ -60,6 +58,8 @@ def compile_stub(folder: Path, without: Sequence[str] = ()) -> Path:
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
+        import pytest  # not in the workers that import this
+
         pytest.skip("the NVML stub needs a C compiler: none of cc, gcc, clang found")
     library = folder / LIBRARY
     absent = [f"-D{name}=absent_{name}" for name in without]
@@ -172,15 +172,3 @@ def run_snippet(snippet: str, environ: Mapping[str, str]) -> Any:
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="session")
-def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stub, compiled once."""
-    return compile_stub(tmp_path_factory.mktemp("nvml"))
-
-
-@pytest.fixture
-def nvml(stub_library: Path, tmp_path: Path) -> StubNvml:
-    """A stub with a state of its own, without any GPU at first."""
-    return StubNvml(stub_library, tmp_path / "nvml.state")

@@ -144,7 +144,7 @@ async def gathered(handle: Handle[Any]) -> None:
 
 
 async def waited_for(handle: Handle[Any]) -> None:
-    await asyncio.wait_for(handle, 5)
+    await asyncio.wait_for(handle, 60)
 
 
 async def shielded(handle: Handle[Any]) -> None:
@@ -183,7 +183,7 @@ async def test_every_construct_raises_what_cannot_be_decoded(
     waiter = asyncio.ensure_future(construct(work.handle))
     await asyncio.sleep(0)
     work.handle.receive(UNREADABLE)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert isinstance(await ended(waiter), DeserializationError)
 
 

@@ -498,7 +498,7 @@ async def test_dropped_the_reader_of_an_async_iterable_ends(paper: Paper) -> Non
     assert len(asyncio.all_tasks() - before) == 1
     del results, task
     gc.collect()
-    await asyncio.wait_for(has_left.wait(), 20)
+    await asyncio.wait_for(has_left.wait(), 60)
     await settled()
     assert asyncio.all_tasks() == before
 

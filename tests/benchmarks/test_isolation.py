@@ -112,7 +112,7 @@ def test_a_census_counts_what_lives_below_this_process():
         weight = weigh([child.pid])
         child.communicate(b"\n")
     assert (weight.processes, weight.threads, weight.descriptors) == (1, 1, 3)
-    assert 0 < weight.proportional <= weight.resident < 1 << 30
+    assert 0 < weight.private <= weight.proportional <= weight.resident < 1 << 30
     assert child.pid not in descendants()
 
 
@@ -131,7 +131,7 @@ def test_a_census_sees_one_more_descriptor_and_one_more_thread():
 
 def found(*descriptors):
     """What was seen, look by look."""
-    steady = Weight(1, 1 << 20, 1 << 20, 8, 1)
+    steady = Weight(1, 1 << 20, 1 << 20, 1 << 19, 8, 1)
     return [
         {"driver": steady, "zygote": replace(steady, descriptors=count)}
         for count in descriptors

@@ -37,6 +37,15 @@ def test_an_empty_one_sends_at_once_and_in_order() -> None:
     assert mailbox.take() == [3]
 
 
+def test_who_runs_one_at_a_time_is_sent_more_when_half_is_left() -> None:
+    assert [Mailbox(window, is_serial=True).low for window in (1, 2, 256)] == [
+        0,
+        1,
+        128,
+    ]
+    assert [Mailbox(window, is_serial=False).low for window in (1, 2, 9)] == [0, 1, 8]
+
+
 def test_who_cancels() -> None:
     mailbox = filled()
     assert not mailbox.cancel(4), "it was never sent"

@@ -225,14 +225,26 @@ def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
 
 
 def test_who_is_to_run_alone_needs_room_as_well():
-    """One after the other began beside workers that had gone and were not settled."""
+    """He began beside a worker that had gone, whose device was not seen free."""
     w = World(cpus=4, gpus=2)
-    w.scheduler.room.bound(2)
-    w.submit("idle", num_gpus=1)
-    w.submit("a", environment={"X": "1"})
-    w.finish("idle")
+    w.scheduler.room.bound(1)
+    w.settles = True
+    w.submit("a", num_gpus=1)
     w.tell(events.MemoryShort(w.worker_of("a")))
-    w.submit("b", environment={"X": "2"})
-    w.cancel("b")
+    assert w.running | w.starting == set()
+    w.tell(events.Settled(w.unsettled[0]))
     assert w.running == {"a"}
-    assert len(w.workers) <= 2
+
+
+def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
+    """He waited for his time to be up, since nobody was there to make way."""
+    w = World(cpus=4, gpus=1)
+    w.settles = True
+    w.submit("idle")
+    w.finish("idle")
+    w.submit("a", num_gpus=1)
+    w.scheduler.room.bound(1)
+    w.tell(events.MemoryShort(w.worker_of("a")))
+    w.tell(events.Settled(w.unsettled[0]))
+    assert w.running == {"a"}
+    assert len(w.workers) == 1

@@ -171,6 +171,18 @@ def test_why_a_task_waits_that_lacks_nothing_but_a_worker():
     w.finish("b")
 
 
+def test_why_a_task_waits_where_actors_hold_all_workers():
+    w = world(most=2)
+    w.submit("actor", num_cpus=0, is_endless=True)
+    w.submit("other", num_cpus=0, is_endless=True)
+    w.submit("b")
+    assert "workers: 2, each held without end, and no room" in told_why(w, "b")
+    w.finish("actor")
+    assert w.running == {"other", "b"}
+    w.submit("c", environment={"X": "1"})
+    assert "  workers: 2, and no room" in told_why(w, "c")
+
+
 def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
     w = World(cpus=100, starts=False)
     w.submit("a")

@@ -210,6 +210,20 @@ class NodeMachine(RuleBasedStateMachine):
         some = st.lists(st.sampled_from(children or [""]), unique=True)
         self.w.wait_for(name, *(data.draw(some) if children else []))
 
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data())
+    def wait_for_an_actor(self, data):
+        task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.running)))]
+        if not task.spec.is_endless:
+            self.w.tell(events.TaskWaits(task.id, (), elsewhere=True))
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data())
+    def reside(self, data):
+        task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.running)))]
+        if task.spec.is_endless and task.spec.max_calls == 1:
+            self.w.tell(events.Resides(task.id))
+
     @precondition(lambda self: any(w.revoking for w in self.w.workers.values()))
     @rule(data=st.data())
     def revoked(self, data):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 import aiogpu
 
@@ -65,10 +65,71 @@ async def life_of_a_task_with_a_daemon(max_retries: int) -> object:
     return await leaves_a_daemon.options(num_gpus=1, max_retries=max_retries).remote(1)
 
 
+@aiogpu.remote
+class Resident:
+    """An actor that keeps count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, number: int) -> int:
+        self.count += 1
+        return number + 1
+
+
+@aiogpu.remote
+class SoftResident(Resident.__wrapped__):  # type: ignore[name-defined, misc]
+    async def add(self, number: int) -> int:
+        self.count += 1
+        await asyncio.sleep(0)
+        return number + 1
+
+
+async def _life_of(kind: Any, max_retries: int) -> object:
+    actor = kind.options(
+        num_gpus=1, max_restarts=max_retries, max_task_retries=max_retries
+    ).remote()
+    results = await asyncio.gather(
+        *(actor.add.remote(1) for _ in range(3)), return_exceptions=True
+    )
+    for error in results:
+        if isinstance(error, BaseException):
+            raise error
+    assert results == [2, 2, 2]
+    return 2
+
+
+async def life_of_an_actor(max_retries: int) -> object:
+    return await _life_of(Resident, max_retries)
+
+
+async def life_of_a_soft_actor(max_retries: int) -> object:
+    return await _life_of(SoftResident, max_retries)
+
+
+async def life_of_an_actor_whose_calls_are_lost(max_retries: int) -> object:
+    """Of calls in a row at most the one that had begun is lost, if it may restart."""
+    actor = Resident.options(num_gpus=1, max_restarts=max_retries).remote()
+    results = await asyncio.gather(
+        *(actor.add.remote(1) for _ in range(3)), return_exceptions=True
+    )
+    lost = [error for error in results if isinstance(error, BaseException)]
+    if max_retries:
+        assert len(lost) <= 1
+        assert all(getattr(error, "is_restarting", False) for error in lost), lost
+        assert await actor.add.remote(1) == 2
+    elif lost:
+        raise lost[0]
+    return 2
+
+
 LIVES: Final[dict[str, Life]] = {
     "isolated": life_of_an_isolated_task,
     "reused": life_of_reused_tasks,
     "nested": life_of_a_parent_and_its_child,
     "nested-soft": life_of_a_soft_parent_and_its_child,
     "daemon": life_of_a_task_with_a_daemon,
+    "actor": life_of_an_actor,
+    "actor-soft": life_of_a_soft_actor,
+    "actor-lossy": life_of_an_actor_whose_calls_are_lost,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from pathlib import Path
 
@@ -29,3 +30,15 @@ def gone_within(seconds: float, place: str) -> None:
     ends = time.monotonic() + seconds
     while (left := living(place)) or os.listdir(place):
         assert time.monotonic() < ends, (left, os.listdir(place))
+        if left:
+            _wait_for_the_end(int(left[0].split()[0]))
+
+
+def _wait_for_the_end(pid: int) -> None:
+    """A while at most, and without a turn of those who are about to end."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([process], [], [], 0.1)
+    os.close(process)

@@ -109,7 +109,7 @@ class Storm:
     async def rest(self) -> None:
         """Until nothing runs, then look through the books."""
         scheduler = self.driver.scheduler
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while scheduler.tasks or scheduler.ledger.leases:
                 await asyncio.sleep(0)
         scheduler.check()

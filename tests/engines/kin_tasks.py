@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -116,16 +118,25 @@ async def never() -> None:
 @aiogpu.remote
 async def say_and_wait(path: str, name: str) -> None:
     say(path, name)
+    open(f"{path}-{name}", "w").close()
     try:
         await asyncio.Event().wait()
     finally:
         say(path, f"{name}-ended")
 
 
+def begun(path: str) -> aiogpu.Handle[None]:
+    """A child that has said that it runs, however long its start may take."""
+    handle = say_and_wait.remote(path, "child")
+    while not os.path.exists(f"{path}-child"):
+        caught(lambda: aiogpu.get(handle, timeout=0.02))
+    return handle
+
+
 @aiogpu.remote
 def plain_times_out(path: str) -> tuple[list[tuple[str, str]], bool]:
-    handle = say_and_wait.remote(path, "child")
-    first = caught(lambda: aiogpu.get(handle, timeout=0.5))
+    handle = begun(path)
+    first = caught(lambda: aiogpu.get(handle, timeout=0.05))
     second = caught(lambda: aiogpu.get([handle], timeout=0.01))
     return [first, second], handle.done()
 
@@ -140,7 +151,9 @@ def plain_resumes(path: str) -> tuple[bool, str]:
         listener.bind(path)
         listener.listen()
         handle = tasks.gated_coroutine.remote(path, "child")
-        assert caught(lambda: aiogpu.get(handle, timeout=0.5))[0] == "TaskTimeoutError"
+        while not select.select([listener], [], [], 0)[0]:
+            name, _ = caught(lambda: aiogpu.get(handle, timeout=0.02))
+            assert name == "TaskTimeoutError"
         was_done = handle.done()
         visitor, _ = listener.accept()
         visitor.recv(100)
@@ -152,8 +165,8 @@ def plain_resumes(path: str) -> tuple[bool, str]:
 def plain_cancels(path: str) -> list[Any]:
     waiting, running = tasks.add.remote(1), say_and_wait.remote(path, "child")
     for handle in (waiting, running):
-        if handle is running:
-            caught(lambda: aiogpu.get(running, timeout=0.5))
+        while handle is running and not os.path.exists(f"{path}-child"):
+            caught(lambda: aiogpu.get(running, timeout=0.02))
         assert handle.cancel()
         assert not handle.cancel()
         assert handle.cancelled()
@@ -201,8 +214,7 @@ def grandparent_greedy() -> tuple[str, str]:
 @aiogpu.remote
 def plain_leaves(path: str) -> str:
     """Ends while one child runs and another waits."""
-    running = say_and_wait.remote(path, "child")
-    caught(lambda: aiogpu.get(running, timeout=0.5))
+    begun(path)
     tasks.add.options(num_gpus=1).remote(1)
     return "left"
 

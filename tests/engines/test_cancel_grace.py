@@ -5,34 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 
 import pytest
 
 import aiogpu
 from tests.engines import phase_tasks, tasks
-from tests.gate import Gate, say
+from tests.engines.backlog_tasks import clean_up
+from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 LONG, SHORT = 30.0, 0.05
 
 
-@aiogpu.remote
-def clean_up(path: str, seconds: float) -> None:
-    """It takes so long to stop when it is asked to."""
-    try:
-        say(path, "in")
-        phase_tasks.spin()
-    finally:
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            pass
-        say(path, "out")
-
-
 async def all_free() -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await aiogpu.available_resources() != await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 

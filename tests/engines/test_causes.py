@@ -15,7 +15,7 @@ from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.mark.parametrize(

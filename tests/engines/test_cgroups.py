@@ -24,7 +24,7 @@ from tests.engines.alive import is_alive
 from tests.gate import Gate
 from tests.program import start
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture(params=["with cgroup2", "without"])
@@ -52,7 +52,7 @@ class House:
         self.zygote = zygote
 
     async def see_end(self, process: psutil.Process) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while is_alive(process):
                 await asyncio.sleep(0)
 
@@ -186,7 +186,7 @@ async def test_a_killed_driver_leaves_nothing(
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(map(is_alive, everyone)):
             await asyncio.sleep(0)
         # The last of them has them removed just before it ends.

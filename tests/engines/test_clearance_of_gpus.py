@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerators.stub_nvml import StubNvml, gpus, nvml, stub_library
+from tests.accelerators.stub_fixtures import nvml, stub_library
+from tests.accelerators.stub_nvml import StubNvml, gpus
 from tests.program import run
 
 __all__ = ["nvml", "stub_library"]
 
-pytestmark = pytest.mark.usefixtures("runtime_directory")
+pytestmark = [
+    pytest.mark.usefixtures("runtime_directory"),
+    pytest.mark.either_loop,
+]
 
 BEGINNING = """
     import asyncio, os, sys, threading, aiogpu
@@ -20,7 +24,7 @@ BEGINNING = """
     from tests.engines.settling import leave_behind, put, visible
 
     async def until(is_so):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_so(status := await aiogpu.status()):
                 await asyncio.sleep(0)
         return status

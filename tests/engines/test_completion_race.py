@@ -1,7 +1,8 @@
 """[B15] Cancelling at the instant of completion, ten thousand times.
 
-2 500 for each loop and each kind of task. When to cancel is drawn by a seeded hand
-and counted out by a busy loop, from before the task begins to after it has ended.
+2 500 for each loop and each kind of task if all is run, else a fifth of that. When to
+cancel is drawn by a seeded hand and counted out by a busy loop, from before the task
+begins to after it has ended.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
 import time
 from collections import Counter
 
@@ -16,30 +18,13 @@ import pytest
 
 import aiogpu
 from tests.engines import tasks
+from tests.engines.backlog_tasks import count, count_softly
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-CANCELS = 2_500
 SEED = int(os.environ.get("AIOGPU_TEST_SEED", "7"))
 LONGEST = 2_000
 """What a task counts to at most."""
-
-
-@aiogpu.remote
-def count(number: int, until: int) -> int:
-    for _ in range(until):
-        pass
-    return number
-
-
-@aiogpu.remote
-async def count_softly(number: int, until: int) -> int:
-    for _ in range(until // 2):
-        pass
-    await asyncio.sleep(0)
-    for _ in range(until // 2):
-        pass
-    return number
 
 
 def wait(counts: int) -> None:
@@ -51,25 +36,29 @@ async def counts_of_a_call(task: aiogpu.RemoteFunction[[int, int], int]) -> int:
     """To what the driver counts while the longest of the calls is answered."""
     for _ in range(200):
         await task.remote(0, LONGEST)
-    started = time.perf_counter()
+    calls = []
     for _ in range(100):
+        started = time.perf_counter()
         await task.remote(0, LONGEST)
-    call = (time.perf_counter() - started) / 100
+        calls.append(time.perf_counter() - started)
+    # Not their mean: others on this machine may make some of them very long.
+    call = statistics.median(calls)
     started = time.perf_counter()
     wait(100_000)
     return int(100_000 * call / (time.perf_counter() - started))
 
 
+@pytest.mark.parametrize("cancels", [500, pytest.param(2_500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", [count, count_softly], ids=["plain", "coroutine"])
 async def test_each_ends_as_a_result_or_as_cancelled(
-    task: aiogpu.RemoteFunction[[int, int], int],
+    task: aiogpu.RemoteFunction[[int, int], int], cancels: int
 ) -> None:
     hand = random.Random(SEED)
     ends: Counter[str] = Counter()
     async with aiogpu.init(num_cpus=1, cancel_grace=20) as session:
         pid = await tasks.pid.remote()
         longest = await counts_of_a_call(task)
-        for number in range(CANCELS):
+        for number in range(cancels):
             until = hand.randrange(hand.choice((10, 100, LONGEST)))
             handle = task.remote(number, until)
             for _ in range(hand.randrange(3)):
@@ -88,4 +77,4 @@ async def test_each_ends_as_a_result_or_as_cancelled(
         assert available == await aiogpu.cluster_resources()
         session._engine._open_driver.scheduler.check()  # type: ignore[attr-defined]
     assert ends.keys() == {"int", "CancelledError"}, ends
-    assert min(ends.values()) > CANCELS // 50, "too seldom near the end"
+    assert min(ends.values()) > cancels // 50, "too seldom near the end"

@@ -179,9 +179,9 @@ async def test_a_handle_is_a_future(address: str) -> None:
         assert ({h.result() for h in done}, pending) == ({1, 2, 3}, set())
         firsts = [tasks.add.remote(i) for i in range(3)]
         assert {await h for h in asyncio.as_completed(firsts)} == {1, 2, 3}
-        assert await asyncio.wait_for(tasks.add.remote(1), 20) == 2
+        assert await asyncio.wait_for(tasks.add.remote(1), 60) == 2
         assert await asyncio.shield(tasks.add.remote(1)) == 2
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await tasks.add.remote(1) == 2
         async with asyncio.TaskGroup() as group:
             task = group.create_task(tasks.add.remote(5).coro())

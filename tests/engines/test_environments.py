@@ -19,7 +19,7 @@ from tests.engines.zygote_tasks import flags, load, numbers, threads, value_of
 from tests.engines.zygote_watch import learnt, zygotes_of
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def having(task: Any, **variables: str) -> Any:
@@ -120,7 +120,7 @@ async def test_an_environment_that_nobody_wants_is_given_up(
         )
         assert (await isolated.remote())["seed"] == "1"
         zygote = zygotes._zygotes[1]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not zygote.is_over:
                 await asyncio.sleep(0)
         assert set(zygotes._lineages) == {()}
@@ -140,14 +140,14 @@ async def test_an_environment_that_is_in_use_is_not_given_up(
         await gate.entered("a")
         (lineage,) = zygotes._others()
         wanted = lineage.used_at
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while lineage.used_at == wanted:
                 await asyncio.sleep(0)
         assert zygotes._others() == [lineage]
         assert lineage.current.takes_work
         gate.release("a")
         assert await running == "a"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while zygotes._others():
                 await asyncio.sleep(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -12,12 +13,15 @@ from tests.engines import escape_tasks, tasks
 from tests.engines.alive import is_alive
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.mark.parametrize("way", escape_tasks.WAYS)
 async def test_nothing_outlives_the_share(way: str, gate: Gate) -> None:
-    async with aiogpu.init(num_cpus=2, num_gpus=1):
+    async with aiogpu.init(num_cpus=2, num_gpus=1) as session:
+        scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+        # Some of them keep their worker from ending until it is made to.
+        scheduler.patience = replace(scheduler.patience, exit_grace=0.3)
         handle = escape_tasks.leave.remote(way, gate.path)
         await gate.entered("left")
         worker = psutil.Process(gate.pids["left"])

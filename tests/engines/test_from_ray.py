@@ -15,13 +15,14 @@ from dataclasses import replace
 import pytest
 
 import aiogpu
-from tests.accelerators.stub_nvml import StubNvml, gpus, nvml, stub_library
+from tests.accelerators.stub_fixtures import nvml, stub_library
+from tests.accelerators.stub_nvml import StubNvml, gpus
 from tests.engines import tasks
 from tests.gate import Gate, pass_gate
 from tests.program import run
 
 __all__ = ["nvml", "stub_library"]
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -18,7 +18,7 @@ from tests.engines.zygote_tasks import flags
 from tests.engines.zygote_watch import next_generation, zygotes_of
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 def pid_of(zygote: Zygote) -> int:
@@ -36,7 +36,7 @@ async def renew(session: aiogpu.Session) -> tuple[Zygote, Zygote]:
 
 
 async def end_of(zygote: Zygote) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not zygote.is_over:
             await asyncio.sleep(0)
 
@@ -130,7 +130,7 @@ async def test_closing_while_everything_is_under_way(
         waiting = tasks.add.options(
             runtime_env={"env_vars": {"PYTHONHASHSEED": "3"}}
         ).remote(1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while plain._next is None or len(zygotes_of(session)._lineages) < 2:
                 await asyncio.sleep(0)
     for handle in (running, waiting):

@@ -97,7 +97,7 @@ PROGRAM = """
 )
 def test_it_ends_the_program(kind: str, by: str, times: int, goes_on: bool) -> None:
     program = start(PROGRAM, kind, by, str(times), CUDA_VISIBLE_DEVICES="")
-    out, err = program.communicate(timeout=30)
+    out, err = program.communicate(timeout=60)
     assert program.returncode in (-signal.SIGINT, 130), (out, err)
     assert re.search(r"^KeyboardInterrupt$", err, re.MULTILINE), err
     assert ("went on" in out) == goes_on
@@ -151,7 +151,7 @@ def test_a_handler_of_the_programs_own_is_asked_and_put_back() -> None:
         aiogpu.run(main())
         """
     )
-    out, err = program.communicate(timeout=30)
+    out, err = program.communicate(timeout=60)
     assert (program.returncode, out, err) == (0, "handled plain\nits result\n", "")
 
 
@@ -195,7 +195,7 @@ def test_a_debugger_may_take_the_handler_over() -> None:
         aiogpu.run(main())
         """
     )
-    out, err = program.communicate(timeout=30)
+    out, err = program.communicate(timeout=60)
     assert program.returncode in (-signal.SIGINT, 130), (out, err)
     assert "RecursionError" not in err
     assert out == ""

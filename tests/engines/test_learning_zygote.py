@@ -15,7 +15,7 @@ from aiogpu.runtime import zygote as zygote_module
 from tests.engines.zygote_tasks import load, value_of
 from tests.engines.zygote_watch import learnt, next_generation, zygotes_of
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 SLOW = """
 import os, time

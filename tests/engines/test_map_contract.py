@@ -50,7 +50,7 @@ def linger(gate: Gate) -> aiogpu.RemoteFunction[[str], str]:
 
 async def left(number: int) -> None:
     """Wait until the node knows of that many tasks, waiting ones included."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len((await aiogpu.status()).tasks) != number:
             await asyncio.sleep(0)
 

@@ -11,9 +11,10 @@ import pytest
 import aiogpu
 from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
 from tests.engines import tasks
-from tests.gate import Gate, pass_gate
+from tests.engines.backlog_tasks import fill
+from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 MIB = 1 << 20
 LIMIT = 400 * MIB
@@ -48,14 +49,6 @@ async def test_without_a_word_there_is_what_is_safe() -> None:
         assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@aiogpu.remote
-def fill(path: str, name: str, mebibytes: int) -> int:
-    """Use so much memory, and keep it until the test lets go."""
-    filled = bytearray(os.urandom(MIB)) * mebibytes
-    pass_gate(path, name)
-    return len(filled) // MIB
-
-
 def used_by_workers(bounds: MemoryBounds) -> Usage:
     """As if there were little memory, and workers alone used it."""
     below = psutil.Process().children(recursive=True)
@@ -77,7 +70,7 @@ async def test_of_two_that_do_not_fit_one_goes_and_is_tried_alone(gate: Gate) ->
             for name in "ab"
         }
         states: dict[str, str] = {}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while "delayed" not in states.values():
                 await asyncio.sleep(0)
                 states = {n: (await h.why()).state for n, h in handles.items()}

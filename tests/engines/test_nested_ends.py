@@ -17,7 +17,7 @@ from tests.engines import nested_tasks, tasks
 from tests.engines.nested_tasks import run_here
 from tests.gate import Gate, pass_gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def node() -> AsyncIterator[aiogpu.Session]:
 
 async def all_free() -> None:
     """Until nothing of any task runs any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await aiogpu.available_resources() != await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 
@@ -128,7 +128,7 @@ async def test_a_detached_child_outlives_its_parent(
         gate.release("parent")
         await asyncio.wait([handle])
         handle.exception()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await aiogpu.available_resources())["CPU"] != 2:
             await asyncio.sleep(0)
     detached = psutil.Process(gate.pids["detached"])

@@ -15,7 +15,7 @@ from tests.engines import nested_tasks, tasks
 from tests.engines.nested_tasks import await_here, refusal, run_here
 from tests.gate import Gate, pass_gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 async def free() -> tuple[float, float]:
@@ -48,7 +48,7 @@ async def test_who_waits_gives_back_cpus_and_keeps_gpus(gate: Gate) -> None:
             assert await free() == (1, 1.5), "the child has what its parent had"
             gate.release("child")
             assert await handle == "child"
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await free() != (3, 2):  # until its process has ended
                     await asyncio.sleep(0)
             gate.forget("parent", "child")

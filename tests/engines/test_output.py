@@ -40,7 +40,7 @@ async def test_lines_come_while_the_task_runs(
         await gate.entered("printed")
         pid = gate.pids["printed"]
         seen = ""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "stdout" not in seen:
                 await asyncio.sleep(0)
                 seen += capsys.readouterr().out
@@ -137,7 +137,7 @@ async def test_a_slow_terminal_slows_the_task_alone(
         assert results == list(range(1, 501))
         assert not waited.done()
         console = session._engine._supervisor._parts.console  # type: ignore[attr-defined]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while console._waiting <= FULL:
                 await asyncio.sleep(0)
         for _ in range(200):

@@ -12,6 +12,8 @@ import pytest
 
 import aiogpu
 from aiogpu.runtime.cpus import usable_cpus
+from aiogpu.testing.traces import Traces
+from tests.deaths.remains import gone_within
 from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run, start
@@ -163,12 +165,13 @@ async def test_a_module_whose_import_raises(
 async def test_a_module_whose_import_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = Traces.take()
     monkeypatch.setattr("aiogpu.runtime.zygote.IMPORT_LIMIT", 0.2)
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(aiogpu.PreloadError, match=r"names 'endless', .* did not end"):
         await aiogpu.init(preload=["endless"])
-    assert psutil.Process().children() == []
+    assert Traces.take().since(before) == []
 
 
 async def test_what_a_preloaded_module_prints_is_shown(
@@ -266,7 +269,7 @@ def test_a_node_nobody_closes_ends_with_its_loop_or_program(
 ) -> None:
     """[B5] [B6]"""
     assert run(IMPLICIT, way, PYTHONWARNINGS="ignore::ResourceWarning") == "2\n"
-    assert psutil.Process().children(recursive=True) == []
+    gone_within(30, str(runtime_directory))
 
 
 FORKING = """
@@ -325,9 +328,10 @@ async def test_a_killed_driver_leaves_nothing(
         family = psutil.Process(driver.pid).children(recursive=True)
         assert {process.pid for process in family} >= set(gate.pids.values())
         driver.send_signal(number)
+    except BaseException:
+        driver.kill()
+        raise
     finally:
-        if not gate.pids:
-            driver.kill()
         driver.communicate()
     loop = asyncio.get_running_loop()
     _, alive = await loop.run_in_executor(None, lambda: psutil.wait_procs(family, 10))

@@ -7,47 +7,23 @@ that go wrong are sent ahead like those that do not.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import repeat
 from pathlib import Path
 
 import psutil
 import pytest
 
 import aiogpu
-from tests.gate import Gate, say
+from tests.engines.backlog_tasks import act
+from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 COUNT = 300
-
-
-@aiogpu.remote(max_retries=0)
-def act(place: str, number: int, path: str = "", how: str = "") -> int:
-    """Note that it runs; then return, or do what is told."""
-    descriptor = os.open(place, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
-    os.write(descriptor, b"%d\n" % number)
-    os.close(descriptor)
-    if path:
-        say(path, f"{how}{number}")
-    if how == "spin":
-        while True:
-            pass
-    elif how == "C":
-        # Consumes for ever without a single bytecode, so no signal handler runs.
-        deque(repeat(None), maxlen=0)
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "exit":
-        os._exit(5)
-    elif how == "segfault":
-        ctypes.string_at(0)
-    return number
 
 
 class Ledger:
@@ -88,13 +64,13 @@ async def node(num_cpus: int) -> AsyncIterator[None]:
 
 async def all_free() -> None:
     """Until nothing of any task runs any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await aiogpu.available_resources() != await aiogpu.cluster_resources():
             await asyncio.sleep(0)
 
 
 async def some_worker() -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             for worker in (await aiogpu.status()).workers:
                 if worker.pid:
@@ -103,7 +79,7 @@ async def some_worker() -> int:
 
 
 async def results(handles: Sequence[aiogpu.Handle[int]]) -> list[object]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return list(await asyncio.gather(*handles, return_exceptions=True))
 
 
@@ -205,7 +181,7 @@ async def test_workers_killed_from_outside(ledger: Ledger) -> None:
             with suppress(ProcessLookupError):  # killed before, but not heard of yet
                 os.kill(pid, signal.SIGKILL)
                 kills += 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while sum(handle.done() for handle in handles) < min(
                     done + 20, len(handles)
                 ):
@@ -228,7 +204,7 @@ async def test_workers_stopped_from_outside(ledger: Ledger) -> None:
         await handles[20]
         stopped = await some_worker()
         os.kill(stopped, signal.SIGSTOP)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sum(not handle.done() for handle in handles) > 1:
                 await asyncio.sleep(0)
         if psutil.pid_exists(stopped):

@@ -12,7 +12,7 @@ from aiogpu.core.snapshot import LISTED, TaskStatus
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.mark.needs("at once")

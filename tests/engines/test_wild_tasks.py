@@ -22,7 +22,7 @@ from tests.engines import phase_tasks, tasks, wild_tasks
 from tests.gate import Gate
 from tests.program import start
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @asynccontextmanager
@@ -146,7 +146,7 @@ async def test_a_daemon_ends_with_its_lease(gate: Gate) -> None:
         daemonise = wild_tasks.daemonise.options(num_gpus=1)
         await daemonise.remote(gate.path, "daemon")
         await gate.entered("daemon")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await aiogpu.available_resources())["GPU"] < 2:
                 await asyncio.sleep(0)
         assert not os.path.exists(f"/proc/{gate.pids['daemon']}")

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text()
 BLOCK = re.compile(r"^```python file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = dict(BLOCK.findall(PAGE))
-PLAIN = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio")
+# Plugins that take half a second to import, and have nothing to do here.
+BARE = ("-q", "-pno:cacheprovider", "-pno:hypothesispytest", "-pno:xdist")
+PLAIN = (*BARE, "-p", "no:asyncio")
 FIXTURES = ("conftest.py", "test_with_fixtures.py")
 SCOPE = "asyncio_default_fixture_loop_scope=function"
 
@@ -34,7 +36,7 @@ def run_pytest(place, *arguments, typed="", plain=PLAIN):
         input=typed,
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -48,7 +50,7 @@ def test_its_tests_pass(place):
 def test_its_tests_with_fixtures_pass(place):
     for name in FIXTURES:
         (place / name).write_text(FILES[name])
-    plain = ("-q", "-p", "no:cacheprovider", "-o", SCOPE, "--strict-markers")
+    plain = (*BARE, "-o", SCOPE, "--strict-markers")
     ran = run_pytest(place, "-W", "error", plain=plain)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "9 passed" in ran.stdout

@@ -46,7 +46,7 @@ class Heard:
         self.clearance.on_recovered = lambda *told: put(("recovered", *told))
 
     async def next(self) -> tuple[object, ...]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self.told.get()
 
 
@@ -194,7 +194,7 @@ async def test_closing_does_not_wait_for_a_driver_that_hangs(
     await heard.clearance.close()
     assert thread.is_alive()
     watch.is_free.set()
-    await asyncio.get_running_loop().run_in_executor(None, thread.join, 20)
+    await asyncio.get_running_loop().run_in_executor(None, thread.join, 60)
     assert heard.told.empty(), "what comes after the end is not told"
     assert watch.calls == ["open", "close"]
 

@@ -93,7 +93,7 @@ class Family:
 
     async def follower(self, count: int = 2) -> PaperProcess:
         """Wait until so many were made; gives the last."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.made) < count:
                 await asyncio.sleep(0)
         return self.last
@@ -101,7 +101,7 @@ class Family:
     async def settle(self) -> None:
         """Let a timer that may have been set go off."""
         timer = self.lineage._timer
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while timer is not None and self.lineage._timer is timer:
                 await asyncio.sleep(0)
 

@@ -21,7 +21,7 @@ class Lines:
         self._news.set()
 
     async def until(self, is_reached: Callable[[list[bytes]], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_reached(self.seen):
                 self._news.clear()
                 await self._news.wait()

@@ -6,6 +6,7 @@ import pytest
 
 from aiogpu.runtime.memory_bounds import Usage
 from aiogpu.runtime.memory_watch import (
+    DEAREST,
     LATEST,
     PATIENCE,
     RATE,
@@ -195,3 +196,21 @@ def test_memory_that_others_use_ends_nobody(house: House) -> None:
         house.loop.run()
     assert house.told == []
     assert house.bounds.weighings == 3
+
+
+def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def used_by(_: tuple[int, ...]) -> int:
+        now[0] += 0.05
+        return 0
+
+    monkeypatch.setattr("aiogpu.runtime.memory_watch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(house.bounds, "used_by", used_by)
+    house.start(1, 5)
+    house.bounds.used = 2000
+    house.loop.run()
+    assert house.watch.cost == pytest.approx(0.05)
+    assert house.loop.run() == pytest.approx(0.05 * DEAREST)

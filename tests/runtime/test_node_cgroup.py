@@ -92,7 +92,7 @@ async def test_a_slots_processes_are_ended_before_it_is_told() -> None:
     first, other = (fork_in(f"{node.path}/{slot}") for slot in (3, 4))
     told = asyncio.Event()
     node.end_slot(3, told.set)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await told.wait()
     assert not Cgroup(f"{node.path}/3").is_populated
     assert Cgroup(f"{node.path}/4").is_populated
@@ -118,7 +118,7 @@ async def test_what_does_not_die_is_told_of(
         patch.setattr(Cgroup, "kill", lambda _group: None)
         told = asyncio.Event()
         node.end_slot(3, told.set)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await told.wait()
         assert f"processes [{pid}] of an ended worker do not die" in caplog.text
         path = node.path

@@ -176,7 +176,7 @@ async def test_one_that_only_closes_its_connection_is_ended(
     keeper, worker = house.start()
     worker.on_lost()
     assert keeper.sent == [], "it may be about to end by itself"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not keeper.sent:
             await asyncio.sleep(0)
     assert keeper.taken() == [End(1)]
@@ -613,7 +613,7 @@ async def test_a_worker_that_does_not_connect_in_time(
 ) -> None:
     monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", 0.0)
     house.pool.spawn(1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not house.told:
             await asyncio.sleep(0)
     assert house.told == [
@@ -627,7 +627,7 @@ async def test_a_worker_that_does_not_connect_in_time(
     assert keeper.taken() == []
     house.pool.spawn(2)
     assert keeper.taken() == [Fork(2)], "a keeper that comes late is of use"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not keeper.sent:
             await asyncio.sleep(0)
     assert keeper.taken() == [End(2)]

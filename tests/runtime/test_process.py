@@ -109,7 +109,7 @@ async def test_the_child_reads_its_fields_and_reports_by_its_pipe(
         child = start_interpreter(fields, reading, writing)
         process = Process(asyncio.get_running_loop(), child, ended.set_result)
         assert repr(process) == f"<Process {child.pid} None>"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await ended == 0
         assert os.read(reading, 1000).decode() == f"{fields} {child.pid}\n"
     process.kill()
@@ -123,6 +123,6 @@ async def test_a_kill_is_an_end_too() -> None:
     process = Process(loop, child, ended.set_result)
     process.kill()
     process.kill()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await ended == -9
     assert repr(process) == f"<Process {child.pid} -9>"

@@ -37,7 +37,7 @@ async def kill_and_wait(plain: Lineage) -> None:
     """Kill the one that serves, and wait until the driver has seen that."""
     life = plain.current
     os.kill(pid_of(plain), signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not life.is_over:
             await asyncio.sleep(0)
 
@@ -68,7 +68,7 @@ async def test_a_keeper_that_was_asked_for_in_vain_is_asked_for_again() -> None:
         os.kill(pid_of(zygote), signal.SIGSTOP)
         handle = tasks.add.remote(1)
         await kill_and_wait(zygote)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await handle == 2
 
 
@@ -194,7 +194,7 @@ async def test_stopping_does_not_wait_for_an_import(
     supervisor = Supervisor(asyncio.get_running_loop())
     await supervisor.start_zygote(["endless"], True)
     seen = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "importing" not in seen:
             await asyncio.sleep(0)
             seen += capfd.readouterr().err

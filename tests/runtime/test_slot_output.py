@@ -90,7 +90,7 @@ async def test_the_worker_waits_with_its_pipes(tmp_path: Path) -> None:
         await asyncio.sleep(0)
     assert (console.texts, peer.calls) == ([], ["pause"])
     output.resume()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not console.texts:
             await asyncio.sleep(0)
     assert (console.texts, peer.calls) == (["() x"], ["pause", "resume"])

@@ -161,3 +161,24 @@ async def test_other_errors_are_told_as_they_are(slots: Slots) -> None:
     slots._directory = "/nowhere"
     with pytest.raises(FileNotFoundError):
         slots.take(ZYGOTE)
+
+
+async def test_all_are_waited_for_while_some_go(slots: Slots) -> None:
+    taken = [slots.take(ZYGOTE) for _ in range(3)]
+    waiting = asyncio.ensure_future(slots.gone(20.0))
+    for slot in taken:
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        slots.forget(slot)
+        slot.output.close()
+    async with asyncio.timeout(5):
+        await waiting
+    await slots.gone(20.0)
+
+
+async def test_those_that_stay_are_not_waited_for(slots: Slots) -> None:
+    slot = slots.take(ZYGOTE)
+    async with asyncio.timeout(20):
+        await slots.gone(0.0)
+    slots.forget(slot)
+    slot.output.close()

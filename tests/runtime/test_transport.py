@@ -107,22 +107,22 @@ def test_several_messages_are_one_write() -> None:
     assert transport.written == [encode(fork) + encode(run), encode(run)]
 
 
-async def test_posted_messages_of_one_turn_are_one_write() -> None:
+async def test_of_what_is_posted_in_one_turn_the_first_goes_at_once() -> None:
     peer, transport = Hall().connect()
-    run, fork = Run(1, 1, b"", False), Fork(2)
-    peer.post(run)
-    peer.post(fork)
-    assert transport.written == []
+    for number in (1, 2, 3):
+        peer.post(Fork(number))
+    assert transport.written == [encode(Fork(1))]
     await asyncio.sleep(0)
-    assert transport.written == [encode(run) + encode(fork)]
-    peer.post(run)
+    assert transport.written[1:] == [encode(Fork(2)) + encode(Fork(3))]
+    peer.post(Fork(4))
     await asyncio.sleep(0)
-    assert transport.written[1:] == [encode(run)]
-    peer.post(run)
+    assert transport.written[2:] == [encode(Fork(4))]
+    peer.post(Fork(5))
+    peer.post(Fork(6))
     peer.connection_lost(None)
-    peer.post(run)
+    peer.post(Fork(7))
     await asyncio.sleep(0)
-    assert len(transport.written) == 2
+    assert transport.written[3:] == [encode(Fork(5))]
 
 
 def test_after_the_loss_all_is_silent() -> None:
@@ -159,7 +159,7 @@ async def test_what_a_peer_said_before_its_end_is_heard(unread: bytes) -> None:
     loop = asyncio.get_running_loop()
     _, peer = await loop.create_connection(lambda: Peer(hall.greeted), sock=ours)
     theirs.sendall(greeting(WORKER, 1, 1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not hall.greetings:
             await asyncio.sleep(0)
         if unread:
@@ -185,7 +185,7 @@ async def test_a_real_socket_names_its_user() -> None:
     )
     assert peer_uid(transport) == os.geteuid()
     theirs.sendall(greeting(WORKER, 1, 1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not hall.greetings:
             await asyncio.sleep(0)
         # Between the abort and its effect nothing may raise, on either loop.
@@ -256,7 +256,7 @@ async def test_a_peer_that_ends_while_it_is_written_to_is_heard_out() -> None:
     theirs.sendall(greeting(WORKER, 1, 1))
     loop = asyncio.get_running_loop()
     _, peer = await loop.create_connection(lambda: Peer(hall.greeted), sock=ours)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not hall.greetings:
             await asyncio.sleep(0)
         last = [Done(task, b"x") for task in range(3)]
@@ -269,15 +269,14 @@ async def test_a_peer_that_ends_while_it_is_written_to_is_heard_out() -> None:
     assert hall.heard == last
 
 
-async def test_what_is_posted_in_one_turn_goes_out_together() -> None:
+async def test_what_is_sent_goes_after_what_was_posted() -> None:
     peer, transport = Hall().connect()
-    peer.post(Fork(1))
-    peer.post(Fork(2))
-    assert transport.written == []
+    for number in (1, 2, 3):
+        peer.post(Fork(number))
+    peer.send(Fork(4))
+    peer.post(Fork(5))
+    peer.send_one(Fork(6))
     await asyncio.sleep(0)
-    assert transport.written == [encode(Fork(1)) + encode(Fork(2))]
-    peer.post(Fork(3))
-    peer.connection_lost(None)
-    await asyncio.sleep(0)
-    peer.post(Fork(4))
-    assert len(transport.written) == 1
+    frames = [encode(Fork(number)) for number in range(1, 7)]
+    assert b"".join(transport.written) == b"".join(frames)
+    assert len(transport.written) == 5

@@ -20,7 +20,7 @@ import pytest
 from tests.deaths.remains import gone_within, living
 from tests.program import environment
 
-LIMIT = 10.0
+LIMIT = 30.0
 """Seconds until the prompt is back."""
 PROMPT = "READY> "
 
@@ -81,10 +81,13 @@ class Shell:
         self.terminal = pexpect.spawn(
             "bash", ["--norc", "--noprofile", "-i"], env=variables, encoding="utf8"
         )
-        self.terminal.expect_exact(PROMPT)
-        words = [sys.executable, str(program), *arguments, str(self.noted)]
-        self.terminal.sendline(shlex.join(words))
-        self.terminal.expect_exact("all run", timeout=30)
+        self._command = [sys.executable, str(program), *arguments, str(self.noted)]
+
+    def start(self) -> None:
+        """Run the program until it says that all is going on."""
+        self.terminal.expect_exact(PROMPT, timeout=LIMIT)
+        self.terminal.sendline(shlex.join(self._command))
+        self.terminal.expect_exact("all run", timeout=60)
 
     def prompt(self) -> str:
         """What was written until the prompt is back."""
@@ -105,6 +108,7 @@ def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
     try:
         opened = Shell(short, source, *arguments)
         try:
+            opened.start()
             yield opened
         finally:
             if not opened.terminal.closed:

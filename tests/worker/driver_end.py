@@ -27,7 +27,7 @@ class DriverEnd:
     def accept(self) -> Message:
         """Take the one connection; give its greeting."""
         self.socket, _ = self._listener.accept()
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         return self.next()
 
     def next(self) -> Message:

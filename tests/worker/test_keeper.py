@@ -103,7 +103,7 @@ class Slot:
         return found - {os.getpid()}
 
     def ends_well(self) -> None:
-        out, err = self.keeper.communicate(timeout=20)
+        out, err = self.keeper.communicate(timeout=60)
         assert (self.keeper.returncode, out, err) == (0, "", "")
         assert self.family() == set()
 
@@ -163,7 +163,7 @@ def test_pipes_that_have_gone_end_it_before_it_begins(
     driver: DriverEnd, runtime_directory: Path
 ) -> None:
     program = start(KEEPER, str(runtime_directory), str(os.getpid()))
-    _, err = program.communicate(timeout=20)
+    _, err = program.communicate(timeout=60)
     assert program.returncode == 1
     assert "FileNotFoundError" in err
 

@@ -56,7 +56,7 @@ class Watched:
         assert driver.accept() == Hello(VERSION, "zygote", 0, self.watcher.pid)
 
     def last_words(self) -> str:
-        out, _ = self.watcher.communicate(timeout=30)
+        out, _ = self.watcher.communicate(timeout=60)
         assert self.watcher.returncode == 0
         return out.splitlines()[-1]
 

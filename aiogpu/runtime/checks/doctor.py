@@ -15,6 +15,7 @@ from aiogpu.runtime.checks.limits import (
     check_kernel_log,
     check_memory,
     check_oom_score,
+    check_processes,
 )
 from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
 
@@ -33,6 +34,7 @@ def all_checks(*, with_imports: bool = False) -> list[Check]:
         Check("cgroup2", check_cgroup, limit=20),
         Check("cpus", check_cpus),
         Check("descriptors", check_descriptors),
+        Check("processes", check_processes),
         Check("memory", check_memory),
         Check("oom_score_adj", check_oom_score, limit=15),
         Check("kernel log", check_kernel_log),

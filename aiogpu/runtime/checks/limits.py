@@ -1,4 +1,4 @@
-"""How much this process may have: CPUs, memory, descriptors, a place for sockets."""
+"""How much this process may have: CPUs, memory, descriptors, processes, a directory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from aiogpu.errors import NodeStartError
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.checks.trial import TrialError, try_out
 from aiogpu.runtime.cpus import usable_cpus
+from aiogpu.runtime.descriptors import (
+    PER_SLOT,
+    raised,
+    slots_within,
+    used_descriptors,
+)
 from aiogpu.runtime.hierarchy import PROC, UNIFIED, find_hierarchy
 from aiogpu.runtime.paths import create_directory, remove_directory
+from aiogpu.runtime.slots import most_workers
 
-PER_WORKER: Final = 4
-"""Descriptors that the driver holds for one: two sockets and two pipes."""
-RESERVE: Final = 32
-"""Descriptors for a node itself."""
 FEW: Final = 64
 """Workers below which a limit is worth a word."""
 MEMORY_FILES: Final = (
@@ -90,26 +93,77 @@ def _no_directory(found: str, place: str) -> Finding:
 def check_descriptors(
     limits: tuple[int, int] | None = None, used: int | None = None
 ) -> Iterator[Finding]:
-    """The soft limit on open files, and how many workers it has room for."""
+    """The limit on open files, and for how many workers there is room."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("descriptors", Level.OK, "no limit")
-        return
-    held = len(os.listdir("/proc/self/fd")) if used is None else used
-    workers = max(0, (soft - held - RESERVE) // PER_WORKER)
-    found = f"{soft} may be open, room for about {workers} workers at a time"
+    held = used_descriptors() if used is None else used
+    reached = raised(soft, hard, held)
+    slots = slots_within(reached, held)
+    workers = most_workers(slots) if slots else 0
+    found = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} may be open"
+    if reached != soft:
+        found += f", {reached} while there is a node"
+    found += f"; room for {workers} workers at a time, {PER_SLOT} for each"
     if workers >= FEW:
         yield Finding("descriptors", Level.OK, found)
         return
-    higher = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     yield Finding(
         "descriptors",
         Level.WARN if workers else Level.MISSING,
         found,
-        "Tasks that would need more workers wait, or fail.",
-        f"Raise the soft limit with `ulimit -n`; {higher} is allowed here.",
+        "Tasks that would need more workers wait for one.",
+        f"Raise the hard limit ({hard}): `ulimit -Hn`, LimitNOFILE= of systemd, "
+        f"--ulimit nofile= of a container.",
         is_essential=True,
     )
+
+
+def check_processes(proc: Path = PROC, euid: int | None = None) -> Iterator[Finding]:
+    """How many processes there may be: two for each worker, its keeper and itself."""
+    bounds = dict(_process_limits(proc, os.geteuid() if euid is None else euid))
+    if not bounds:
+        yield Finding("processes", Level.OK, "no limit")
+        return
+    source = min(bounds, key=lambda source: bounds[source][0] - bounds[source][1])
+    limit, there = bounds[source]
+    workers = max(0, limit - there - 1) // 2
+    found = (
+        f"{limit} by {source}, {there} are there; room for about {workers} workers at "
+        f"a time, 2 for each"
+    )
+    if workers >= FEW:
+        yield Finding("processes", Level.OK, found)
+        return
+    yield Finding(
+        "processes",
+        Level.WARN,
+        found,
+        "Tasks that would need more workers wait for one.",
+        "Raise `ulimit -u`, TasksMax= of systemd, --pids-limit of a container.",
+    )
+
+
+def _process_limits(proc: Path, euid: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """What bounds processes, how many there may be, and how many there are."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if euid and soft != resource.RLIM_INFINITY:  # root has none
+        yield "ulimit -u", (soft, _threads_of(proc, euid))
+    for controller in (UNIFIED, "pids"):
+        hierarchy = find_hierarchy(controller, proc)
+        for group in hierarchy.groups if hierarchy else ():
+            with suppress(OSError, ValueError):
+                limit = int((group / "pids.max").read_text())
+                there = int((group / "pids.current").read_text())
+                yield str(group / "pids.max"), (limit, there)
+
+
+def _threads_of(proc: Path, euid: int) -> int:
+    """How many threads a user has, which is what the kernel counts (setrlimit(2))."""
+    count = 0
+    for process in proc.iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and process.stat().st_uid == euid:
+                count += len(os.listdir(process / "task"))
+    return count
 
 
 def check_cpus(

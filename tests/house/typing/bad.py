@@ -97,6 +97,32 @@ def options_of_a_function() -> None:
     embed.options(1)  # refused
 
 
+class Encoder:
+    @aiogpu.method
+    def embed(self, text: str) -> list[float]:
+        return [float(len(text))]
+
+
+Encoders = aiogpu.remote(Encoder)
+
+
+async def actors() -> None:
+    handle = Encoders.remote()
+    encoder = aiogpu.typed(handle)
+    encoder.embed.remote(1)  # refused
+    encoder.embed.remote()  # refused
+    encoder.embed.remote("a", 2)  # refused
+    encoder.embde.remote("a")  # refused
+    text: str = await encoder.embed.remote("a")  # refused
+    other: aiogpu.ActorHandle[str] = handle  # refused
+    print(text, other)
+    aiogpu.kill(encoder)  # refused
+    aiogpu.kill(handle, True)  # refused
+    aiogpu.typed(Encoders)  # refused
+    Encoders.options(max_restart=1)  # refused
+    Encoders.options(concurrency_groups={"io": "2"})  # refused
+
+
 def waited_for() -> None:
     number: int = aiogpu.get(embed.remote(1))  # refused
     texts: list[bytes] = aiogpu.get([embed.remote(1)])  # refused

@@ -8,7 +8,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, assert_type
 
 import aiogpu
-from aiogpu import Handle, NodeStatus, RemoteFunction, Results, Session, Why
+from aiogpu import (
+    ActorHandle,
+    Handle,
+    NodeStatus,
+    RemoteFunction,
+    Results,
+    Session,
+    Why,
+)
 
 
 @aiogpu.remote
@@ -92,6 +100,59 @@ async def other_options_keep_the_types() -> None:
     assert_type(detached.remote(1), Handle[list[float]])
     suited: RemoteFunction[[int], str] = aiogpu.remote(describe).options(num_cpus=2)
     assert_type(suited.remote(1), Handle[str])
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    @aiogpu.method
+    def add(self, k: int, *, times: int = 1) -> int:
+        self.count += k * times
+        return self.count
+
+    @aiogpu.method(concurrency_group="io")
+    async def load(self, path: str) -> bytes:
+        return path.encode()
+
+    def plain(self) -> int:
+        return 1
+
+
+class Encoder:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @aiogpu.method
+    def embed(self, text: str) -> list[float]:
+        return [float(len(text))]
+
+    def both(self, text: str) -> None:
+        self.embed(text)
+
+
+# As a decorator of a class, `remote` is not followed by mypy.
+Encoders = aiogpu.remote(Encoder)
+Counters = aiogpu.remote(num_gpus=0.5, max_restarts=1)(Counter)
+
+
+async def actors_have_their_class() -> None:
+    model = Encoders.remote("small")
+    assert_type(model, ActorHandle[Encoder])
+    assert_type(await model, ActorHandle[Encoder])
+    assert_type(aiogpu.typed(model), Encoder)
+    assert_type(aiogpu.typed(model).embed.remote("a"), Handle[list[float]])
+    assert_type(await aiogpu.typed(model).embed.remote("a"), list[float])
+    other = Encoders.options(num_gpus=1, name="b", get_if_exists=True)
+    async with other.remote("large") as entered:
+        assert_type(entered, ActorHandle[Encoder])
+        print(await entered.embed.remote("a"))
+    counter = aiogpu.typed(Counters.remote(3))
+    assert_type(await counter.add.remote(1, times=2), int)
+    assert_type(await counter.load.remote("a"), bytes)
+    print(await Counters.remote().plain.remote())
+    aiogpu.kill(model, no_restart=False)
+    print(await aiogpu.get_actor("b", namespace="c").embed.remote("a"))
 
 
 def plain_tasks_wait_by_get() -> None:

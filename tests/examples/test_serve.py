@@ -1,0 +1,168 @@
+"""`examples/08_serve.py` behind a real server, asked by a real client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "08_serve.py"
+LIMIT = 40
+pytestmark = pytest.mark.either_loop
+
+
+class Server:
+    """The example as a process, and a client of it.
+
+    Attributes:
+        log: what it has said once it has ended.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, path: str) -> None:
+        self.process = process
+        self.client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=path),
+            base_url="http://server",
+            timeout=LIMIT,
+        )
+        self.log = ""
+
+    async def started(self) -> None:
+        assert self.process.stdout is not None
+        while "Uvicorn running on" not in self.log:
+            line = (await self.process.stdout.readline()).decode()
+            assert line, self.log
+            self.log += line
+
+    async def get(self, text: str) -> httpx.Response:
+        return await self.client.get("/predict", params={"text": text})
+
+    async def health(self) -> dict[str, list[object]]:
+        answer = await self.client.get("/healthz")
+        assert answer.status_code == 200, answer.text
+        found: dict[str, list[object]] = answer.json()
+        return found
+
+    async def end(self) -> int:
+        """SIGTERM, and the status with which it ends."""
+        self.process.send_signal(signal.SIGTERM)
+        rest, _ = await self.process.communicate()
+        self.log += rest.decode()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@asynccontextmanager
+async def serving(place: Path) -> AsyncIterator[Server]:
+    path = f"{place}/s"
+    left_out = ("CUDA_", "AIOGPU_")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(PROGRAM),
+        path,
+        env={k: v for k, v in os.environ.items() if not k.startswith(left_out)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    server = Server(process, path)
+    try:
+        async with asyncio.timeout(LIMIT):
+            await server.started()
+            yield server
+    finally:
+        await server.client.aclose()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+def below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def workers(pid: int) -> list[psutil.Process]:
+    return [each for each in below(pid) if each.name().startswith("aiogpu-work")]
+
+
+async def test_it_answers_and_says_what_is_wrong(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        texts = ["a" * n for n in range(1, 41)]
+        answers = await asyncio.gather(*map(server.get, texts))
+        assert [answer.json() for answer in answers] == [*range(1, 41)]
+        bad = await server.get("")
+        assert (bad.status_code, bad.json()) == (422, {"detail": "there is no text"})
+        assert (await server.client.get("/predict")).status_code == 422
+        assert await server.health() == {"gpus": [[0], [0]], "busy": [0, 0]}
+
+
+async def test_who_hangs_up_stops_his_call(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        # One for each of the models: requests go to the least busy one.
+        clients = [asyncio.create_task(server.get("for ever")) for _ in range(2)]
+        while (await server.health())["busy"] != [1, 1]:
+            await asyncio.sleep(0)
+        assert (await server.get("others are answered")).json() == 19
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+        while (await server.health())["busy"] != [0, 0]:
+            await asyncio.sleep(0)
+        # Two batches run at once: a third one starts when those have stopped.
+        for client in [*clients, *clients]:
+            assert client.cancelled()
+            assert (await server.get("next")).json() == 4
+        await server.end()
+        assert "Traceback" not in server.log
+
+
+async def test_a_model_that_dies_is_made_anew(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        dead = workers(server.process.pid)
+        assert len(dead) >= 2
+        for each in dead:
+            each.kill()
+        while True:
+            answer = await server.client.get("/healthz")
+            assert answer.status_code in (200, 503)
+            if answer.status_code == 200:
+                break
+        assert (await server.get("again")).json() == 5
+        assert not {each.pid for each in dead} & {
+            each.pid for each in workers(server.process.pid)
+        }
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+async def test_sigterm_leaves_nothing_behind(tmp_path: Path, is_busy: bool) -> None:
+    async with serving(tmp_path) as server:
+        processes = below(server.process.pid)
+        assert len(processes) > 2
+        if is_busy:
+            client = asyncio.create_task(server.get("for ever"))
+            while (await server.health())["busy"] == [0, 0]:
+                await asyncio.sleep(0)
+        assert await server.end() in (0, -signal.SIGTERM)
+        gone, alive = psutil.wait_procs(processes, timeout=5)
+        assert (len(gone), alive) == (len(processes), [])
+        assert "Application shutdown complete" in server.log
+        if is_busy:
+            with suppress(httpx.HTTPError):
+                await client
+
+
+def test_it_needs_an_extra_that_exists() -> None:
+    (extra,) = re.findall(r"aiogpu\[(\w+)\]", PROGRAM.read_text())
+    project = (PROGRAM.parents[1] / "pyproject.toml").read_text()
+    assert re.search(rf"^{extra} = \[.*fastapi", project, re.MULTILINE)

@@ -1,0 +1,75 @@
+"""What an actor's answers need of their process, with a paper channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiogpu.errors import SerializationError
+from aiogpu.wire.failure import UNSENDABLE
+from aiogpu.wire.messages import Done, Failed, Message
+from aiogpu.worker.actor import Stage
+
+
+class PaperChannel:
+    """Carries no payload longer than a few bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Done) and len(message.payload) > 8:
+            raise SerializationError("too long")
+        self.sent.append(message)
+
+    def send_all(self, messages: list[Message]) -> None:
+        if any(isinstance(one, Done) and len(one.payload) > 8 for one in messages):
+            raise SerializationError("too long")
+        self.sent += messages
+
+
+class Quiet:
+    """Has printed nothing, and imported nothing."""
+
+    found = ()
+
+    def end_lines(self) -> None: ...
+
+
+class ForkEnded(Exception):
+    """Stands for the end of the process."""
+
+
+def stage(channel: PaperChannel) -> Stage:
+    def end_fork() -> Any:
+        raise ForkEnded
+
+    quiet: Any = Quiet()
+    paper: Any = channel
+    return Stage(paper, quiet, quiet, quiet, quiet, end_fork)
+
+
+def test_a_result_that_is_too_long_is_the_calls_failure() -> None:
+    channel = PaperChannel()
+    stage(channel).answer(Done(1, bytes(9)))
+    (failed,) = channel.sent
+    assert isinstance(failed, Failed)
+    assert (failed.task, failed.kind) == (1, UNSENDABLE)
+    assert "too long" in failed.message
+
+
+def test_it_spoils_none_of_those_that_go_with_it() -> None:
+    channel = PaperChannel()
+    stage(channel).answer_all([Done(1, b"a"), Done(2, bytes(9)), Done(3, b"c")])
+    kinds = [(type(one), one.task) for one in channel.sent]  # type: ignore[union-attr]
+    assert kinds == [(Done, 1), (Failed, 2), (Done, 3)]
+
+
+def test_a_fork_answers_nothing() -> None:
+    channel = PaperChannel()
+    channel.is_closed = True
+    with pytest.raises(ForkEnded):
+        stage(channel).answer(Done(1, b"a"))
+    assert channel.sent == []
