@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import init as init
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
+    from aiogpu.api.pool import ActorPool as ActorPool
     from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
     from aiogpu.api.task import RemoteFunction as RemoteFunction
@@ -80,6 +81,7 @@ _ROOMS = {
         "shutdown",
         "status",
     ),
+    "api.pool": ("ActorPool",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.task": ("RemoteFunction", "remote"),

@@ -34,6 +34,7 @@ from aiogpu.worker.context import ActorExit, current
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
     from aiogpu.api.method import Link
+    from aiogpu.api.pool import ActorPool
     from aiogpu.runtime.call import Site
 
 P = ParamSpec("P")
@@ -60,7 +61,7 @@ class ActorHandle(Generic[A]):
     def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
         found = self._face.methods.get(name)
         if found is None:
-            raise _no_method(self._face, name)
+            raise no_method(self._face, name)
         # It ties the link, not this handle, so that the last handle goes at once.
         method: RemoteMethod[..., Any] = RemoteMethod(self._link, found)
         self.__dict__[name] = method
@@ -105,7 +106,8 @@ def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
     return ActorHandle(ActorLink.known(current_session(), actor), face)
 
 
-def _no_method(face: Face, name: str) -> AttributeError:
+def no_method(face: Face, name: str) -> AttributeError:
+    """The error for a method that a class has not, or that is private."""
     from difflib import get_close_matches
 
     if name.startswith("_"):
@@ -238,7 +240,8 @@ def decorate_class(cls: type, options: dict[str, Any]) -> RemoteClass[..., Any]:
     return RemoteClass(Definition(cls), face, checked)
 
 
-def _link_of(handle: object, asker: str) -> Link:
+def link_of(handle: object, asker: str) -> Link:
+    """What an actor's handle holds; raises `MisuseError` if it is none."""
     if not isinstance(handle, ActorHandle):
         raise MisuseError(
             f"{asker} was given {handle!r}; give it what `.remote()` of an actor's "
@@ -258,7 +261,7 @@ def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
     Raises:
         MisuseError: it is no handle of an actor.
     """
-    _link_of(actor, "kill()").kill(no_restart)
+    link_of(actor, "kill()").kill(no_restart)
 
 
 def exit_actor() -> NoReturn:
@@ -301,8 +304,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     return ActorHandle(ActorLink.to(session, actor, actors), cast("Face", terms.face))
 
 
-def typed(handle: ActorHandle[A], /) -> A:
-    """The same handle, for type checkers an object of its class.
+def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:
+    """The same handle or pool, for type checkers an object of the actor's class.
 
     Methods under `@aiogpu.method` then have a `.remote` with their parameters and
     results: `await aiogpu.typed(counter).add.remote(1)`.

@@ -23,6 +23,7 @@ from typing import (
 )
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
+from aiogpu.api.mapper import Mapper
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
@@ -151,7 +152,7 @@ class Link(Protocol):
         ...
 
 
-class RemoteMethod(Generic[P, R]):
+class RemoteMethod(Mapper, Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_link", "_method")
@@ -162,6 +163,11 @@ class RemoteMethod(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<RemoteMethod {self._method.label}>"
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+        return self._method.label
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Call it; gives the call's handle at once.
@@ -187,12 +193,14 @@ class RemoteMethod(Generic[P, R]):
             )
 
 
-class TypedMethod(Generic[P, R_co]):
+class TypedMethod(Mapper, Generic[P, R_co]):
     """What a type checker sees of a method under `@aiogpu.method`.
 
     On an object it can be called, as the class's own code does; `typed(handle)` makes
     a handle look like one, so that `.remote` has its parameters and its result.
     """
+
+    __name__: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -24,6 +24,7 @@ from typing import (
     overload,
 )
 
+from aiogpu.api.mapper import Mapper
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import (
@@ -39,14 +40,11 @@ if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import AnyKeywords
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
-    from aiogpu.api.map import Results
     from aiogpu.runtime.call import Function, Site
 
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
-X_contra = TypeVar("X_contra", contravariant=True)
-Y = TypeVar("Y")
 _MAIN: Final = ("__main__", "__mp_main__")
 
 
@@ -106,17 +104,7 @@ class Definition:
         return reference
 
 
-class TakesOne(Protocol[X_contra, Y]):
-    """A remote function that can be called with one argument."""
-
-    __name__: str
-
-    def remote(self, argument: X_contra, /) -> Handle[Y]:
-        """Start the task."""
-        ...
-
-
-class RemoteFunction(Generic[P, R]):
+class RemoteFunction(Mapper, Generic[P, R]):
     """A function that runs in a worker; call it by `.remote(...)`."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
@@ -144,42 +132,6 @@ class RemoteFunction(Generic[P, R]):
         """
         site = self._site or self._prepare()
         return self._submit(site, dump_arguments(site.spec.name, args, kwargs))
-
-    def map(
-        self: TakesOne[X_contra, Y],
-        iterable: Iterable[X_contra] | AsyncIterable[X_contra],
-        *,
-        limit: int | None = None,
-        ordered: bool = True,
-    ) -> Results[Y]:
-        """Call it with each item; gives an async iterator over the results.
-
-        At most `limit` calls are ahead: started, and their result not yet taken by
-        the loop. So the iterable, which may be endless, is never read further than
-        `limit` items beyond the results taken, and with `ordered` one slow call
-        holds back those behind it. A plain iterable is read on the event loop.
-
-        What a call raises is raised in its place, and what the iterable or
-        `.remote()` raises at once; either ends the iteration, and so does leaving
-        the loop. All calls that are ahead are then cancelled as by
-        `handle.cancel()`. While a name refers to the results, write
-        `async with f.map(...) as results:` to have that at the end of the block.
-
-        Args:
-            iterable: the arguments, one a call; an iterable or an async iterable.
-            limit: most calls ahead, 1 or more; None for 256. Take less where
-                arguments or results are large: that many are in memory.
-            ordered: whether results come in the order of the items; if False, as
-                the calls end.
-
-        Raises:
-            OptionError: `limit` or `ordered` is ill-valued.
-            MisuseError: it is no iterable.
-            NoLoopError: no event loop is running here.
-        """
-        from aiogpu.api.map import Results
-
-        return Results(self.__name__, self.remote, iterable, limit, ordered)
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""

@@ -1,0 +1,209 @@
+"""`ActorPool`: several actors of one class that are called as if they were one.
+
+Light on purpose, as `api.task` is: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
+from aiogpu.api.bounds import check_bounds
+from aiogpu.api.mapper import Mapper
+from aiogpu.errors import MisuseError, NoLoopError
+
+if TYPE_CHECKING:
+    from aiogpu.api.crew import Crew
+    from aiogpu.api.face import Face
+    from aiogpu.api.handle import Handle
+
+A = TypeVar("A")
+
+
+class MakesActor(Protocol[A]):
+    """A class under `@remote` whose constructor needs no arguments."""
+
+    def remote(self) -> ActorHandle[A]:
+        """Make an actor."""
+        ...
+
+
+class Tie:
+    """Held by a pool and its methods; with the last of them the actors end."""
+
+    __slots__ = ("crew",)
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+
+    def __del__(self) -> None:
+        crew = self.crew
+        if not crew.is_closed:
+            # Who drops the last reference may be any thread; a loop that is closed,
+            # and its node with it, refuses.
+            with suppress(RuntimeError):
+                crew.loop.call_soon_threadsafe(crew.close, False)
+
+
+class PoolMethod(Mapper):
+    """A method of a pool's actors; call one of them by `.remote(...)`."""
+
+    __slots__ = ("_name", "_tie")
+
+    def __init__(self, tie: Tie, name: str) -> None:
+        self._tie = tie
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<PoolMethod {self.__name__}>"
+
+    @property
+    def __name__(self) -> str:
+        """How errors call it."""
+        return f"{self._tie.crew.name}.{self._name}"
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[Any]:
+        """Call it on the actor with the fewest unanswered calls.
+
+        Raises:
+            MisuseError: it takes other arguments, or the pool is closed.
+            SerializationError: an argument cannot be pickled.
+            ActorDiedError: all actors have died, and no new one is made yet.
+        """
+        crew = self._tie.crew
+        member = crew.take()
+        handle: Handle[Any] = getattr(member.handle, self._name).remote(*args, **kwargs)
+        crew.watch(member, handle)
+        return handle
+
+    if not TYPE_CHECKING:
+        # Visible, it would make type checkers accept every direct call.
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            raise MisuseError(
+                f"{self.__name__} runs in an actor's process: write `await "
+                f"pool.{self._name}.remote(...)`."
+            )
+
+
+class ActorPool(Generic[A]):
+    """Several actors of one class, called as if they were one.
+
+    `await pool.method.remote(...)` calls the actor with the fewest unanswered calls,
+    of equals the first; `pool.method.map(items)` does so for each item. Actors that
+    are not ready yet get calls only where none is ready.
+
+    `await pool` waits until the actors are ready. `async with` does so too, and ends
+    them at the end of the block, after what they were sent; after an error in the
+    block at once. Without it they end as soon as the pool is dropped.
+
+    With `min_size` below `max_size` it grows and shrinks. An actor that has died is
+    replaced; at once if it had answered a call, else later and later, up to once a
+    minute. Calls that went with it raise `ActorDiedError`.
+    """
+
+    def __init__(  # noqa: PLR0913 - all but the first have a default
+        self,
+        actor: MakesActor[A] | Callable[[], ActorHandle[A]],
+        size: int | None = None,
+        *,
+        min_size: int | None = None,
+        max_size: int | None = None,
+        target: int | None = None,
+        idle_after: float | None = None,
+    ) -> None:
+        """Make the actors; they are ready later.
+
+        Args:
+            actor: the actors' class, or what makes one of them and gives its handle:
+                `lambda: Model.options(num_gpus=0.5).remote("large")`.
+            size: how many are made at first; None for `min_size`.
+            min_size: how many there are at least, 0 or more; None for `size`.
+            max_size: how many there are at most; None for `size`.
+            target: unanswered calls that each may have, 1 or more, before one more is
+                made; None for 1.
+            idle_after: seconds without a call after which one ends, while there are
+                more than `min_size`; 0 or more, None for 60.
+
+        Raises:
+            OptionError: one of these is ill-valued.
+            MisuseError: `actor` is no actor's class, and gives no actor.
+            NoLoopError: no event loop is running here.
+        """
+        bounds = check_bounds(size, min_size, max_size, target, idle_after)
+        face, make = _maker(actor)
+        from asyncio import _get_running_loop
+
+        loop = _get_running_loop()
+        if loop is None:
+            raise NoLoopError(
+                "ActorPool() needs a running event loop, and there is none in this "
+                "thread. Make it inside an `async def` that runs by aiogpu.run(main())."
+            )
+        from aiogpu.api.crew import Crew
+
+        self._tie = Tie(Crew(face, make, bounds, loop))
+
+    def __repr__(self) -> str:
+        crew = self._tie.crew
+        return f"<ActorPool of {crew.name}: {crew!r}>"
+
+    def __len__(self) -> int:
+        """How many actors there are, ready or not."""
+        return len(self._tie.crew)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> PoolMethod:
+        if name.startswith("__"):
+            raise AttributeError(f"an ActorPool has no attribute {name}.")
+        face = self._tie.crew.face
+        if face is not None and name not in face.methods:
+            raise no_method(face, name)
+        # It holds the tie, not this pool, so that the pool goes at once.
+        method = PoolMethod(self._tie, name)
+        self.__dict__[name] = method
+        return method
+
+    def __await__(self) -> Generator[Any, None, ActorPool[A]]:
+        yield from self._tie.crew.ready().__await__()
+        return self
+
+    async def __aenter__(self) -> ActorPool[A]:
+        try:
+            return await self
+        except BaseException:
+            await self._end(at_once=True)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._end(at_once=error is not None)
+
+    async def aclose(self) -> None:
+        """End the actors after what they were sent, and wait for it; idempotent."""
+        await self._end(at_once=False)
+
+    async def _end(self, at_once: bool) -> None:
+        crew = self._tie.crew
+        crew.close(at_once)
+        await crew.ended()
+
+
+def _maker(actor: object) -> tuple[Face | None, Callable[[], object]]:
+    if isinstance(actor, RemoteClass):
+        return actor._face, actor.remote
+    if not callable(actor) or isinstance(actor, type):
+        raise MisuseError(
+            f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, "
+            f"or a function that makes one actor: `lambda: Model.remote('large')`."
+        )
+    return None, actor
