@@ -27,7 +27,7 @@ def run(*arguments):
         env={k: v for k, v in os.environ.items() if not k.startswith("AIOGPU_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -3,6 +3,7 @@
 import pytest
 
 from aiogpu.core import events
+from aiogpu.core.effects import Kill
 from aiogpu.core.snapshot import snapshot
 from aiogpu.core.why import why
 from aiogpu.testing import World
@@ -40,6 +41,14 @@ def test_what_nobody_could_see_is_noted():
     w.finish("b")
     w.tell(events.Settled(worker))
     assert gpus.unverified == set()
+
+
+def test_one_that_has_ended_in_time_is_not_killed_while_its_devices_are_awaited():
+    w, worker = gone()
+    w.advance(60)
+    assert not any(isinstance(effect, Kill) for effect in w.effects)
+    w.tell(events.Settled(worker))
+    assert w.free["GPU"] == 2.0
 
 
 def test_a_device_that_is_not_given_back_is_set_aside():

@@ -59,8 +59,8 @@ def test_long_tasks_are_not_sent_ahead():
 
 
 def test_as_many_are_sent_ahead_as_are_done_in_a_moment():
-    assert len(backlog(1_000).queued) == DEEPEST
-    assert len(backlog(1_000, took=1e-3).queued) == 2
+    assert len(backlog(4 * DEEPEST).queued) == DEEPEST
+    assert len(backlog(4 * DEEPEST, took=1e-3).queued) == 2
 
 
 def test_what_is_queued_is_a_fair_part_of_what_waits():
@@ -85,7 +85,7 @@ def test_tasks_run_in_order_whether_they_were_sent_ahead_or_not():
 
 
 def test_more_is_sent_when_half_of_it_is_done():
-    w = backlog(1_000)
+    w = backlog(4 * DEEPEST)
     lengths = []
     for number in range(1, 80):
         w.finish(f"t{number}")

@@ -189,6 +189,16 @@ def test_a_lease_that_is_lent_can_be_given_back():
     node.check()
 
 
+def test_a_lease_helps_who_is_short_of_what_it_holds():
+    node = ledger(cpus=2, license=1)
+    plain, licensed = node.take(asking(1)), node.take(asking(0, license=1))
+    assert plain is not None
+    assert licensed is not None
+    short = asking(1, license=1)
+    assert not node.would_help(plain, short)
+    assert node.would_help(licensed, short)
+
+
 def test_a_ledger_shows_what_is_free():
     node = ledger()
     node.take(asking(1, 0.5))

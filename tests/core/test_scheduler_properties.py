@@ -428,7 +428,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

@@ -72,6 +72,22 @@ def test_others_are_held_up_for_a_limited_time():
     assert w.running == {"long", "a", "later"}
 
 
+def test_one_gives_up_while_another_still_waits_for_its_turn():
+    w = World(cpus=4)
+    for name in ("a", "b", "long"):
+        w.submit(name)
+    starved(w, "a")
+    w.advance(20)
+    starved(w, "b")
+    w.advance(11)
+    assert w.running == {"long"}
+    assert w.waiting == {"a"}, "the other one's turn comes first"
+    w.finish("long")
+    assert w.running == {"b"}
+    w.finish("b")
+    assert w.running == {"a"}
+
+
 def test_children_of_those_that_run_are_not_held_up():
     w = World(cpus=2)
     w.submit("parent")
