@@ -36,12 +36,11 @@ async def test_calls_are_spread_and_all_end_with_the_block() -> None:
 
 
 async def test_one_that_dies_is_replaced() -> None:
-    async with aiogpu.init(num_cpus=2):
-        async with aiogpu.ActorPool(Counter, 2) as pool:
-            pids = await pids_of(pool, 2)
-            with pytest.raises(aiogpu.ActorDiedError):
-                await pool.exit.remote(3)
-            async with asyncio.timeout(30):
-                while len(now := await pids_of(pool, 2)) < 2 or now == pids:
-                    await asyncio.sleep(0)
-            assert len(now & pids) == 1
+    async with aiogpu.init(num_cpus=2), aiogpu.ActorPool(Counter, 2) as pool:
+        pids = await pids_of(pool, 2)
+        with pytest.raises(aiogpu.ActorDiedError):
+            await pool.exit.remote(3)
+        async with asyncio.timeout(30):
+            while len(now := await pids_of(pool, 2)) < 2 or now == pids:
+                await asyncio.sleep(0)
+        assert len(now & pids) == 1
