@@ -94,3 +94,22 @@ def test_who_waits_for_an_actor_lends_its_cpu() -> None:
     world.finish("task")
     world.run_dry()
     world.scheduler.check()
+
+
+def test_at_the_nodes_end_it_has_the_nodes_grace() -> None:
+    world = World(cpus=1)
+    world.submit("actor", max_calls=1, is_endless=True, cancel_grace=0.0)
+    world.close()
+    assert world.killed == []
+    world.advance(world.scheduler.patience.cancel_grace - 0.1)
+    assert world.killed == []
+    world.advance(0.2)
+    assert len(world.killed) == 1
+
+
+def test_who_ends_it_alone_gives_it_none() -> None:
+    world = World(cpus=1)
+    world.submit("actor", max_calls=1, is_endless=True, cancel_grace=0.0)
+    world.cancel("actor")
+    world.advance(0.01)
+    assert len(world.killed) == 1
