@@ -7,6 +7,7 @@ running worker; the driver's death ends it, and it takes the node's directory al
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import signal
@@ -30,6 +31,11 @@ from aiogpu.worker.watch import Watch
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""
+GIVEN_UP: Final = frozenset(
+    (errno.ENOENT, errno.ENXIO, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
+)
+"""What a keeper meets whose slot was given up meanwhile: pipes without a name or a
+reader, a socket where nobody listens any more."""
 
 
 class Zygote:
@@ -135,10 +141,9 @@ class Zygote:
                     signal.signal(number, signal.SIG_DFL)
                 begin = self._birth.begin
                 Keeper(slot, self._setup, self._watch.driver, begin).run()
-            except FileNotFoundError:
-                pass  # its slot was given up meanwhile, with its pipes
-            except BaseException:  # noqa: BLE001 - the fork must not return
-                sys.excepthook(*sys.exc_info())
+            except BaseException as error:  # noqa: BLE001 - the fork must not return
+                if getattr(error, "errno", None) not in GIVEN_UP:
+                    sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(0)
         self._keepers[pid] = slot

@@ -57,6 +57,10 @@ class DriverEnd:
         assert self.socket is not None
         self.socket.close()
 
+    def close_listener(self) -> None:
+        """Who comes now is refused."""
+        self._listener.close()
+
     def close(self) -> None:
         if self.socket is not None:
             self.socket.close()

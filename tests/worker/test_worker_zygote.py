@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from tests.program import run
+import pytest
+
+from aiogpu.wire.forking import Keep, Lost, Ready
+from aiogpu.wire.messages import Close, Hello
+from tests.program import run, start
+from tests.worker.driver_end import DriverEnd
 
 PRELOAD = """
     import os, sys
@@ -88,3 +94,44 @@ def test_the_first_culprit_is_named(tmp_path: Path) -> None:
     assert out.splitlines()[0] == (
         "Unfit(module='threaded', reason='it left 1 threads running', is_missing=False)"
     )
+
+
+ZYGOTE = """
+    import os, sys
+    from aiogpu.memory.page import ControlPage
+    from aiogpu.wire.setup import Setup
+    from aiogpu.worker.zygote import Zygote
+    page = ControlPage.create()
+    Zygote(Setup([], "node", sys.argv[1], os.getppid(), page, [])).run()
+"""
+
+
+@pytest.mark.parametrize("gone", ["pipes", "readers", "listener"])
+def test_a_slot_that_was_given_up_meanwhile_is_no_trouble(
+    gone: str, driver: DriverEnd
+) -> None:
+    """A driver that closes takes back what its last keeper was to begin with."""
+    paths = [f"{driver.directory}/4.{stream}" for stream in (1, 2)]
+    pipes = []
+    if gone != "pipes":
+        for path in paths:
+            os.mkfifo(path)
+    if gone == "listener":
+        pipes = [os.open(path, os.O_RDWR) for path in paths]
+    zygote = start(ZYGOTE, driver.directory)
+    assert isinstance(driver.accept(), Hello)
+    assert isinstance(driver.next(), Ready)
+    if gone == "listener":
+        driver.close_listener()
+    driver.send(Keep(4))
+    assert driver.next() == Lost(4)
+    driver.send(Close())
+    out, err = zygote.communicate(timeout=60)
+    assert (zygote.returncode, out, err) == (0, "", "")
+    for pipe in pipes:
+        os.set_blocking(pipe, False)
+        with pytest.raises(BlockingIOError):
+            os.read(pipe, 1000)
+        os.close(pipe)
+    for path in paths:
+        Path(path).unlink(missing_ok=True)
