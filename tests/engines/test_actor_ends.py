@@ -70,7 +70,7 @@ async def test_a_block_ends_its_actor_after_what_it_was_sent(gate: Gate) -> None
             pid = await actor.pid.remote()
             handles = [actor.add.remote() for _ in range(300)]
         assert has_gone(pid)
-        assert "block-gone" in gate.pids
+        await until(lambda: "block-gone" in gate.pids)
         assert await asyncio.gather(*handles) == [*range(1, 301)]
         for call in (actor.add.remote, actor.pid.remote):
             with pytest.raises(aiogpu.ActorDiedError, match="block was left"):
@@ -200,11 +200,12 @@ async def test_what_an_actor_does_at_its_end(
             await gate.entered("call")
             waiting.cancel()
         order = ["call-cancelled", "good-closing", "good-closed", "good-rest-ended"]
+        await until(lambda: set(order) <= set(gate.pids))
         assert [name for name in gate.pids if name in order] == order
-        assert "good-gone" in gate.pids
+        await until(lambda: "good-gone" in gate.pids)
         async with Closing.remote(gate.path, "bad", "raise") as actor:
             await actor
-        assert "bad-gone" in gate.pids
+        await until(lambda: "bad-gone" in gate.pids)
         with pytest.raises(aiogpu.ActorDiedError, match="block was left"):
             await actor.add.remote()
     shown = capsys.readouterr()
@@ -267,9 +268,9 @@ async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> Non
             await handle
     await gate.entered("it-gone")
     if kind is Mortal:
-        assert "call-interrupted" in gate.pids
+        await until(lambda: "call-interrupted" in gate.pids)
     elif kind is Closing:
-        assert {"call-cancelled", "it-closed"} <= set(gate.pids)
+        await until(lambda: {"call-cancelled", "it-closed"} <= set(gate.pids))
 
 
 @pytest.mark.parametrize("how", ["swallow", "block_in_c", "constructor", "close"])
