@@ -32,7 +32,11 @@ def start(source: str, *arguments: str, **variables: str) -> subprocess.Popen[st
 def run(source: str, *arguments: str, **variables: str) -> str:
     """Run a program to its end; gives its output, raises if it fails."""
     program = start(source, *arguments, **variables)
-    out, err = program.communicate(timeout=60)
+    try:
+        out, err = program.communicate(timeout=120)
+    except BaseException:
+        program.kill()  # or it would go on beside the tests that follow
+        raise
     assert program.returncode == 0, f"exit {program.returncode}\n{out}\n{err}"
     assert "Traceback" not in err, err
     assert "never retrieved" not in err, err

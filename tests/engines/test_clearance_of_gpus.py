@@ -199,6 +199,7 @@ def test_logical_gpus_ask_nobody(on_stub: Program) -> None:
 
 CLOSING = """
     import time
+    clearance.LIMIT = 60.0
     async def main():
         async with aiogpu.init(num_cpus=2):
             await leave_behind.options(num_gpus=1).remote()

@@ -471,13 +471,18 @@ async def test_retries(address: str, tmp_path: Path) -> None:
 async def test_timeout_stops_a_task_wherever_it_is(address: str, gate: Gate) -> None:
     """[B10]"""
     async with aiogpu.init(address=address, num_cpus=1):
-        waits = tasks.gated_coroutine.options(timeout=0.3, name="waits")
-        running = waits.remote(gate.path, "running")
-        waiting = tasks.add.options(timeout=0.1).remote(1)
-        with pytest.raises(TimeoutError, match=r"0\.1 s"):
-            await waiting
-        with pytest.raises(aiogpu.TaskTimeoutError, match=r"waits .* 0\.3 s"):
-            await running
+        seconds = 0.2
+        while "running" not in gate.pids:
+            waits = tasks.gated_coroutine.options(timeout=seconds, name="waits")
+            running = waits.remote(gate.path, "running")
+            waiting = tasks.add.options(timeout=seconds / 2).remote(1)
+            with pytest.raises(TimeoutError, match=rf"{seconds / 2:g} s"):
+                await waiting
+            with pytest.raises(
+                aiogpu.TaskTimeoutError, match=rf"waits .* {seconds:g} s"
+            ):
+                await running
+            seconds *= 2  # if its worker has taken longer to begin
         await gate.entered("running-cancelled")
         assert await tasks.add.options(timeout=60).remote(1) == 2
 
@@ -486,9 +491,14 @@ async def test_timeout_stops_a_task_wherever_it_is(address: str, gate: Gate) -> 
 async def test_timeout_stops_code_that_is_busy(address: str, gate: Gate) -> None:
     """[B10]"""
     async with aiogpu.init(address=address, num_cpus=1):
-        running = tasks.spin.options(timeout=0.3).remote(gate.path, "running")
-        with pytest.raises(aiogpu.TaskTimeoutError, match=r"spin .* 0\.3 s"):
-            await running
+        seconds = 0.2
+        while "running" not in gate.pids:
+            running = tasks.spin.options(timeout=seconds).remote(gate.path, "running")
+            with pytest.raises(
+                aiogpu.TaskTimeoutError, match=rf"spin .* {seconds:g} s"
+            ):
+                await running
+            seconds *= 2  # if its worker has taken longer to begin
         await gate.entered("running-interrupted")
         assert await tasks.add.options(timeout=60).remote(1) == 2
 

@@ -411,9 +411,10 @@ async def test_a_parent_that_is_being_stopped(node: aiogpu.Session) -> None:
 
 
 @aiogpu.remote
-def timed_children() -> list[str]:
+def timed_children(seconds: float) -> list[str]:
     """One's time passes while it waits, another's while it runs."""
-    running, waiting = never.options(timeout=0.02), note.options(timeout=0.01)
+    running = never.options(timeout=seconds)
+    waiting = note.options(timeout=seconds / 2)
     handles: list[aiogpu.Handle[Any]] = [running.remote(), waiting.remote("never")]
     ends = []
     for handle in handles:
@@ -424,5 +425,8 @@ def timed_children() -> list[str]:
 
 
 async def test_timeouts_of_children(node: aiogpu.Session) -> None:
-    assert await timed_children.remote() == ["never", "note"]
+    seconds = 0.02
+    while not seen:  # one that has not begun in that time never does
+        assert await timed_children.remote(seconds) == ["never", "note"]
+        seconds *= 2
     assert seen == ["begin", "end"]
