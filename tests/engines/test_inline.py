@@ -376,12 +376,17 @@ async def test_cancelling_it_before_its_first_step(node: aiogpu.Session) -> None
     assert seen == []
 
 
+never: list[asyncio.Event] = []
+"""What is waited for; unheld, the collector would take it with the task that waits."""
+
+
 @aiogpu.remote
 async def stubborn() -> None:
     for _ in range(3):
         try:
             seen.append("begin")
-            await asyncio.Event().wait()
+            never[:] = [asyncio.Event()]
+            await never[0].wait()
         except asyncio.CancelledError:
             seen.append("cancelled")
 
