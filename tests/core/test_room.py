@@ -2,6 +2,7 @@
 
 import pytest
 
+from aiogpu.core.dispatch import refill_spares
 from aiogpu.core.events import WorkerGone
 from aiogpu.core.ids import TaskId
 from aiogpu.core.policy import STARTS_ALLOWED, Patience
@@ -299,3 +300,16 @@ def test_a_device_is_still_named_where_that_is_what_is_held():
     w.wait_for("a", "b")
     assert "those that wait hold it" in w.tasks["b"].reason
     w.finish("a")
+
+
+def test_no_spare_is_forked_while_somebody_lacks_a_worker():
+    w = World(cpus=1, starts=False, patience=Patience(spare_workers=2))
+    w.submit("runs", max_calls=1)
+    w.submit("waits")
+    node = w.scheduler
+    node.spares.target += 1
+    for refused, is_forked in ((1, False), (0, True)):
+        node.room.refused = refused
+        effects = []
+        refill_spares(node, effects)
+        assert bool(effects) == is_forked
