@@ -18,14 +18,22 @@ import aiogpu
 class Model:
     """Lives in a process of its own; here it would load weights onto `cuda:0`."""
 
+    def __init__(self) -> None:
+        self.batches = 0
+
     @aiogpu.batch(max_size=32, max_wait=0.005, max_concurrency=2)
     async def predict(self, texts: list[str]) -> list[int | Exception]:
-        if "for ever" in texts:
-            await asyncio.Event().wait()
+        self.batches += 1
+        try:
+            if "for ever" in texts:
+                await asyncio.Event().wait()
+        finally:
+            self.batches -= 1
         return [len(text) if text else ValueError("there is no text") for text in texts]
 
-    async def gpus(self) -> list[int | str]:
-        return aiogpu.get_gpu_ids()
+    async def health(self) -> tuple[list[int | str], int]:
+        """Its GPUs, and how many batches it is at."""
+        return aiogpu.get_gpu_ids(), self.batches
 
 
 # Without end it is made anew when its process dies; calls that come then wait for it.
@@ -37,7 +45,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.model = Models.remote()
-        self.busy = 0
+        self.calls = 0
 
 
 @asynccontextmanager
@@ -61,11 +69,11 @@ app = FastAPI(lifespan=lifespan)
 @app.get("/predict")
 async def predict(text: str, request: Request) -> int:
     """Ask the least busy of the models; stop it if the client hangs up."""
-    replica: Replica = min(request.app.state.replicas, key=lambda each: each.busy)
+    replica: Replica = min(request.app.state.replicas, key=lambda each: each.calls)
     call: aiogpu.Handle[int] = replica.model.predict.remote(text)
     watch = asyncio.create_task(hung_up(request))
     watch.add_done_callback(lambda _: call.cancel())
-    replica.busy += 1
+    replica.calls += 1
     try:
         return await call
     except ValueError as error:
@@ -77,7 +85,7 @@ async def predict(text: str, request: Request) -> int:
             raise
         raise HTTPException(499, "the client has hung up") from None
     finally:
-        replica.busy -= 1
+        replica.calls -= 1
         watch.cancel()
 
 
@@ -88,16 +96,19 @@ async def hung_up(request: Request) -> None:
 
 
 @app.get("/healthz")
-async def healthz(request: Request) -> dict[str, list[list[int | str]] | list[int]]:
+async def healthz(request: Request) -> list[dict[str, object]]:
     """Whether all models answer, on which GPUs, and how busy they are."""
     replicas: list[Replica] = request.app.state.replicas
     try:
         async with asyncio.timeout(1):
-            asked = [replica.model.gpus.remote() for replica in replicas]
-            gpus = await asyncio.gather(*asked)
+            asked = [replica.model.health.remote() for replica in replicas]
+            found = await asyncio.gather(*asked)
     except (TimeoutError, aiogpu.ActorDiedError) as error:
         raise HTTPException(503, repr(error)) from None
-    return {"gpus": gpus, "busy": [replica.busy for replica in replicas]}
+    return [
+        {"gpus": gpus, "batches": batches, "calls": replica.calls}
+        for replica, (gpus, batches) in zip(replicas, found, strict=True)
+    ]
 
 
 if __name__ == "__main__":

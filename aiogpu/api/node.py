@@ -50,7 +50,7 @@ class Opening:
         traceback: TracebackType | None,
     ) -> None:
         if self._mine is not None:
-            await self._mine.shutdown()
+            await self._mine.__aexit__(kind, error, traceback)
 
     async def _open(self) -> Session:
         self._is_used = True

@@ -12,7 +12,6 @@ import atexit
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -20,14 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.early import EarlyRequests, submit_early
 from aiogpu.api.handle import Handle, Owner, handle_maker
+from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
 from aiogpu.engines.family import host_of_task
 from aiogpu.engines.registry import create_engine
-from aiogpu.errors import (
-    NodeClosedError,
-    NodeError,
-    NoLoopError,
-)
+from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
@@ -40,17 +36,6 @@ _GIVEN_UP: Final = "this node was given up before it was open."
 _get_running_loop: Final = asyncio._get_running_loop
 
 _sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
-
-
-class SessionState(Enum):
-    """Where a session is."""
-
-    OPENING = "opening"
-    OPEN = "open"
-    CLOSING = "closing"
-    CLOSED = "closed"
-    FORKED = "forked"
-    """This process is a fork of the one that opened it."""
 
 
 class Session:
@@ -86,7 +71,13 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.shutdown()
+        # `asyncio.run` makes a first Ctrl-C a cancellation: this is the second one.
+        is_pressed = kind is not None and issubclass(kind, KeyboardInterrupt)
+        try:
+            await self.shutdown(at_once=is_pressed)
+        except KeyboardInterrupt:
+            self._engine.hasten()
+            raise
 
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
@@ -211,12 +202,17 @@ class Session:
             if self._state is not SessionState.CLOSED:
                 await self.shutdown()
 
-    async def shutdown(self) -> None:
-        """Stop all tasks and wait until nothing of the node is left; idempotent."""
+    async def shutdown(self, at_once: bool = False) -> None:
+        """Stop all tasks and wait until nothing of the node is left; idempotent.
+
+        `at_once` is by force: nobody is given time to stop.
+        """
         if self._state is SessionState.FORKED or self._pid != os.getpid():
             return
         if self._closing is None:
             self._closing = self._loop.create_task(self._close())
+        if at_once and self._state is not SessionState.CLOSED:
+            self._engine.hasten()
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
@@ -230,8 +226,9 @@ class Session:
             if self._state is not SessionState.CLOSED:
                 self._state = SessionState.CLOSING
                 await self._engine.close()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
             # The loop is ending; its last act, `_close_with_loop`, begins anew.
+            self._engine.hasten()
             self._closing = None
             raise
         except BaseException:

@@ -28,6 +28,14 @@ def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
             effects.append(Kill(worker.id))
 
 
+def kill_all(node: Node, effects: list[Effect]) -> None:
+    """End those who have been asked to stop, whatever time they were given."""
+    for worker in node.workers:
+        if worker.state is not WorkerState.STARTING:
+            worker.is_last = True
+            effects.append(Kill(worker.id))
+
+
 def abandon_some(node: Node, now: float, effects: list[Effect]) -> None:
     """Tell some of those that wait, and more of them a moment later."""
     for _ in range(ABANDONED):

@@ -160,7 +160,13 @@ class TimePassed:
 
 @dataclass(slots=True)
 class Closing:
-    """The node is shutting down: nothing new starts, all that runs is stopped."""
+    """The node is shutting down: nothing new starts, all that runs is stopped.
+
+    Attributes:
+        at_once: nobody is given time to stop, not even those who have it already.
+    """
+
+    at_once: bool = False
 
 
 Event = (

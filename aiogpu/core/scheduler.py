@@ -15,7 +15,7 @@ from typing import Final
 from aiogpu.core import events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_running, abandon_some
+from aiogpu.core.closing import abandon_running, abandon_some, kill_all
 from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
 from aiogpu.core.dispatch import (
     assign,
@@ -314,13 +314,15 @@ class Scheduler(Node):
             ring(self, alarm, now, effects)
         return self._place(now, effects)
 
-    def _on_closing(self, _: events.Closing, now: float) -> Sequence[Effect]:
+    def _on_closing(self, event: events.Closing, now: float) -> Sequence[Effect]:
         self.is_closing = True
         self.most_idle = 0
         self.reservation = None
         settle_all(self)
         effects: list[Effect] = []
         abandon_running(self, now, effects)
+        if event.at_once:
+            kill_all(self, effects)
         abandon_some(self, now, effects)
         retire_idle(self, now, effects)
         return effects

@@ -192,6 +192,10 @@ class Engine(Protocol):
         """Stop all tasks and leave nothing behind. May be called twice."""
         ...
 
+    def hasten(self) -> None:
+        """Give nobody time to stop; `close` is under way, or comes next."""
+        ...
+
     def abandon(self) -> None:
         """The same in haste, where no loop runs any more."""
         ...

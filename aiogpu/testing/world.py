@@ -205,9 +205,9 @@ class World(Onlooker):
         """Something else happens."""
         self._happen(event)
 
-    def close(self) -> None:
-        """The node shuts down."""
-        self._happen(events.Closing())
+    def close(self, at_once: bool = False) -> None:
+        """The node shuts down, in order or by force."""
+        self._happen(events.Closing(at_once))
 
     def advance(self, seconds: float) -> None:
         """Time passes; the scheduler is woken at each of its deadlines."""
@@ -341,7 +341,8 @@ class World(Onlooker):
 
     def _leave(self, worker: PaperWorker) -> None:
         worker.is_ending = True
-        if self.exits:
+        if self.exits and not worker.is_leaving:
+            worker.is_leaving = True
             self._coming.append(worker.gone(self.settles))
 
 

@@ -95,5 +95,8 @@ class PaperEngine:
             raise self.close_error
         self.story.append("closed")
 
+    def hasten(self) -> None:
+        self.story.append("hasten")
+
     def abandon(self) -> None:
         self.story.append("abandon")

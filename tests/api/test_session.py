@@ -16,12 +16,12 @@ import aiogpu
 from aiogpu.api import session as module
 from aiogpu.api.session import (
     Session,
-    SessionState,
     current_session,
     default_address,
     session_of,
     start_session,
 )
+from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
     InfeasibleError,
@@ -251,6 +251,33 @@ async def test_shutdown_is_done_once(engine: PaperEngine) -> None:
     assert engine.story == ["open", "opened", "close", "closed"]
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["session", "init"])
+async def test_a_second_ctrl_c_in_its_block_hastens(
+    engine: PaperEngine, is_new: bool
+) -> None:
+    """`asyncio.run` raises it wherever it lands, here in the program's own code."""
+    block = opening(engine) if is_new else await opened(engine)
+    with pytest.raises(KeyboardInterrupt):
+        async with block:
+            await asyncio.sleep(0)
+            raise KeyboardInterrupt
+    assert engine.story == ["open", "opened", "hasten", "close", "closed"]
+
+
+async def test_a_shutdown_under_way_is_hastened(engine: PaperEngine) -> None:
+    session = await opened(engine)
+    engine.may_close.clear()
+    orderly = asyncio.ensure_future(session.shutdown())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    at_once = asyncio.ensure_future(session.shutdown(at_once=True))
+    await asyncio.sleep(0)
+    engine.may_close.set()
+    await asyncio.gather(orderly, at_once)
+    await session.shutdown(at_once=True)
+    assert engine.story == ["open", "opened", "close", "hasten", "closed"]
+
+
 async def test_an_error_of_closing_is_told_and_the_loop_is_free(
     engine: PaperEngine,
 ) -> None:
@@ -327,7 +354,7 @@ def test_a_shutdown_cut_short_is_begun_anew(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main())
-    assert engine.story == ["open", "opened", "close", "close", "closed"]
+    assert engine.story == ["open", "opened", "close", "hasten", "close", "closed"]
 
 
 async def test_a_fork_is_inert(

@@ -363,6 +363,30 @@ def test_closing_tells_those_who_wait_in_slices():
     assert w.scheduler.is_closed
 
 
+def test_closing_at_once_gives_nobody_time():
+    w = World(cpus=3, patience=PATIENCE)
+    w.submit("answers")
+    w.submit("deaf", cancel_grace=60)
+    w.submit("idle")
+    w.finish("idle")
+    w.close()
+    assert (w.running, w.killed) == ({"answers", "deaf"}, [])
+    theirs = {w.worker_of("answers"), w.worker_of("deaf")}
+    w.close(at_once=True)
+    assert not w.running
+    assert set(w.killed) == theirs
+    assert w.scheduler.is_closed
+
+
+def test_closing_at_once_without_closing_before():
+    w = World(cpus=1, patience=PATIENCE)
+    w.submit("deaf", cancel_grace=60)
+    w.submit("waits")
+    w.close(at_once=True)
+    assert w.scheduler.is_closed
+    assert not w.scheduler.tasks
+
+
 def test_what_comes_between_two_slices_is_abandoned_as_well():
     w = World(cpus=1)
     for number in range(ABANDONED + 10):

@@ -294,9 +294,9 @@ class NodeMachine(RuleBasedStateMachine):
         self.w.advance(seconds)
 
     @precondition(lambda self: len(self.w.tasks) > 8)
-    @rule()
-    def close(self):
-        self.w.close()
+    @rule(at_once=st.booleans())
+    def close(self, at_once):
+        self.w.close(at_once)
 
     @invariant()
     def nobody_waits_for_what_is_free(self):
@@ -428,7 +428,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

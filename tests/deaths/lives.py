@@ -107,17 +107,25 @@ async def life_of_a_soft_actor(max_retries: int) -> object:
     return await _life_of(SoftResident, max_retries)
 
 
+async def _lost_of(actor: Any, calls: int) -> list[BaseException]:
+    """What became of those calls that have failed."""
+    results = await asyncio.gather(
+        *(actor.add.remote(1) for _ in range(calls)), return_exceptions=True
+    )
+    lost = [error for error in results if isinstance(error, BaseException)]
+    assert results.count(2) == calls - len(lost)
+    return lost
+
+
 async def life_of_an_actor_whose_calls_are_lost(max_retries: int) -> object:
     """Of calls in a row at most the one that had begun is lost, if it may restart."""
     actor = Resident.options(num_gpus=1, max_restarts=max_retries).remote()
-    results = await asyncio.gather(
-        *(actor.add.remote(1) for _ in range(3)), return_exceptions=True
-    )
-    lost = [error for error in results if isinstance(error, BaseException)]
+    # One that comes alone may be the one that is struck as well.
+    lost = await _lost_of(actor, 3) or await _lost_of(actor, 1)
     if max_retries:
         assert len(lost) <= 1
         assert all(getattr(error, "is_restarting", False) for error in lost), lost
-        assert await actor.add.remote(1) == 2
+        assert not lost or await actor.add.remote(1) == 2
     elif lost:
         raise lost[0]
     return 2

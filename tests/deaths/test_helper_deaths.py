@@ -56,7 +56,7 @@ async def step(
         async with asyncio.timeout(60):
             end: object = await LIVES[life](retries)
     except DEATHS as error:
-        end = error
+        end = error.with_traceback(None)  # its frames hold the life's handles
     await all_free(scheduler)
     was_reached = steps.end()
     where = f"{victim} after {at}: {', '.join(steps.passed[:at])}; gave {end!r}"

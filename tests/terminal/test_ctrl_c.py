@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import textwrap
 import time
@@ -20,7 +21,7 @@ import pytest
 from tests.deaths.remains import gone_within, living
 from tests.program import environment
 
-LIMIT = 30.0
+LIMIT = 3.0
 """Seconds until the prompt is back."""
 PROMPT = "READY> "
 
@@ -85,7 +86,7 @@ class Shell:
 
     def start(self) -> None:
         """Run the program until it says that all is going on."""
-        self.terminal.expect_exact(PROMPT, timeout=LIMIT)
+        self.terminal.expect_exact(PROMPT, timeout=60)
         self.terminal.sendline(shlex.join(self._command))
         self.terminal.expect_exact("all run", timeout=60)
 
@@ -93,6 +94,14 @@ class Shell:
         """What was written until the prompt is back."""
         self.terminal.expect_exact(PROMPT, timeout=LIMIT)
         return str(self.terminal.before)
+
+    def end(self) -> None:
+        """Hang up on what is still there."""
+        if not self.terminal.closed:
+            if not self.terminal.terminated:
+                self.terminal.kill(signal.SIGKILL)
+                self.terminal.wait()
+            self.terminal.close()
 
     def status(self) -> int:
         """How the program has ended, as shells tell it."""
@@ -111,9 +120,8 @@ def shell(place: Path, source: str, *arguments: str) -> Iterator[Shell]:
             opened.start()
             yield opened
         finally:
-            if not opened.terminal.closed:
-                opened.terminal.close(force=True)
-        gone_within(LIMIT, str(opened.run))
+            opened.end()
+        gone_within(2.0, str(opened.run))
     finally:
         short.unlink()
 

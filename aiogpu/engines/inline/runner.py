@@ -257,6 +257,9 @@ class Runner:
             job.name,
             self.node.grace_of(job),
         )
+        self._leave_behind(job)
+
+    def _leave_behind(self, job: Job) -> None:
         if job.main is not None:
             job.main.cancel()
         self._end(job)
@@ -325,6 +328,12 @@ class Runner:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    def hasten(self) -> None:
+        """Stop all jobs, and leave those behind that would take their time."""
+        self.node.close_down()
+        for job in list(self.node.jobs.values()):
+            self._leave_behind(job)
 
     async def close(self) -> None:
         """Stop all jobs, and wait for those that take their time."""
