@@ -60,11 +60,11 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [150, pytest.param(1000, marks=pytest.mark.slow)], ids=str
+    "count", [300, pytest.param(1000, marks=pytest.mark.slow)], ids=str
 )
 async def test_who_stays_does_not_grow(count: int) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
-        await run(50)
+        await run(100)
         await settle()
         before = sizes()
         assert {"driver", "aiogpu-zygote"} <= {name for name, _ in before.values()}

@@ -39,7 +39,7 @@ async def test_a_long_list_in_its_order(node: aiogpu.Session) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "soft", "mixed"])
 async def test_a_deep_recursion(kind: str, node: aiogpu.Session) -> None:
-    assert await getattr(kin_tasks, f"{kind}_depth").remote(10) == 10
+    assert await getattr(kin_tasks, f"{kind}_depth").remote(20) == 20
     await tasks.add.remote(1)
     found = await aiogpu.available_resources()
     assert {"CPU": 2.0, "GPU": 1.0}.items() <= found.items()

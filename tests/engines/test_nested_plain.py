@@ -32,8 +32,8 @@ async def test_a_task_starts_others(node: aiogpu.Session) -> None:
 
 async def test_one_cpu_is_enough_for_any_depth() -> None:
     async with aiogpu.init(num_cpus=1):
-        assert await nested_tasks.depth.remote(8) == 8
-        assert await nested_tasks.depth_of_coroutines.remote(8) == 8
+        assert await nested_tasks.depth.remote(12) == 12
+        assert await nested_tasks.depth_of_coroutines.remote(12) == 12
 
 
 async def test_results_come_in_the_order_of_the_handles(node: aiogpu.Session) -> None:

@@ -51,13 +51,13 @@ async def test_what_stood_behind_it_runs_once_and_elsewhere() -> None:
         )
         calls = [
             break_context.remote(STICKY if number % 10 == 0 else "harmless")
-            for number in range(100)
+            for number in range(200)
         ]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {RuntimeError}
         pids = [outcome.args[1] for outcome in outcomes]  # type: ignore[union-attr]
-        broken = [pids[number] for number in range(0, 100, 10)]
-        assert len(set(broken)) == 10, "each broke a worker of its own"
+        broken = [pids[number] for number in range(0, 200, 10)]
+        assert len(set(broken)) == 20, "each broke a worker of its own"
 
 
 async def test_it_is_tried_again_in_another_process() -> None:
