@@ -31,8 +31,9 @@ def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
 def kill_all(node: Node, effects: list[Effect]) -> None:
     """End those who have been asked to stop, whatever time they were given."""
     for worker in node.workers:
+        if worker.state is WorkerState.BUSY:
+            worker.is_last = not worker.queue
         if worker.state is not WorkerState.STARTING:
-            worker.is_last = True
             effects.append(Kill(worker.id))
 
 
