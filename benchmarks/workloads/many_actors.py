@@ -9,10 +9,11 @@ from time import perf_counter
 from typing import Final
 
 from benchmarks.census import descendants, weigh
+from benchmarks.crowd import open_floors
 from benchmarks.floor import open_floor
 from benchmarks.method import Pair, Scale, alternate, one_at_a_time, percentile
 from benchmarks.port import Call, Create, Environment
-from benchmarks.rows import US, Goal, Row, judge, spread
+from benchmarks.rows import US, Goal, Row, judge, latency_row, spread
 from benchmarks.tasks import Plain
 
 MB: Final = 1_000_000
@@ -22,7 +23,10 @@ BLOCKS: Final = 10
 
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
-    """A single one is called, then one of many, then each of them in turn."""
+    """A single one is called, then one of many, then each of them in turn.
+
+    As many bare workers, called in turn as well, tell how much of that is the machine's.
+    """
     # Without learning: a new generation in the middle is another's memory.
     await environment.open(num_cpus=2, preload=())
     try:
@@ -30,6 +34,8 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
         first = await create()
         async with open_floor() as floor:
             single = await _called(floor.call, [first], scale)
+            async with open_floors(scale.actors) as floors:
+                bare = await _called(floor.call, [each.call for each in floors], scale)
             before = descendants()
             rest, seconds = await _make(create, scale.actors - 1)
             memory = _weigh(before, len(rest), seconds, environment, scale)
@@ -39,6 +45,7 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
             memory,
             _beside("many_actors: one called", single, one, scale),
             _beside("many_actors: each in turn", single, each, scale),
+            latency_row("many_actors: bare workers in turn", bare, None, scale),
         ]
     finally:
         await environment.close()
