@@ -86,7 +86,7 @@ def judge(figure: float, goal: Goal | None, scale: Scale, fault: str = "") -> st
 def latency_row(
     name: str,
     pair: Pair,
-    goal: Goal | None,
+    goal: Goal,
     scale: Scale,
     known: Sequence[Block] | None = None,
 ) -> Row:
@@ -95,7 +95,7 @@ def latency_row(
     Args:
         name: of the row.
         pair: what was measured.
-        goal: of the ratio; None to report only.
+        goal: of the ratio.
         scale: whether there was enough of it.
         known: blocks of the floor whose time on a quiet machine is known, if this
             row's is another one.
@@ -113,7 +113,7 @@ def latency_row(
         floor=floor / US,
         floor_p99=percentile(pair.floor, 99) / US,
         ratio=pair.ratio,
-        goal=str(goal or ""),
+        goal=str(goal),
         samples=pair.workload,
         floor_samples=pair.floor,
     )
