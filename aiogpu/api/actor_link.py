@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
+from aiogpu.wire.payload import dump_result
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
-    from aiogpu.engines.base import ActorPort, ActorsPort, Engine
+    from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.runtime.call import Receiver, Site
 
 kept: Final[list[ActorLink]] = []
@@ -162,6 +163,16 @@ class ActorLink:
         """Settled when the actor's process has ended."""
         handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
         self._ask(handle, lambda actor: actor.await_end(handle))
+        return handle
+
+    def room(self) -> Handle[Room]:
+        """How many actors of its kind can live at once."""
+        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
+
+        def ask(actor: ActorPort) -> None:
+            handle.receive(dump_result(self._known_actors().room(actor.id)))
+
+        self._ask(handle, ask)
         return handle
 
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:

@@ -84,6 +84,17 @@ class Actors(Register):
         self.add(actor, public)
         return actor
 
+    def room(self, actor: int) -> tuple[int | None, str]:
+        """See `ActorsPort.room`."""
+        found = self.get(actor)
+        if found is None:
+            raise self.unknown(actor)
+        assert found.site.actor is not None, found
+        request = found.site.spec.shape.request
+        ledger = self._driver.scheduler.ledger
+        lends = not found.site.actor.keeps_cpus
+        return ledger.room_for(request, lends), str(request)
+
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
         actors = (worker.actor for worker in self.workers.values())
