@@ -19,26 +19,15 @@ from aiogpu.errors import (
     NodeClosedError,
 )
 from tests.api.paper_actor import Paper, PaperLink
+from tests.turns import no_complaints, turns
 
 IDLE_AFTER = 0.05
 
 
 @pytest.fixture
 async def paper() -> AsyncIterator[Paper]:
-    """Makes actors, and nothing is left for asyncio to complain of."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
-    yield Paper()
-    await turns()
-    gc.collect()
-    await turns()
-    assert told == []
-
-
-async def turns(count: int = 5) -> None:
-    """Let everything run that can."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+    async with no_complaints():
+        yield Paper()
 
 
 async def ready_pool(paper: Paper, *bounds: Any, **options: Any) -> Any:
