@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
-from aiogpu.worker.context import passing
+from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine
     from aiogpu.runtime.call import Receiver, Site
 
-kept: Final[list[ActorLink]] = []
-"""Ties that were pickled and not sent yet."""
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -227,14 +225,6 @@ def _call_early(
 ) -> None:
     if not handle.done():
         handle.task_id = actor.call(method, payload, receiver)
-
-
-def take_kept() -> list[ActorLink]:
-    """The ties that were pickled into what is sent next."""
-    links = kept[:]
-    kept.clear()
-    passing.clear()
-    return links
 
 
 def carrying(receiver: Receiver) -> Receiver:

@@ -47,6 +47,7 @@ class BlockingHandle(Generic[T]):
     """
 
     __slots__ = (
+        "__weakref__",
         "_error",
         "_payload",
         "_state",

@@ -13,7 +13,7 @@ from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError, ActorNameError
 from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.death import Death, describe_death, describe_loss
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Created
@@ -290,21 +290,7 @@ class Actors:
 
     def _lost(self, actor: Actor, death: Death, was_killed: bool) -> ActorDiedError:
         cause = None if was_killed else describe_death(actor.name, death)
-        is_restarting = actor.state is not ActorState.DEAD
-        after = (
-            " It is being restarted; give it max_task_retries=1 or more to have such "
-            "calls tried again."
-            if is_restarting
-            else ""
-        )
-        error = ActorDiedError(
-            f"{actor.name} died while it ran this call: "
-            f"{cause or 'it was killed.'}{after}",
-            actor.name,
-            is_restarting,
-        )
-        error.__cause__ = cause
-        return error
+        return describe_loss(actor.name, cause, actor.state is not ActorState.DEAD)
 
     def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """What an actor's process says."""

@@ -1,0 +1,312 @@
+"""All actors of a node without processes: made, found by name, called, ended."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.engines.inline.async_resident import AsyncResident
+from aiogpu.engines.inline.creation import Creation
+from aiogpu.engines.inline.invocation import Invocation
+from aiogpu.engines.inline.resident import Resident
+from aiogpu.errors import (
+    ActorDiedError,
+    ActorNameError,
+    DeadlockError,
+    NodeClosedError,
+    NodeError,
+)
+from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
+from aiogpu.runtime.actors import FIRST_CALL
+from aiogpu.runtime.call import Call
+from aiogpu.runtime.death import describe_loss
+from aiogpu.wire.acting import ASYNC, THREADED
+
+if TYPE_CHECKING:
+    from aiogpu.core.ledger import Lease
+    from aiogpu.engines.inline.node import InlineNode
+    from aiogpu.engines.inline.runner import Runner
+    from aiogpu.runtime.call import Site
+
+FIRST_WORKER: Final = 1000
+"""Number of the first of them in `status()`: tasks never lie as deep as that."""
+
+
+class Residents:
+    """The actors of one node; see `ActorsPort`.
+
+    Attributes:
+        runner: carries what they start, on the program's loop.
+    """
+
+    def __init__(self, node: InlineNode, runner: Runner) -> None:
+        self.runner = runner
+        self._node = node
+        self._actors: dict[int, Actor] = {}
+        self._named: dict[tuple[str, str], Actor] = {}
+        self._living: dict[int, Resident] = {}
+        self._with_calls: dict[Resident, None] = {}
+        self._new_number = count(FIRST_CALL).__next__
+        self._new_worker = count(FIRST_WORKER).__next__
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def __repr__(self) -> str:
+        return f"<Residents {len(self._living)}>"
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is any that has not ended."""
+        return bool(self._living)
+
+    def living(self) -> list[Resident]:
+        """Those that have not ended, in the order in which they were wanted."""
+        return list(self._living.values())
+
+    def get(self, actor: int) -> Resident | None:
+        """One that has not ended."""
+        return self._living.get(actor)
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+    ) -> Actor:
+        """Make an actor; see `ActorsPort.create`.
+
+        Raises:
+            NodeError: it would need threads, or the node is being shut down.
+        """
+        _refuse_threads(site)
+        self._node.refusal(Call(site, payload, None), None)  # raises it
+        if get_if_exists and key is not None and (found := self.find(key)):
+            return found
+        if key is not None and key in self._named:
+            raise ActorNameError(
+                f"an actor named {key[1]!r} lives already. Give another name, or say "
+                f"get_if_exists=True to have that one."
+            )
+        actor = Actor(site, self._new_number, key)
+        actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
+        actor.on_leaving = self._free_name
+        if key is not None:
+            self._named[key] = actor
+        if site.spec.is_detached:
+            actor.holders += 1  # the node's own, until it is killed
+        self._make(actor, payload, site.spec.max_retries)
+        return actor
+
+    def _make(self, actor: Actor, payload: bytes, restarts_left: int) -> None:
+        node, site = self._node, actor.site
+        record = node.new_record(site)
+        if actor.id:
+            record.id = TaskId(actor.id)
+        actor.id, actor.is_killed = record.id, False
+        kind = AsyncResident if site.actor and site.actor.mode == ASYNC else Resident
+        worker = WorkerId(self._new_worker())
+        resident = kind(actor, self, worker, restarts_left)
+        resident.creation = Creation(
+            record,
+            Call(site, payload, actor),
+            self.runner,
+            is_urgent=True,
+            resident=resident,
+        )
+        self._actors[actor.id] = actor
+        self._living[actor.id] = resident
+        self._is_empty.clear()
+        self.runner.add(resident.creation)
+        node.wake()
+
+    def held(self, actor: int) -> Actor:
+        """See `ActorsPort.held`."""
+        found = self._actors.get(actor)
+        if found is None:
+            raise ActorDiedError(f"the actor {actor} has ended with its last handle.")
+        found.holders += 1
+        return found
+
+    def find(self, key: tuple[str, str]) -> Actor | None:
+        """The actor of that name, if it lives; whoever asks holds one handle more."""
+        actor = self._named.get(key)
+        if actor is not None:
+            actor.holders += 1
+        return actor
+
+    # Calls.
+
+    def note_calls(self, resident: Resident) -> None:
+        """One has calls that may run now."""
+        self._with_calls[resident] = None
+        self._node.wake()
+
+    def next_call(self) -> Invocation | None:
+        """The call whose turn it is, None without one."""
+        while self._with_calls:
+            resident = next(iter(self._with_calls))
+            del self._with_calls[resident]
+            call = resident.next_call()
+            if call is not None:
+                return call
+        return None
+
+    def cancel(self, actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        found = self._actors.get(actor)
+        if found is None:
+            return
+        resident = self._living.get(actor)
+        if found.cancel(number) and resident is not None:
+            resident.drop(number)
+        found.look_if_idle()
+
+    def cancel_call(self, number: int) -> None:
+        """The same where the actor is not known."""
+        actor = self._called_by(number)
+        if actor is not None:
+            self.cancel(actor.id, number)
+
+    def note_wait(self, number: int) -> None:
+        """The code that runs now waits for a call; fails it if that cannot end."""
+        actor = self._called_by(number)
+        if actor is None:
+            return
+        resident = self._living[actor.id]
+        if resident.peer is None:
+            resident.creation.waiters = 1
+        if not resident.is_busy_below:
+            return
+        call = actor.calls[number]
+        receiver = call.receiver
+        self.cancel(actor.id, number)
+        if receiver is not None:
+            receiver.fail(
+                DeadlockError(
+                    f"{actor.name}.{call.method} was called by code for which a "
+                    f"method of {actor.name} waits, and these run one at a time. Call "
+                    f"it directly, by self, or let the first one return before."
+                )
+            )
+
+    def _called_by(self, number: int) -> Actor | None:
+        """The living actor that has this call before it."""
+        if number < FIRST_CALL:
+            return None
+        residents = self._living.values()
+        actors = (one.actor for one in residents if number in one.actor.calls)
+        return next(actors, None)
+
+    # Their ends.
+
+    def release(self, actor: int) -> None:
+        """One who held a handle has gone."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.release()
+            self._forget(found)
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End an actor at once, or have it made anew if it may be."""
+        found, resident = self._actors.get(actor), self._living.get(actor)
+        if found is None or resident is None or found.state is ActorState.DEAD:
+            return
+        if no_restart:
+            found.die(ActorDiedError(f"{found.name} was killed.", found.name))
+            resident.kill()
+        elif resident.peer is not None and found.state is ActorState.ALIVE:
+            self._restart(found, resident)
+
+    def _restart(self, actor: Actor, resident: Resident) -> None:
+        lost = actor.lose(resident.begun)
+        actor.is_killed = True
+        if not resident.restarts_left:
+            actor.fail(ActorDiedError(f"{actor.name} was killed.", actor.name))
+        is_restarting = actor.state is not ActorState.DEAD
+        for receiver in lost:
+            receiver.fail(describe_loss(actor.name, None, is_restarting))
+        resident.kill()
+
+    def on_gone(self, resident: Resident) -> None:
+        """Nothing is left of an actor's life; another one may follow."""
+        actor = resident.actor
+        del self._living[actor.id]
+        self._with_calls.pop(resident, None)
+        if actor.state is ActorState.LEAVING:
+            actor.receive(b"")
+        if actor.state is ActorState.DEAD:
+            actor.note_gone()
+            self._forget(actor)
+        else:
+            left, payload = resident.restarts_left, resident.creation.call.payload
+            self._make(actor, payload, left - (left > 0))
+            actor.look_if_idle()
+        if not self._living:
+            self._is_empty.set()
+
+    def give_back(self, lease: Lease) -> None:
+        """An actor holds no longer what it held."""
+        self._node.ledger.give_back(lease)
+        self._node.wake()
+
+    def terminate(self, actor: int) -> None:
+        """Have an actor end after what it was sent, whoever still holds a handle."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.is_ending = True
+            found.look_if_idle()
+
+    def _on_idle(self, actor: Actor) -> None:
+        if actor.state is ActorState.PENDING:
+            # It waits to be made anew, for nobody.
+            actor.receive(b"")
+            self._living[actor.id].kill()
+        else:
+            actor.leave(
+                "its `async with` block was left." if actor.holders else NO_HANDLE
+            )
+
+    def _on_dead(self, actor: Actor) -> None:
+        self._free_name(actor)
+        self._forget(actor)
+
+    def _free_name(self, actor: Actor) -> None:
+        if actor.key is not None and self._named.get(actor.key) is actor:
+            del self._named[actor.key]
+
+    def _forget(self, actor: Actor) -> None:
+        if not actor.holders and actor.state is ActorState.DEAD:
+            self._actors.pop(actor.id, None)
+
+    def close_down(self) -> None:
+        """End all in an orderly way; nobody gets an answer any more."""
+        for resident in self.living():
+            actor = resident.actor
+            actor.fail(
+                NodeClosedError(
+                    f"the node was shut down before {actor.name} had ended."
+                )
+            )
+            resident.close_down(self._node.cancel_grace)
+
+    def hasten(self) -> None:
+        """Leave those behind that would take their time."""
+        for resident in self.living():
+            resident.hasten()
+
+    async def closed(self) -> None:
+        """Wait until nothing is left of any."""
+        await self._is_empty.wait()
+
+
+def _refuse_threads(site: Site) -> None:
+    if site.actor is not None and site.actor.mode == THREADED:
+        raise NodeError(
+            f"{site.spec.name} asks for plain methods that run at once, by "
+            f"max_concurrency or concurrency_groups. A node of init(address='inline') "
+            f"runs all code in one thread: leave these out, make the methods "
+            f"`async def`, or open a node with address='local'."
+        )
