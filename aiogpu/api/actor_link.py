@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from aiogpu.api.blocking import handle_by
+from aiogpu.api.caller import host_beside_loop
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
@@ -142,6 +144,10 @@ class ActorLink:
             check_arguments(self.site, payload)
         if self._actor is not None and not self._session.is_open:
             raise self._session.unusable()
+        host = host_beside_loop()
+        if host is not None and self._actor is not None:
+            start = partial(host.call, self._actor.id, method, payload)
+            return handle_by(host, label, start)  # type: ignore[no-any-return]
         handle = self._session.new_handle(label, self)
         receiver = carrying(handle) if passing else handle
         if self._actor is not None:
@@ -152,15 +158,29 @@ class ActorLink:
 
     def ready(self) -> Handle[None]:
         """Settled when the constructor has returned."""
-        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
-        self._ask(handle, lambda actor: actor.await_ready(handle))
-        return handle
+        return self._asked(lambda actor, handle: actor.await_ready(handle))
 
     def ended(self) -> Handle[None]:
         """Settled when the actor's process has ended."""
-        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
-        self._ask(handle, lambda actor: actor.await_end(handle))
+        return self._asked(lambda actor, handle: actor.await_end(handle))
+
+    def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
+        """A handle behind which there is no call."""
+        name, host = f"{self.name}()", host_beside_loop()
+        if host is not None:
+            return handle_by(host, name, partial(self._ask_now, ask))  # type: ignore[no-any-return]
+        handle = self._session.new_handle(name, _Watcher(self))
+        self._ask(handle, lambda actor: ask(actor, handle))
         return handle
+
+    def _ask_now(
+        self, ask: Callable[[ActorPort, Receiver], None], receiver: Receiver
+    ) -> int:
+        if self._actor is not None:
+            ask(self._actor, receiver)
+        elif self._error is not None:
+            receiver.fail(self._error)
+        return 0
 
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
         if self._session.is_forked:

@@ -96,22 +96,23 @@ class Executor:
     @coroutine
     def stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
-        resume: Callable[[], Any] = partial(begun.send, None)
+        # Not a name of its own: an error would hold itself, by its frames.
+        next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
         while True:
             with self._step(job):
                 try:
-                    awaited = resume()
+                    awaited = next_step.pop()()
                 except StopIteration as ended:
                     return ended.value
             try:
-                resume = partial(begun.send, (yield awaited))
+                next_step.append(partial(begun.send, (yield awaited)))
             except GeneratorExit:
                 # It was left behind and its loop has gone: nothing can be awaited.
                 job.started.clear()
                 begun.close()
                 raise
             except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
-                resume = partial(begun.throw, error)
+                next_step.append(partial(begun.throw, error))
 
     @contextmanager
     def _step(self, job: Job) -> Iterator[None]:

@@ -15,6 +15,8 @@ from aiogpu.core.ids import TaskId
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
 from aiogpu.errors import MisuseError, NodeError
+from aiogpu.runtime.actors import FIRST_CALL
+from aiogpu.wire.acting import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.node import InlineNode
@@ -59,6 +61,36 @@ class TaskHost:
         runner = self._at_home() if loop is None else self._beside(loop)
         return runner.submit(site, payload, receiver)
 
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number.
+
+        Raises:
+            MisuseError: the task has ended.
+            NodeError: this is another thread than the task's, or the method runs on
+                the program's loop, which this code keeps from running.
+        """
+        actors = self._node.actors
+        called = actors.known(actor)
+        self._check(f"{called.name}.{method}.remote()")
+        if called.site.actor is not None and called.site.actor.mode == ASYNC:
+            raise NodeError(
+                f"{called.name}.{method}.remote() was called by {self._job.name}, "
+                f"whose plain code holds the thread. On an inline node a class that "
+                f"has `async def` methods runs on the program's event loop, in that "
+                f"same thread: make the caller an `async def`, or open a node with "
+                f"address='local'."
+            )
+        number = called.call(method, payload, receiver)
+        loop = asyncio._get_running_loop()
+        if loop is not None:
+            self._beside(loop).wake()
+        return number
+
+    @property
+    def program(self) -> asyncio.AbstractEventLoop:
+        """The loop of the program that has opened the node."""
+        return self._node.actors.runner.loop
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         self.upsets += 1
@@ -87,6 +119,10 @@ class TaskHost:
         self.end_wait(waiter)
         found = [self._node.jobs.get(TaskId(child)) for child in children]
         self._awaited = [job for job in found if job is not None]
+        self._job.awaits_call = any(child >= FIRST_CALL for child in children)
+        for child in children:
+            if child >= FIRST_CALL:
+                self._node.begin_wait(child)
         for job in self._awaited:
             job.waiters = 1
 
@@ -95,6 +131,7 @@ class TaskHost:
         for job in self._awaited:
             job.waiters = 0
         self._awaited = []
+        self._job.awaits_call = False
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None

@@ -6,6 +6,7 @@ at a time, each as a job on top of whatever runs.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -76,6 +77,11 @@ class Resident:
         """Whether code of it waits for the code that runs now to return."""
         running = self._running
         return running is not None and running.main is None
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the actor lives this life, and no other one."""
+        return self.actor.worker is cast("LiveWorker", self)
 
     def surroundings(self) -> Surroundings:
         """What its code finds around it, to be put on once more."""
@@ -170,6 +176,8 @@ class Resident:
 
     def answer(self, outcome: Outcome) -> None:
         """Tell the caller what has come of a call; it finds the frames of an error."""
+        if not self._is_current:
+            return  # the call is lost, or waits for the next life
         answer = outcome.answer
         call = self.actor.calls.get(answer.task)
         if call is not None and call.receiver is not None:
@@ -181,7 +189,8 @@ class Resident:
         self.actor.on_answer(answer)
 
     def _answer_dropped(self, number: int) -> None:
-        self.actor.on_answer(Failed(number, STOPPED, "", "", "", None))
+        if self._is_current:
+            self.actor.on_answer(Failed(number, STOPPED, "", "", "", None))
 
     def on_call_ended(self, call: Invocation) -> None:
         """A call's code has stopped."""
@@ -205,10 +214,21 @@ class Resident:
         self.is_over, self.peer = True, None
         if self.creation.surroundings is not None:
             with self.surroundings().on():
-                self.object = None  # its `__del__` may want to know where it is
-        if self.actor.worker is cast("LiveWorker", self):
+                # Its `__del__` may want to know where it is.
+                was, self.object = _weak(self.object), None
+            if was is not None and was() is not None:
+                # It refers to itself, or code that is about to return does.
+                self._residents.collect_soon()
+        if self._is_current:
             self.actor.worker = None
         if self.lease is not None:
             lease, self.lease = self.lease, None
             self._residents.give_back(lease)
         self._residents.on_gone(self)
+
+
+def _weak(thing: object) -> weakref.ref[object] | None:
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return None

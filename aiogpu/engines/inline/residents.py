@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextvars import Context
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -122,11 +124,20 @@ class Residents:
         self.runner.add(resident.creation)
         node.wake()
 
-    def held(self, actor: int) -> Actor:
-        """See `ActorsPort.held`."""
+    def known(self, actor: int) -> Actor:
+        """An actor that lives, or to which somebody has a handle.
+
+        Raises:
+            ActorDiedError: nobody has one any more.
+        """
         found = self._actors.get(actor)
         if found is None:
             raise ActorDiedError(f"the actor {actor} has ended with its last handle.")
+        return found
+
+    def held(self, actor: int) -> Actor:
+        """See `ActorsPort.held`."""
+        found = self.known(actor)
         found.holders += 1
         return found
 
@@ -251,6 +262,10 @@ class Residents:
         """An actor holds no longer what it held."""
         self._node.ledger.give_back(lease)
         self._node.wake()
+
+    def collect_soon(self) -> None:
+        """Have what refers to itself let go, so that its `__del__` is called."""
+        self.runner.loop.call_soon(gc.collect, context=Context())
 
     def terminate(self, actor: int) -> None:
         """Have an actor end after what it was sent, whoever still holds a handle."""
