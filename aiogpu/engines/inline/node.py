@@ -209,7 +209,10 @@ class InlineNode:
             for one, two in pairwise(chain)
         )
         wanted = job.record.spec.shape.request
-        return f"{job.name} asks for {wanted}, and those that wait hold it: {told}"
+        others = ", and actors the rest" if self.actors.are_there else ""
+        return (
+            f"{job.name} asks for {wanted}, and those that wait hold it{others}: {told}"
+        )
 
     def close_down(self) -> None:
         """Take nothing more, and stop all that there is."""
