@@ -15,7 +15,6 @@ LACKS: Final = {
         "at once": "tasks run one after the other",
         "priority": "tasks run in the order of submission",
         "threads": "all code runs in the thread of the loop",
-        "reasons": "it says who is before a task, not what it lacks",
         "interrupts": "code that blocks has the loop's thread, so nobody else acts",
     },
 }

@@ -364,7 +364,6 @@ async def test_an_actor_that_an_opening_node_cannot_have() -> None:
     await aiogpu.shutdown()
 
 
-@pytest.mark.needs("reasons")
 async def test_actors_that_wait_say_why(gate: Gate) -> None:
     """[B23]"""
     async with aiogpu.init(num_cpus=1, num_gpus=1):

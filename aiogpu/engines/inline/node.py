@@ -44,6 +44,7 @@ class InlineNode:
         runners: all that carry its jobs.
         actors: set by who makes it.
         is_closing: whether nothing more is taken.
+        reservation: nothing is kept for anybody.
     """
 
     ledger: Ledger
@@ -56,6 +57,7 @@ class InlineNode:
     runners: WeakSet[Runner] = field(default_factory=WeakSet)
     actors: Residents = field(init=False)
     is_closing: bool = False
+    reservation: None = None
     _last_task: int = 0
     # Left on sites that were found feasible.
     _mark: object = field(default_factory=object)

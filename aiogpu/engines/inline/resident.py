@@ -165,10 +165,12 @@ class Resident:
 
     def _invocation(self, message: Invoke) -> Invocation:
         creation, site = self.creation, self.actor.site
+        sent = self.actor.calls.get(message.call)
+        receiver = sent.receiver if sent is not None else None
         record = TaskRecord(TaskId(message.call), site.spec, 0, creation.record.since)
         return Invocation(
             record,
-            Call(site, message.payload, None),
+            Call(site, message.payload, receiver),
             creation.runner,
             resident=self,
             method=message.method,
