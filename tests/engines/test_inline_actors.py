@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import gc
 import logging
 import os
@@ -551,3 +553,122 @@ async def test_what_is_asked_inside_a_method(node: aiogpu.Session) -> None:
 
     with pytest.raises(aiogpu.NodeError, match="inside a task"):
         await Asks.remote().ask.remote()
+
+
+@aiogpu.remote
+def on_a_loop_of_its_own(counter: Any) -> tuple[int, int, bool]:
+    async def inner() -> tuple[int, int, bool]:
+        ready = await counter is counter
+        first = await counter.add.remote()
+        made = await Counter.remote(10)
+        return first, await made.add.remote(), ready
+
+    return asyncio.run(inner())
+
+
+@aiogpu.remote
+def by_a_child(counter: Any) -> int:
+    return int(aiogpu.get(handed_on.add_soon.remote(counter, 5)))
+
+
+async def test_plain_tasks_with_loops(node: aiogpu.Session) -> None:
+    counter = await Counter.remote()
+    assert await on_a_loop_of_its_own.remote(counter) == (1, 11, True)
+    assert await by_a_child.remote(counter) == 6
+
+
+@aiogpu.remote
+def cancel_one_of_two(plain: Any) -> Any:
+    first, second = plain.note.remote("first"), plain.note.remote("second")
+    assert first.cancel()
+    return aiogpu.get(second)
+
+
+@aiogpu.remote
+def call_in_a_thread(plain: Any) -> str:
+    told = []
+
+    def call() -> None:
+        try:
+            plain.note.remote("never")
+        except aiogpu.NodeError as error:
+            told.append(str(error))
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(call,))
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+async def test_plain_tasks_that_cancel_calls(node: aiogpu.Session) -> None:
+    plain = await Plain.remote()
+    assert await cancel_one_of_two.remote(plain) is None
+    assert seen == ["second"]
+    assert "in a thread of call_in_a_thread's own" in await call_in_a_thread.remote(
+        plain
+    )
+
+
+@aiogpu.remote
+class Endless:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    async def close(self) -> None:
+        while not self.is_over:
+            with contextlib.suppress(asyncio.CancelledError):
+                seen.append(self)
+                await asyncio.Event().wait()
+
+
+async def test_the_end_by_force() -> None:
+    """[B6] Nobody is given time."""
+    init = aiogpu.init(address="inline", num_cpus=1, cancel_grace=60)
+    async with init as session:
+        endless = await Endless.remote()
+        closing = asyncio.ensure_future(session.shutdown())
+        await until(lambda: seen)
+        assert not closing.done()
+        seen[0].is_over = True
+        await session.shutdown(at_once=True)
+        await closing
+    with pytest.raises(aiogpu.NodeClosedError):
+        await endless
+
+
+async def test_a_close_that_raises_is_told(
+    node: aiogpu.Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Raises:
+        async def close(self) -> None:
+            raise ValueError("cannot close")
+
+    async with aiogpu.remote(Raises).remote() as actor:
+        await actor
+    assert "ValueError: cannot close" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+async def test_what_actors_print(
+    is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Prints:
+        def __init__(self) -> None:
+            print("constructor")
+
+        async def method(self) -> None:
+            print("method")
+            await asyncio.gather(self.other())
+
+        async def other(self) -> None:
+            print("other")
+
+    async with (
+        aiogpu.init(address="inline", num_cpus=1, log_to_driver=is_shown),
+        aiogpu.remote(Prints).remote() as actor,
+    ):
+        await actor.method.remote()
+        print("mine")
+    shown = ["constructor", "method", "other"] if is_shown else []
+    assert capsys.readouterr().out.split() == [*shown, "mine"]
