@@ -672,3 +672,50 @@ async def test_what_actors_print(
         print("mine")
     shown = ["constructor", "method", "other"] if is_shown else []
     assert capsys.readouterr().out.split() == [*shown, "mine"]
+
+
+@aiogpu.remote
+class Parent:
+    async def start(self) -> None:
+        self.child = wait_for_ever.remote()
+        await asyncio.sleep(0)
+
+    async def too_large(self) -> None:
+        await wait_for_ever.options(num_gpus=64).remote()
+
+
+@aiogpu.remote
+async def wait_for_ever() -> None:
+    seen.append("begun")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        seen.append("ended")
+
+
+async def test_what_an_actor_has_started_ends_with_it(node: aiogpu.Session) -> None:
+    async with Parent.remote() as parent:
+        await parent.start.remote()
+        await until(lambda: seen == ["begun"])
+        with pytest.raises(aiogpu.InfeasibleError, match="64"):
+            await parent.too_large.remote()
+    await until(lambda: seen == ["begun", "ended"])
+    assert await add_one.remote("x") == "x 1"
+
+
+class CarryingError(Exception):
+    """Holds a handle."""
+
+
+@aiogpu.remote
+def raise_with(counter: Any) -> None:
+    raise CarryingError(counter)
+
+
+async def test_an_error_that_carries_a_handle(node: aiogpu.Session) -> None:
+    counter = await Counter.remote()
+    with pytest.raises(CarryingError) as caught:
+        await raise_with.remote(counter)
+    del counter
+    (again,) = caught.value.args
+    assert await again.add.remote() == 1

@@ -68,6 +68,15 @@ PROGRAM = """
             await asyncio.sleep(0)
             press()
 
+    @aiogpu.remote
+    class Closing:
+        async def close(self):
+            press()
+
+    async def closing():
+        async with Closing.remote() as actor:
+            await actor
+
     async def constructor():
         await Actor.remote(True)
 
@@ -108,7 +117,7 @@ PROGRAM = """
     "kind",
     [
         *("plain", "coroutine", "parent", "parent_of_coroutine"),
-        *("constructor", "method", "async_method"),
+        *("constructor", "method", "async_method", "closing"),
     ],
 )
 @pytest.mark.parametrize(

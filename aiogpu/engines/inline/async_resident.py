@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from functools import partial
 from inspect import iscoroutinefunction, signature
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.core.ids import WorkerId
 from aiogpu.engines.inline.job import acting_job
@@ -119,8 +119,10 @@ class AsyncResident(Resident):
 
     def hasten(self) -> None:
         """End now, and leave behind what takes its time."""
-        if self._ending is not None:
-            self._ending.cancel()
+        rest = [*self._calls.values(), *self.creation.started]
+        for task in (self._ending, *rest):
+            if task is not None:
+                task.cancel()
         self.end()
 
     # Its end.
@@ -138,17 +140,22 @@ class AsyncResident(Resident):
     async def _end(self, is_orderly: bool) -> None:
         await _cancelled(self._calls.values())
         if is_orderly:
-            try:
-                await self._closed()
-            except BaseException:  # noqa: BLE001 - whatever it is, the actor ends
-                sys.excepthook(*sys.exc_info())
+            await self._close()
         await _cancelled(self.creation.started)
         self.end()
 
-    async def _closed(self) -> None:
-        close = getattr(self.object, "close", None)
-        if iscoroutinefunction(close) and not signature(close).parameters:
-            await self._runner.node.executor.dressed(self.creation, close())
+    async def _close(self) -> None:
+        executor = self._runner.node.executor
+        try:
+            close = getattr(self.object, "close", None)
+            if iscoroutinefunction(close) and not signature(close).parameters:
+                await executor.dressed(self.creation, close())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the actor ends
+            if executor.is_ctrl_c(error):
+                # To be raised where it ends the program; a task would keep it.
+                self._runner.loop.call_soon(_raise, error, context=Context())
+            elif not self.is_over:  # else it was cancelled, being left behind
+                sys.excepthook(*sys.exc_info())
 
     def _give_up(self) -> None:
         _log.warning(
@@ -172,3 +179,7 @@ async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in rest:
         task.cancel()
     await asyncio.gather(*rest, return_exceptions=True)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -1,6 +1,7 @@
 """Tasks in the calling process, one after the other, in the order of submission.
 
-For tests and debuggers: breakpoints, monkeypatches and coverage reach into tasks.
+Actors are objects there, called as soon as the loop is free (`residents`).
+For tests and debuggers: breakpoints, monkeypatches and coverage reach into both.
 All that one process can keep is kept as in a worker: copies of values, devices,
 variables, errors, timeouts, retries, cancelling. A plain function blocks the loop
 while it runs and cannot be interrupted; a coroutine is awaited on the loop.

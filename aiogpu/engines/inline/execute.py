@@ -91,7 +91,12 @@ class Executor:
         take_kept()  # the result that they were in will never be sent
         if type(error) is ActorExit:
             kind = LEFT
-        return Outcome.failed(job.id, kind, error, self._ctrl_c.is_real(error))
+        outcome = Outcome.failed(job.id, kind, error, self.is_ctrl_c(error))
+        return outcome._replace(carried=take_kept())
+
+    def is_ctrl_c(self, error: BaseException) -> bool:
+        """Whether the code that has run last was ended by the user at the keyboard."""
+        return self._ctrl_c.is_real(error)
 
     @coroutine
     def stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:

@@ -226,6 +226,7 @@ class Resident:
         if self.lease is not None:
             lease, self.lease = self.lease, None
             self._residents.give_back(lease)
+        self.creation.runner.disown(self.creation)
         self._residents.on_gone(self)
 
 

@@ -60,16 +60,18 @@ class Runner:
         """Let a task wait for its turn; see `Engine.submit`."""
         node = self.node
         call, parent = Call(site, payload, receiver), self._turns.parent()
-        refusal = node.refusal(call, parent)
+        maker = None if parent is not None else acting_job.get()
+        refusal = node.refusal(call, parent or maker)
         record = node.new_record(site)
         if refusal is not None:
             call.tell(refusal)
         elif parent is not None and parent.record.state is not TaskState.RUNNING:
             call.tell_disowned()
         else:
-            job = Job(record, call, self, parent=parent)
-            job.is_urgent = parent is None and acting_job.get() is not None
-            self.add(job)
+            is_urgent = maker is not None
+            self.add(
+                Job(record, call, self, parent=parent or maker, is_urgent=is_urgent)
+            )
         return record.id
 
     def add(self, job: Job) -> None:
