@@ -17,6 +17,7 @@ import pytest
 import aiogpu
 from tests.engines import handed_on, tasks
 from tests.engines.actor_classes import Async, Broken, Counter, Groups, Threads
+from tests.program import start
 from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -719,3 +720,68 @@ async def test_an_error_that_carries_a_handle(node: aiogpu.Session) -> None:
     del counter
     (again,) = caught.value.args
     assert await again.add.remote() == 1
+
+
+@aiogpu.remote(concurrency_groups={"one": 1})
+class Grouped:
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    @aiogpu.method(concurrency_group="one")
+    async def wait(self, name: str) -> None:
+        seen.append(name)
+        await self.event.wait()
+
+    def let_pass(self) -> None:
+        self.event.set()
+
+
+async def test_groups_of_coroutines_have_their_limits(node: aiogpu.Session) -> None:
+    grouped = await Grouped.remote()
+    waiting = [grouped.wait.remote(name) for name in "ab"]
+    await until(lambda: seen == ["a"])
+    await grouped.let_pass.remote()
+    await asyncio.gather(*waiting)
+    assert seen == ["a", "b"]
+
+
+@pytest.mark.parametrize("runner", ["aiogpu", "asyncio"])
+def test_a_program_that_ends_without_closing_its_node(runner: str) -> None:
+    """[B6] Its loop cancels all that runs, and then the node ends in order."""
+    program = start(
+        """
+        import asyncio, sys
+        import aiogpu
+
+        @aiogpu.remote
+        class Actor:
+            async def wait(self):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    print("wait ended")
+
+            async def close(self):
+                await asyncio.sleep(0)
+                print("closed")
+
+            def __del__(self):
+                print("gone", aiogpu.get_runtime_context().task_name)
+
+        async def main():
+            await aiogpu.init(address="inline", num_cpus=1)
+            actor = await Actor.remote()
+            kept.append(actor.wait.remote())
+            await asyncio.sleep(0)
+
+        kept = []
+        {"aiogpu": aiogpu, "asyncio": asyncio}[sys.argv[1]].run(main())
+        print(repr(kept[0].exception()))
+        """,
+        runner,
+    )
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (0, "")
+    *order, error = out.splitlines()
+    assert order == ["wait ended", "closed", "gone Actor"]
+    assert error == "NodeClosedError('the event loop of Actor has ended.')"

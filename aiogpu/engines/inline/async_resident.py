@@ -19,6 +19,7 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.engines.inline.job import acting_job
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.resident import Resident
+from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actors import LEAVE_LIMIT
 from aiogpu.wire.acting import Invoke, Leave
@@ -88,6 +89,13 @@ class AsyncResident(Resident):
             self._answer_dropped(number)  # it had not begun
             return
         outcome = task.result()
+        call = self.actor.calls.get(number) if self._is_current else None
+        if task.cancelling() and call is not None and call.receiver is not None:
+            # Somebody wants it: the loop ends, and has cancelled whatever runs there.
+            call.receiver.fail(
+                NodeClosedError(f"the event loop of {self.actor.name} has ended.")
+            )
+            self.actor.cancel(number)
         self.answer(outcome)
         if outcome.is_ctrl_c and outcome.error is not None:
             raise outcome.error
