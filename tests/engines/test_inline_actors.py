@@ -266,9 +266,14 @@ async def test_plain_code_that_waits_for_what_only_the_program_could_end(
 ) -> None:
     holder = await Counter.options(num_gpus=2).remote()
     waits = Counter.options(num_gpus=1).remote()
-    with pytest.raises(aiogpu.ActorDiedError, match="could never end"):
-        await handed_on.add_to.remote(waits, 1)
+    for task in (handed_on.add_to, by_a_child):
+        with pytest.raises(aiogpu.DeadlockError, match="could never end"):
+            await asyncio.wait_for(
+                task.remote(waits, *[1][: task is not by_a_child]), 9
+            )
     assert await holder.add.remote() == 1
+    aiogpu.kill(holder)
+    assert await waits.add.remote() == 1, "it lives, and no call of theirs has run"
 
 
 async def test_plain_code_cannot_wait_for_the_programs_loop(

@@ -55,6 +55,12 @@ class Creation(Job):
         else:
             self.resident.on_made()
 
+    def fail_wait(self, reason: str) -> bool:
+        """Tell who waits for calls; the program may still place the actor."""
+        self.waiters = 0
+        self.resident.fail_waits(reason)
+        return False
+
     def on_end(self) -> None:
         """The constructor has ended, or never began."""
         self.resident.on_creation_ended()

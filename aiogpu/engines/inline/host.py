@@ -38,6 +38,7 @@ class TaskHost:
         self._home: Runner | None = None
         self._runners = {job.runner.loop: job.runner}
         self._awaited: list[Job] = []
+        self._awaited_calls: list[int] = []
         self.upsets = 0
 
     def __repr__(self) -> str:
@@ -119,10 +120,9 @@ class TaskHost:
         self.end_wait(waiter)
         found = [self._node.jobs.get(TaskId(child)) for child in children]
         self._awaited = [job for job in found if job is not None]
-        self._job.awaits_call = any(child >= FIRST_CALL for child in children)
-        for child in children:
-            if child >= FIRST_CALL:
-                self._node.begin_wait(child)
+        self._awaited_calls = [child for child in children if child >= FIRST_CALL]
+        for call in self._awaited_calls:
+            self._node.begin_wait(call)
         for job in self._awaited:
             job.waiters = 1
 
@@ -130,8 +130,9 @@ class TaskHost:
         """Nobody of the task's plain code waits any more."""
         for job in self._awaited:
             job.waiters = 0
-        self._awaited = []
-        self._job.awaits_call = False
+        for call in self._awaited_calls:
+            self._node.end_wait(call)
+        self._awaited, self._awaited_calls = [], []
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None

@@ -51,7 +51,6 @@ class Job:
         timer: rings when its time is up, or its patience with a cancel.
         aside: what has begun on top of it and pauses, while its own code goes on.
         is_urgent: whether it runs on top of whatever runs, since an actor needs it.
-        awaits_call: whether its plain code waits for an actor.
         worn: put on whenever its code runs, where other code runs in between.
     """
 
@@ -70,7 +69,6 @@ class Job:
     timer: asyncio.Handle | None = None
     aside: list[Job] = field(default_factory=list)
     is_urgent: bool = False
-    awaits_call: bool = False
     worn: Surroundings | None = None
 
     def __repr__(self) -> str:
@@ -103,8 +101,8 @@ class Job:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether its code waits for a task that it has started, or for an actor."""
-        return self.awaits_call or any(child.waiters for child in self.brood.values())
+        """Whether its code waits for a task that it has started."""
+        return any(child.waiters for child in self.brood.values())
 
     @property
     def is_actor(self) -> bool:
@@ -129,6 +127,11 @@ class Job:
             error = call.error or unpack_failure(answer, self.name)
             outcome.show_frames(error)
             call.tell(error)
+
+    def fail_wait(self, reason: str) -> bool:
+        """Tell who waits that the wait can never end; whether the job is over by it."""
+        self.call.tell_deadlock(reason)
+        return True
 
     def on_end(self) -> None:
         """Its code has stopped, or never ran."""

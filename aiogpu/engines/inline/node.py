@@ -135,7 +135,7 @@ class InlineNode:
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
         if task >= FIRST_CALL:
-            self.actors.note_wait(task)
+            self.actors.waits.begin(task)
             return
         job = self.jobs.get(TaskId(task))
         if job is not None:
@@ -146,12 +146,18 @@ class InlineNode:
 
     def end_wait(self, task: int) -> None:
         """It waits no longer, although the task has not ended."""
+        if task >= FIRST_CALL:
+            self.actors.waits.end(task)
+            return
         job = self.jobs.get(TaskId(task))
-        if job is not None and task < FIRST_CALL:
+        if job is not None:
             job.waiters -= 1
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
+        if task >= FIRST_CALL:
+            self.actors.waits.end(task)
+            return
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters = 0
@@ -198,10 +204,13 @@ class InlineNode:
         if self.actors.are_there and runner is self.actors.runner:
             return None
         awaited = [job for job in waiting if job.waiters]
-        if not awaited or not all(job.is_blocked for job in self.turns.running):
+        if not awaited or not all(map(self._is_blocked, self.turns.running)):
             return None
         # The one that was started last has the least to lose.
         return awaited[-1]
+
+    def _is_blocked(self, job: Job) -> bool:
+        return job.is_blocked or self.actors.waits.are_by(job)
 
     def why_hopeless(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""

@@ -106,6 +106,10 @@ class Resident:
         if self.lease is None and not self.is_over:
             self._let_go()
 
+    def fail_waits(self, reason: str) -> None:
+        """Tell the code that waits for its calls now that the wait can never end."""
+        self._residents.waits.fail(self.actor, reason)
+
     # What its actor tells its process.
 
     def post(self, message: Message) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.engines.inline.async_resident import AsyncResident
+from aiogpu.engines.inline.call_waits import CallWaits
 from aiogpu.engines.inline.creation import Creation
 from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.resident import Resident
 from aiogpu.errors import (
     ActorDiedError,
     ActorNameError,
-    DeadlockError,
     NodeClosedError,
     NodeError,
 )
@@ -41,10 +41,12 @@ class Residents:
 
     Attributes:
         runner: carries what they start, on the program's loop.
+        waits: who waits for their calls.
     """
 
     def __init__(self, node: InlineNode, runner: Runner) -> None:
         self.runner = runner
+        self.waits = CallWaits(node, self)
         self._node = node
         self._actors: dict[int, Actor] = {}
         self._named: dict[tuple[str, str], Actor] = {}
@@ -170,6 +172,7 @@ class Residents:
         found = self._actors.get(actor)
         if found is None:
             return
+        self.waits.end(number)
         resident = self._living.get(actor)
         if found.cancel(number) and resident is not None:
             resident.drop(number)
@@ -177,33 +180,11 @@ class Residents:
 
     def cancel_call(self, number: int) -> None:
         """The same where the actor is not known."""
-        actor = self._called_by(number)
+        actor = self.called_by(number)
         if actor is not None:
             self.cancel(actor.id, number)
 
-    def note_wait(self, number: int) -> None:
-        """The code that runs now waits for a call; fails it if that cannot end."""
-        actor = self._called_by(number)
-        if actor is None:
-            return
-        resident = self._living[actor.id]
-        if resident.peer is None:
-            resident.creation.waiters = 1
-        if not resident.is_busy_below:
-            return
-        call = actor.calls[number]
-        receiver = call.receiver
-        self.cancel(actor.id, number)
-        if receiver is not None:
-            receiver.fail(
-                DeadlockError(
-                    f"{actor.name}.{call.method} was called by code for which a "
-                    f"method of {actor.name} waits, and these run one at a time. Call "
-                    f"it directly, by self, or let the first one return before."
-                )
-            )
-
-    def _called_by(self, number: int) -> Actor | None:
+    def called_by(self, number: int) -> Actor | None:
         """The living actor that has this call before it."""
         if number < FIRST_CALL:
             return None

@@ -115,8 +115,10 @@ class Runner:
             too_large.append(job)
         hopeless = self.node.hopeless(too_large, self)
         if hopeless is not None:
-            hopeless.call.tell_deadlock(self.node.why_hopeless(hopeless))
-            self._end(hopeless)
+            if hopeless.fail_wait(self.node.why_hopeless(hopeless)):
+                self._end(hopeless)
+            elif self._is_run:
+                self.loop.stop()
 
     def _is_overdue(self, job: Job) -> bool:
         return job.due is not None and self.loop.time() >= job.due
