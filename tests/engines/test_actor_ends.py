@@ -181,6 +181,18 @@ async def test_exit_actor(kind: Any, gate: Gate) -> None:
         aiogpu.exit_actor()
 
 
+async def test_calls_that_end_after_exit_actor_do_not_disturb_the_end(
+    gate: Gate,
+) -> None:
+    """They may end in the turns of the loop in which the actor begins to close."""
+    async with aiogpu.init(num_cpus=1):
+        actor = await Closing.remote(gate.path, "it")
+        leaving = actor.leave_later.remote()
+        late = [actor.turns.remote(count) for count in range(6)]
+        await asyncio.gather(leaving, *late, return_exceptions=True)
+        await gate.entered("it-closed", "it-gone")
+
+
 async def test_exit_actor_elsewhere() -> None:
     @aiogpu.remote
     class Never:
