@@ -30,6 +30,18 @@ Create = Callable[[], Awaitable[Call[None]]]
 """Makes an actor, once it is awaited; gives its method `noop`, with which it lives."""
 
 
+class Gatherer(NamedTuple):
+    """One function in another process, in two ways.
+
+    Attributes:
+        by_hand: takes a list and gives one as long.
+        by_item: the same for one item; such calls are gathered into lists there.
+    """
+
+    by_hand: Callable[[list[int]], asyncio.Future[list[int]]]
+    by_item: Callable[[int], asyncio.Future[int]]
+
+
 class UnsupportedError(Exception):
     """The system has nothing of the kind."""
 
@@ -191,6 +203,14 @@ class Environment(Protocol):
 
         Raises:
             UnsupportedError: calls are not gathered.
+        """
+        ...
+
+    async def batched_actor(self, function: OnBatch, size: int) -> Gatherer:
+        """The same in a process of its own, where calls with one item are gathered.
+
+        Raises:
+            UnsupportedError: the system has no actors, or gathers no calls.
         """
         ...
 

@@ -23,6 +23,20 @@ def pass_gate(path: str, name: str) -> str:
     return name
 
 
+async def pass_gate_softly(path: str, name: str) -> str:
+    """The same in a coroutine; says `name-cancelled` if it is cancelled meanwhile."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(f"{name} {os.getpid()}\n".encode())
+    try:
+        await reader.read(1)
+    except asyncio.CancelledError:
+        say(path, f"{name}-cancelled")
+        raise
+    finally:
+        writer.close()
+    return name
+
+
 def say(path: str, name: str) -> None:
     """In a task: say `name` and go on."""
     with socket.socket(socket.AF_UNIX) as visitor:

@@ -26,7 +26,7 @@ from aiogpu.api.face import Face
 from aiogpu.api.method import (
     RemoteMethod,
 )
-from aiogpu.api.task import Definition
+from aiogpu.api.task import Decorated, Definition
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.payload import dump_arguments
 from aiogpu.worker.context import ActorExit, current
@@ -122,25 +122,15 @@ def no_method(face: Face, name: str) -> AttributeError:
     )
 
 
-class RemoteClass(Generic[P, A]):
+class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
     def __init__(
         self, definition: Definition, face: Face, options: ActorOptions
     ) -> None:
-        self._definition = definition
+        super().__init__(definition)
         self._face = face
         self._options = options
-        self._site: Site | None = None
-        cls = definition.function
-        self.__wrapped__ = self.__aiogpu_function__ = cls
-        self.__name__ = definition.name
-        self.__qualname__ = getattr(cls, "__qualname__", definition.name)
-        self.__module__ = getattr(cls, "__module__", None) or "__main__"
-        self.__doc__ = cls.__doc__
-
-    def __repr__(self) -> str:
-        return f"<RemoteClass {self.__module__}.{self.__qualname__}>"
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
         """Make an actor; gives its handle at once.

@@ -19,6 +19,7 @@ from aiogpu.wire.acting import (
     AT_ONCE,
     ENDED,
     READY,
+    ROOM,
     Hold,
     Make,
     Stop,
@@ -108,6 +109,10 @@ class FarLink:
     def ended(self) -> Any:
         """Settled when the actor's process has ended."""
         return self.call(f"{self.name}()", ENDED, NOTHING)
+
+    def room(self) -> Any:
+        """How many actors of its kind can live at once."""
+        return self.call(f"{self.name}()", ROOM, NOTHING)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""

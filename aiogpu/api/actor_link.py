@@ -16,12 +16,13 @@ from aiogpu.api.caller import host_beside_loop
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
+from aiogpu.wire.payload import dump_result
 from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
-    from aiogpu.engines.base import ActorPort, ActorsPort, Engine
+    from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.runtime.call import Receiver, Site
 
 UNCHECKED: Final = 1 << 20
@@ -163,6 +164,14 @@ class ActorLink:
     def ended(self) -> Handle[None]:
         """Settled when the actor's process has ended."""
         return self._asked(lambda actor, handle: actor.await_end(handle))
+
+    def room(self) -> Handle[Room]:
+        """How many actors of its kind can live at once."""
+
+        def ask(actor: ActorPort, receiver: Receiver) -> None:
+            receiver.receive(dump_result(self._known_actors().room(actor.id)))
+
+        return self._asked(ask)
 
     def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
         """A handle behind which there is no call."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.options import whole
-from aiogpu.errors import OptionError
+from aiogpu.errors import InfeasibleError, OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.api.method import Link
 
 USUAL_TARGET: Final = 1
 USUAL_IDLENESS: Final = 60.0
@@ -83,3 +87,30 @@ def _check_idleness(value: Any) -> float:
             f"idle_after={value!r} must be a number of seconds, 0 or more."
         )
     return float(value)
+
+
+async def check_room(name: str, links: Sequence[Link]) -> None:
+    """Check that actors can live at once, if all of them ask for the same.
+
+    Args:
+        name: what errors call them.
+        links: to each.
+
+    Raises:
+        InfeasibleError: not even an idle node has room for so many.
+    """
+    from asyncio import gather
+
+    if len(links) < 2:
+        return  # what it asks for was looked at when it was made
+    rooms = await gather(*(link.room() for link in links), return_exceptions=True)
+    kinds = {room for room in rooms if not isinstance(room, BaseException)}
+    if len(kinds) != 1:
+        return  # what is wrong is told by those who wait until each is ready
+    [(most, request)] = kinds
+    if most is not None and most < len(rooms):
+        raise InfeasibleError(
+            f"a pool of {len(rooms)} {name}, each with {request}, can never be ready: "
+            f"this node has room for {most} at once, even when idle. Make it smaller, "
+            f"or ask for less for each."
+        )

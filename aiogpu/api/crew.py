@@ -18,8 +18,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.actor import ActorHandle, link_of
+from aiogpu.api.bounds import check_room
 from aiogpu.api.member import Member
-from aiogpu.errors import ActorDiedError, MisuseError, NodeError
+from aiogpu.errors import ActorDiedError, InfeasibleError, MisuseError, NodeError
 
 if TYPE_CHECKING:
     from aiogpu.api.bounds import Bounds
@@ -286,13 +287,22 @@ class Crew:
             ActorDiedError: one of them died before it was, most likely by its
                 constructor.
             MisuseError: the pool is closed.
+            InfeasibleError: not even an idle node has room for so many at once.
         """
         if self.is_closed:
             raise self._closed()
-        if not self._are_all_ready():
-            news = self.loop.create_future()
-            self._starting.append(news)
-            await news
+        if self._are_all_ready():
+            return
+        news = self.loop.create_future()
+        self._starting.append(news)
+        try:
+            await check_room(self.name, [member.link for member in self._members])
+        except BaseException as error:
+            news.cancel()  # nobody will look at it
+            if isinstance(error, InfeasibleError):
+                self.close(at_once=True)
+            raise
+        await news
 
     def _are_all_ready(self) -> bool:
         are_enough = len(self._members) >= self._bounds.least

@@ -143,6 +143,10 @@ class Link(Protocol):
         """A handle that is settled when its process has ended."""
         ...
 
+    def room(self) -> Any:
+        """A handle of an `engines.base.Room`: how many of its kind can live at once."""
+        ...
+
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""
         ...

@@ -104,14 +104,12 @@ class Definition:
         return reference
 
 
-class RemoteFunction(Mapper, Generic[P, R]):
-    """A function that runs in a worker; call it by `.remote(...)`."""
+class Decorated:
+    """What `remote` makes of a function or a class, under the names of that."""
 
-    def __init__(self, definition: Definition, options: TaskOptions) -> None:
+    def __init__(self, definition: Definition) -> None:
         self._definition = definition
-        self._options = options
         self._site: Site | None = None
-        self._submit: Callable[[Site, bytes], Handle[R]]
         function = definition.function
         self.__wrapped__ = self.__aiogpu_function__ = function
         self.__name__ = definition.name
@@ -120,7 +118,16 @@ class RemoteFunction(Mapper, Generic[P, R]):
         self.__doc__ = function.__doc__
 
     def __repr__(self) -> str:
-        return f"<RemoteFunction {self.__module__}.{self.__qualname__}>"
+        return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
+
+
+class RemoteFunction(Decorated, Mapper, Generic[P, R]):
+    """A function that runs in a worker; call it by `.remote(...)`."""
+
+    def __init__(self, definition: Definition, options: TaskOptions) -> None:
+        super().__init__(definition)
+        self._options = options
+        self._submit: Callable[[Site, bytes], Handle[R]]
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Start the task; gives its handle at once.

@@ -182,6 +182,29 @@ class Ledger:
                 return f"{kind} {number(asked):g} of {count}{suffix}"
         return None
 
+    def room_for(self, request: Request, are_lent: bool = False) -> int | None:
+        """How many leases of a request an idle node can have at once.
+
+        Args:
+            request: what each of them asks for.
+            are_lent: whether their CPUs are given back.
+
+        Returns:
+            None where there is no end to them: they hold nothing.
+        """
+        rooms = [
+            self.capacity.get(name, 0) // amount
+            for name, amount in request.scalars
+            if amount and not (are_lent and name == CPU)
+        ]
+        for kind, amount in request.devices:
+            devices = self.device_sets.get(kind)
+            count = devices.count_of(request.accelerator_type) if devices else 0
+            # A share never spans devices, and who asks for several has them whole.
+            each = UNIT // amount if amount < UNIT else 1
+            rooms.append(count * each // max(amount // UNIT, 1))
+        return min(rooms, default=None)
+
     def totals(self) -> dict[str, float]:
         """Capacity in the user's terms; every resource by name."""
         totals = {name: number(amount) for name, amount in self.capacity.items()}

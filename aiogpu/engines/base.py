@@ -85,6 +85,11 @@ class ActorPort(Protocol):
         ...
 
 
+Room = tuple[int | None, str]
+"""How many actors of a kind can live at once, None for any number; and what each asks
+for, in words."""
+
+
 class ActorsPort(Protocol):
     """All actors of an engine."""
 
@@ -113,6 +118,14 @@ class ActorsPort(Protocol):
 
         Raises:
             ActorDiedError: nobody has held one until now.
+        """
+        ...
+
+    def room(self, actor: int) -> Room:
+        """How many actors that ask for what this one does can live at once.
+
+        Raises:
+            ActorDiedError: nobody knows it any more.
         """
         ...
 

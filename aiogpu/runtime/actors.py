@@ -1,20 +1,20 @@
-"""All actors of a node: made, found by name, called, ended."""
+"""All actors of a node: made, called, ended."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.events import Resides
 from aiogpu.core.ids import TaskId
-from aiogpu.errors import ActorDiedError, ActorNameError
+from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death, describe_loss
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Created
 from aiogpu.wire.messages import Done, Failed
@@ -32,7 +32,7 @@ INTERRUPT_EVERY: Final = 0.05
 """Seconds between two interrupts of a method that has not heard the first."""
 
 
-class Actors:
+class Actors(Register):
     """The actors of one node.
 
     Attributes:
@@ -45,22 +45,16 @@ class Actors:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, driver: Driver, pool: Pool
     ) -> None:
+        super().__init__(loop)
         self.check: Callable[[Site, bytes], None]
         self.holding: dict[int, LiveWorker] = {}
         self.on_holder_gone: Callable[[LiveWorker], None]
-        self._loop = loop
         self._driver = driver
         self._pool = pool
         self._orders = pool.orders
-        self._actors: dict[int, Actor] = {}
-        self._named: dict[tuple[str, str], Actor] = {}
         self.workers: dict[int, LiveWorker] = {}
-        self._refused: dict[int, Exception] = {}
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
-
-    def __repr__(self) -> str:
-        return f"<Actors {len(self._actors)}>"
 
     def create(
         self,
@@ -77,63 +71,35 @@ class Actors:
         """
         self.check(site, payload)
         if get_if_exists and key is not None and (found := self.find(key)):
-            self._call_it(found, public)
+            self.add(found, public)
             return found
-        if key is not None and key in self._named:
-            raise ActorNameError(
-                f"an actor named {key[1]!r} lives already. Give another name, or say "
-                f"get_if_exists=True to have that one."
-            )
+        self.check_name(key)
         actor = Actor(site, self._new_number, key)
         actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
         actor.on_leaving = self._on_leaving
-        if key is not None:
-            self._named[key] = actor
+        self.name(actor)
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
         actor.id = self._driver.submit(site, payload, actor)
-        self._actors[actor.id] = actor
-        self._call_it(actor, public)
+        self.add(actor, public)
         return actor
 
-    def _call_it(self, actor: Actor, public: int) -> None:
-        if public:
-            self._actors[public] = actor
-            actor.aliases.append(public)
-
-    def get(self, actor: int) -> Actor | None:
-        """An actor to which somebody holds a handle."""
-        return self._actors.get(actor)
-
-    def held(self, actor: int) -> Actor:
-        """See `ActorsPort.held`."""
-        if not self.hold(actor):
+    def room(self, actor: int) -> tuple[int | None, str]:
+        """See `ActorsPort.room`."""
+        found = self.get(actor)
+        if found is None:
             raise self.unknown(actor)
-        return self._actors[actor]
-
-    def unknown(self, actor: int) -> Exception:
-        """The error for one that never was, or to which nobody has a handle."""
-        refused = self._refused.get(actor)
-        return refused or ActorDiedError(
-            f"the actor {actor} has ended with its last handle."
-        )
-
-    def refuse(self, public: int, error: Exception) -> None:
-        """Note why one is not made that a worker wanted."""
-        self._refused[public] = error
+        assert found.site.actor is not None, found
+        request = found.site.spec.shape.request
+        ledger = self._driver.scheduler.ledger
+        lends = not found.site.actor.keeps_cpus
+        return ledger.room_for(request, lends), str(request)
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
         actors = (worker.actor for worker in self.workers.values())
         found = (actor.calls.get(number) for actor in actors if actor is not None)
         return next((call.receiver for call in found if call is not None), None)
-
-    def find(self, key: tuple[str, str]) -> Actor | None:
-        """The actor of that name, if it lives; whoever asks holds one handle more."""
-        actor = self._named.get(key)
-        if actor is not None:
-            actor.holders += 1
-        return actor
 
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
@@ -174,33 +140,6 @@ class Actors:
             self._orders.call_off(worker)
         begun = self._orders.begun(worker_id)
         return begun if begun >= FIRST_CALL else 0
-
-    def hold(self, actor: int) -> bool:
-        """One more holds a handle; False if nobody has until now."""
-        found = self._actors.get(actor)
-        if found is None:
-            return False
-        found.holders += 1
-        return True
-
-    def release(self, actor: int) -> None:
-        """One who held a handle has gone."""
-        found = self._actors.get(actor)
-        if found is None:
-            self._refused.pop(actor, None)
-        else:
-            found.release()
-            self._forget(found)
-
-    def release_soon(self, actor: int) -> None:
-        """The same from wherever objects are dropped."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.release, actor)
-
-    def _forget(self, actor: Actor) -> None:
-        if not actor.holders and actor.state is ActorState.DEAD:
-            for known_as in (actor.id, *actor.aliases):
-                self._actors.pop(known_as, None)
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor's process at once, and the actor too unless it may restart."""
@@ -313,7 +252,7 @@ class Actors:
         actor.leave("its `async with` block was left." if actor.holders else NO_HANDLE)
 
     def _on_leaving(self, actor: Actor) -> None:
-        self._free_name(actor)
+        self.free_name(actor)
         self._loop.call_later(LEAVE_LIMIT, self._end, actor)
 
     def _end(self, actor: Actor) -> None:
@@ -321,15 +260,11 @@ class Actors:
             self._driver.cancel(actor.id)
             actor.receive(b"")
 
-    def _free_name(self, actor: Actor) -> None:
-        if actor.key is not None and self._named.get(actor.key) is actor:
-            del self._named[actor.key]
-
     def _on_dead(self, actor: Actor) -> None:
-        self._free_name(actor)
+        self.free_name(actor)
         if actor.worker is None:
             actor.note_gone()
-        self._forget(actor)
+        self.forget(actor)
 
 
 def _nothing() -> None:

@@ -28,6 +28,7 @@ from aiogpu.wire.acting import (
     AGAIN,
     ENDED,
     READY,
+    ROOM,
     Ask,
     Carry,
     Find,
@@ -138,6 +139,9 @@ class Far:
             return
         if message.method == ENDED:
             actor.await_end(receiver)
+            return
+        if message.method == ROOM:
+            receiver.receive(dump_result(self._actors.room(actor.id)))
             return
         number = actor.call(message.method, message.payload, receiver)
         if child in worker.asked:

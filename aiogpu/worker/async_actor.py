@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterable
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from time import perf_counter
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.wire.acting import Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import dump_result, load_arguments
 from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
+
+
+TURN: Final = 10
+"""Glances at the socket after which the loop has a turn."""
 
 
 class AsyncActor:
@@ -33,6 +39,9 @@ class AsyncActor:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._answers: list[Done | Failed] = []
         self._is_over = False
+        self._waits_since = 0.0
+        self._is_awake = False
+        self._glances = 0
         self._loop = asyncio.new_event_loop()
 
     def play(self) -> None:
@@ -73,9 +82,33 @@ class AsyncActor:
         self._loop.call_soon_threadsafe(self._obey)
 
     def _read(self) -> None:
+        if not self._is_awake and not self._running and self._channel.may_stay_awake:
+            self._is_awake = perf_counter() - self._waits_since < SHORT
         if not self._channel.read_ready():
             self._stop()
         self._obey()
+
+    def _wait(self) -> None:
+        """Nothing runs; the next call may be on its way. See `Channel.next`."""
+        self._waits_since = perf_counter()
+        if self._is_awake:
+            self._glances = GLANCES
+            self._loop.call_soon(self._glance)
+
+    def _glance(self) -> None:
+        """Look whether it has come, before the loop sleeps: waking up takes longer."""
+        if self._running or self._is_over:
+            return
+        for _ in range(TURN):
+            if not self._channel.is_silent(0):
+                self._read()
+                return
+            os.sched_yield()
+        self._glances -= TURN
+        if self._glances > 0:
+            self._loop.call_soon(self._glance)
+        else:
+            self._is_awake = False
 
     def _obey(self) -> None:
         for message in self._channel.take_all():
@@ -138,6 +171,7 @@ class AsyncActor:
             self._stage.end_fork()
         if not self._running and not self._answers:
             self._stage.answer(answer)
+            self._wait()
         else:
             if not self._answers:
                 self._loop.call_soon(self._flush)

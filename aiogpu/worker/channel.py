@@ -37,6 +37,7 @@ class Channel:
 
     Attributes:
         on_child: takes what is said of the task's children; False for all else.
+        may_stay_awake: whether there is a core beside the driver's.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
@@ -52,7 +53,7 @@ class Channel:
         # One object is for one thread at a time: this one for the main one.
         self._poll = select.poll()
         # With one CPU, staying awake would only keep the driver from running.
-        self._may_stay_awake = len(os.sched_getaffinity(0)) > 1
+        self.may_stay_awake = len(os.sched_getaffinity(0)) > 1
         self._is_awake = False
 
     def connect(self, path: str, worker: int) -> None:
@@ -114,7 +115,7 @@ class Channel:
                     return
                 os.sched_yield()
             self._is_awake = False
-        elif self._may_stay_awake:
+        elif self.may_stay_awake:
             started = time.monotonic()
             poll()
             self._is_awake = time.monotonic() - started < SHORT

@@ -21,6 +21,7 @@ from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
 from benchmarks.port import (
     Call,
     Create,
+    Gatherer,
     Need,
     OnBatch,
     OnItem,
@@ -140,6 +141,21 @@ class AiogpuLocal:
     def batched(self, function: OnBatch, size: int) -> OnItem:
         """`batch`, with which no call waits for others longer than it must."""
         return aiogpu.batch(max_size=size)(function)
+
+    async def batched_actor(self, function: OnBatch, size: int) -> Gatherer:
+        """An async actor with a plain method and one under `batch`."""
+
+        class Batching:
+            async def by_hand(self, numbers: list[int]) -> list[int]:
+                return await function(numbers)
+
+            @aiogpu.batch(max_size=size)
+            async def by_item(self, numbers: list[int]) -> list[int]:
+                return await function(numbers)
+
+        remote_class: Any = aiogpu.remote(Batching)
+        actor = await remote_class.remote()
+        return Gatherer(actor.by_hand.remote, actor.by_item.remote)
 
     async def close(self) -> None:
         """Shut the node down."""

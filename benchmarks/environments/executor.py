@@ -93,6 +93,10 @@ class Executor:
         """Never possible."""
         raise UnsupportedError("an executor gathers no calls")
 
+    async def batched_actor(self, function: OnBatch, size: int) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor has no actors")
+
     async def close(self) -> None:
         """Stop the pool."""
         if self._pool is not None:

@@ -7,8 +7,17 @@ from time import perf_counter_ns
 from typing import Final
 
 from benchmarks import coroutine_floor
+from benchmarks import floor as plain_floor
 from benchmarks.floor import open_floor
-from benchmarks.method import Block, Pair, Scale, all_at_once, one_at_a_time, rotate
+from benchmarks.method import (
+    Block,
+    Pair,
+    Scale,
+    all_at_once,
+    alternate,
+    one_at_a_time,
+    rotate,
+)
 from benchmarks.port import Call, Create, Environment
 from benchmarks.rows import Goal, Row, latency_row, rate_row, time_row
 from benchmarks.tasks import Interleaved, Plain
@@ -24,27 +33,37 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
     try:
         creates = [environment.actor(cls) for cls in (Plain, Interleaved)]
         plain, interleaved = [await create() for create in creates]
+        rows = await _awaited(plain, interleaved, scale)
         async with (
             open_floor() as floor,
             open_floor(coroutine_floor.__name__) as coroutines,
         ):
             calls = [floor.call, plain, coroutines.call, interleaved]
-            rows = [*await _awaited(calls, scale), *await _gathered(calls, scale)]
+            rows += await _gathered(calls, scale)
         del calls, plain, interleaved
         return [*rows, *await _created(creates, scale)]
     finally:
         await environment.close()
 
 
-async def _awaited(calls: list[Call[None]], scale: Scale) -> list[Row]:
-    floor, plain, coroutines, interleaved = await rotate(
-        [partial(one_at_a_time, call, scale.calls) for call in calls], scale.blocks
-    )
+async def _awaited(
+    plain: Call[None], interleaved: Call[None], scale: Scale
+) -> list[Row]:
+    """Each beside one floor alone: of two the kernel keeps one on the driver's core."""
+    pairs = []
+    for worker, call in ((plain_floor, plain), (coroutine_floor, interleaved)):
+        async with open_floor(worker.__name__) as floor:
+            pairs.append(
+                await alternate(
+                    partial(one_at_a_time, floor.call, scale.calls),
+                    partial(one_at_a_time, call, scale.calls),
+                    scale.blocks,
+                )
+            )
+    known, coroutines = pairs
     return [
-        latency_row("actors: plain", Pair(floor, plain), LATENCY, scale),
-        latency_row(
-            "actors: coroutine", Pair(coroutines, interleaved), LATENCY, scale, floor
-        ),
+        latency_row("actors: plain", known, LATENCY, scale),
+        latency_row("actors: coroutine", coroutines, LATENCY, scale, known.floor),
     ]
 
 

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Final
 
 from benchmarks.census import descendants, weigh
+from benchmarks.crowd import open_floors
 from benchmarks.floor import open_floor
 from benchmarks.method import Pair, Scale, alternate, one_at_a_time, percentile
 from benchmarks.port import Call, Create, Environment
@@ -18,11 +19,15 @@ from benchmarks.tasks import Plain
 MB: Final = 1_000_000
 PRIVATE: Final = Goal(10, "MB")
 BESIDE_ONE: Final = Goal(2, "x single")
+BESIDE_BARE: Final = Goal(2, "x bare in turn")
 BLOCKS: Final = 10
 
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
-    """A single one is called, then one of many, then each of them in turn."""
+    """A single one is called, then one of many, then each of them in turn.
+
+    As many bare workers, called in turn as well, tell how much of it is the machine's.
+    """
     # Without learning: a new generation in the middle is another's memory.
     await environment.open(num_cpus=2, preload=())
     try:
@@ -30,6 +35,8 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
         first = await create()
         async with open_floor() as floor:
             single = await _called(floor.call, [first], scale)
+            async with open_floors(scale.actors) as floors:
+                bare = await _called(floor.call, [each.call for each in floors], scale)
             before = descendants()
             rest, seconds = await _make(create, scale.actors - 1)
             memory = _weigh(before, len(rest), seconds, environment, scale)
@@ -37,8 +44,9 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
             each = await _called(floor.call, [first, *rest], scale)
         return [
             memory,
-            _beside("many_actors: one called", single, one, scale),
-            _beside("many_actors: each in turn", single, each, scale),
+            _beside("many_actors: one called", single, one, BESIDE_ONE, scale),
+            _beside("many_actors: each in turn", single, each, BESIDE_ONE, scale),
+            _beside("many_actors: beside bare ones", bare, each, BESIDE_BARE, scale),
         ]
     finally:
         await environment.close()
@@ -94,13 +102,13 @@ async def _called(floor: Call[None], actors: list[Call[None]], scale: Scale) -> 
     )
 
 
-def _beside(name: str, single: Pair, many: Pair, scale: Scale) -> Row:
+def _beside(name: str, single: Pair, many: Pair, goal: Goal, scale: Scale) -> Row:
     """Each beside the floor's calls in its own minutes, then beside each other."""
     ratio = many.ratio / single.ratio
     return Row(
         name,
         "us",
-        judge(ratio, BESIDE_ONE, scale),
+        judge(ratio, goal, scale),
         p50=percentile(many.workload, 50) / US,
         p99=percentile(many.workload, 99) / US,
         floor=percentile(single.workload, 50) / US,
@@ -108,7 +116,7 @@ def _beside(name: str, single: Pair, many: Pair, scale: Scale) -> Row:
         ratio=ratio,
         note=f"{many.ratio:.2f} and {single.ratio:.2f} x the ping-pong floor; "
         + spread(many.ratios),
-        goal=str(BESIDE_ONE),
+        goal=str(goal),
         samples=many.workload,
         floor_samples=single.workload,
     )

@@ -13,24 +13,13 @@ import pytest
 import aiogpu
 from aiogpu.errors import ActorDiedError, MisuseError, NoLoopError, OptionError
 from tests.api.paper_actor import Model, Paper
+from tests.turns import no_complaints, turns
 
 
 @pytest.fixture
 async def paper() -> AsyncIterator[Paper]:
-    """Makes actors, and nothing is left for asyncio to complain of."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
-    yield Paper()
-    await turns()
-    gc.collect()
-    await turns()
-    assert told == []
-
-
-async def turns(count: int = 5) -> None:
-    """Let everything run that can."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+    async with no_complaints():
+        yield Paper()
 
 
 def stories(paper: Paper) -> list[list[str]]:

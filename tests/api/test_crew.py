@@ -12,28 +12,22 @@ import pytest
 
 import aiogpu
 from aiogpu.api.crew import LONGEST_PAUSE
-from aiogpu.errors import ActorDiedError, MisuseError, NodeClosedError
+from aiogpu.errors import (
+    ActorDiedError,
+    InfeasibleError,
+    MisuseError,
+    NodeClosedError,
+)
 from tests.api.paper_actor import Paper, PaperLink
+from tests.turns import no_complaints, turns
 
 IDLE_AFTER = 0.05
 
 
 @pytest.fixture
 async def paper() -> AsyncIterator[Paper]:
-    """Makes actors, and nothing is left for asyncio to complain of."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
-    yield Paper()
-    await turns()
-    gc.collect()
-    await turns()
-    assert told == []
-
-
-async def turns(count: int = 5) -> None:
-    """Let everything run that can."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+    async with no_complaints():
+        yield Paper()
 
 
 async def ready_pool(paper: Paper, *bounds: Any, **options: Any) -> Any:
@@ -463,3 +457,39 @@ async def test_its_counts_are_right_whatever_happens(paper: Paper, seed: int) ->
     assert {member.calls for member in crew._members} <= {0}
     pool._tie.crew.close(at_once=True)
     await heard(handles)
+
+
+@pytest.mark.parametrize("rooms", [(2, 2, 2), (2, 3, 2), (None, None, None)])
+async def test_a_pool_without_room_is_closed(
+    paper: Paper, rooms: tuple[int | None, ...]
+) -> None:
+    """Where its actors ask for different things, nobody can say."""
+    pool = aiogpu.ActorPool(paper.make, 3)
+    for link, most in zip(paper.links, rooms, strict=True):
+        link.most = most
+    ready = asyncio.ensure_future(pool.__aenter__())
+    await turns()
+    if len(set(rooms)) > 1 or None in rooms:
+        paper.live()
+        assert await ready is pool
+        return
+    for link in paper.links:
+        link.end()
+    told = "pool of 3 Model, each with half a GPU, .* room for 2 at once"
+    with pytest.raises(InfeasibleError, match=told):
+        await ready
+    assert [link.story for link in paper.links] == [["kill"]] * 3
+    with pytest.raises(MisuseError, match="closed"):
+        call(pool)
+
+
+async def test_who_dies_while_its_room_is_asked_for_is_heard(paper: Paper) -> None:
+    pool = aiogpu.ActorPool(paper.make, 2)
+    ready = asyncio.ensure_future(pool.__aenter__())
+    await asyncio.sleep(0)
+    paper.links[0].die(ActorDiedError("at birth", "Model"))
+    await turns()
+    for link in paper.links:
+        link.end()
+    with pytest.raises(ActorDiedError, match="at birth"):
+        await ready

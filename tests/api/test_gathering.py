@@ -19,6 +19,7 @@ import pytest
 import aiogpu
 from aiogpu.api.gathering import Gathering
 from aiogpu.errors import MisuseError, NoLoopError
+from tests.turns import no_complaints, turns
 
 FOREVER = 3600.0
 """Seconds; a batch that is not full does not start in a test."""
@@ -93,21 +94,8 @@ class Immediate:
 
 @pytest.fixture
 async def model() -> AsyncIterator[Model]:
-    """A model, and nothing left for asyncio to complain of."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
-    model = Model()
-    yield model
-    await turns()
-    gc.collect()
-    await turns()
-    assert told == []
-
-
-async def turns(count: int = 5) -> None:
-    """Let everything run that can."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+    async with no_complaints():
+        yield Model()
 
 
 def start(function: Any, *items: Any) -> list[asyncio.Task[Any]]:

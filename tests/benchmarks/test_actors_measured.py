@@ -6,6 +6,7 @@ import os
 import aiogpu
 from benchmarks import coroutine_floor
 from benchmarks.census import descendants
+from benchmarks.crowd import open_floors
 from benchmarks.environments import ENVIRONMENTS
 from benchmarks.floor import open_floor
 from benchmarks.method import FULL, QUICK, Pair
@@ -36,6 +37,16 @@ async def test_the_floor_is_another_program():
         assert await floor.call(1) is None
         (pid,) = descendants()
         assert b"benchmarks.floor" in command(pid)
+
+
+async def test_each_of_many_floors_is_a_process_of_its_own():
+    async with open_floors(3) as floors:
+        for number in range(4):
+            answers = await asyncio.gather(*(floor.call(number) for floor in floors))
+            assert answers == [None] * 3
+        found = [pid for pid in descendants() if b"benchmarks.crowd" in command(pid)]
+        assert len(found) == 1 + 3
+    assert not {*found} & {*descendants()}
 
 
 def test_a_floor_of_another_kind_is_judged_by_the_known_one():

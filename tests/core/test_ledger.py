@@ -219,3 +219,44 @@ def test_check_notices_a_share_that_nobody_holds():
     node.device_sets["GPU"].free[1] -= 1
     with pytest.raises(AssertionError):
         node.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "room"),
+    [
+        (asking(1), 4),
+        (asking(1.5), 2),
+        (asking(5), 0),
+        (asking(1, 1), 2),
+        (asking(0, 1), 2),
+        (asking(0, 0.3), 6),
+        (asking(0, 0.5), 4),
+        (asking(0, 2), 1),
+        (asking(0, 3), 0),
+        (asking(0, 0.5, kind="A100"), 4),
+        (asking(0, 0.5, kind="H100"), 0),
+        (asking(0, 0.25, license=1), 3),
+        (asking(0, 0, phone=1), 0),
+        (asking(), None),
+    ],
+    ids=str,
+)
+def test_how_many_leases_an_idle_node_has_room_for(asked, room):
+    node = ledger(license=3, **{"accelerator_type:A100": 1})
+    node.take(asking(2, 1))
+    assert node.room_for(asked) == room
+
+
+def test_who_gives_his_cpus_back_needs_no_room_for_them():
+    node = ledger()
+    assert node.room_for(asking(1), are_lent=True) is None
+    assert node.room_for(asking(1, 0.5), are_lent=True) == 4
+    assert node.room_for(asking(1, license=1), are_lent=True) == 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1, 2])
+def test_there_is_room_for_as_many_as_can_be_taken(share):
+    node = ledger(cpus=0, gpus=3)
+    room = node.room_for(asking(0, share))
+    assert all(node.take(asking(0, share)) for _ in range(room))
+    assert node.take(asking(0, share)) is None

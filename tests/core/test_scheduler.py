@@ -387,6 +387,19 @@ def test_closing_at_once_without_closing_before():
     assert not w.scheduler.tasks
 
 
+def test_closing_at_once_ends_those_who_idle_or_start():
+    idle, starting = World(cpus=1), World(cpus=1)
+    idle.submit("a")
+    idle.finish("a")
+    starting.starts = False
+    starting.submit("a")
+    for w in (idle, starting):
+        [worker] = w.scheduler.workers
+        w.close(at_once=True)
+        assert w.killed == [worker.id]
+        assert w.scheduler.is_closed
+
+
 def test_what_comes_between_two_slices_is_abandoned_as_well():
     w = World(cpus=1)
     for number in range(ABANDONED + 10):

@@ -44,3 +44,35 @@ async def test_one_that_dies_is_replaced() -> None:
             while len(now := await pids_of(pool, 2)) < 2 or now == pids:
                 await asyncio.sleep(0)
         assert len(now & pids) == 1
+
+
+@pytest.mark.either_loop
+@pytest.mark.parametrize("size", [3, 5])
+async def test_one_for_which_there_is_never_room_is_refused(size: int) -> None:
+    """Each of its actors alone could live, and some of them do."""
+    half = Counter.options(num_gpus=0.5)
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        told = rf"pool of {size} Counter, each with .*GPU.*0.5.* room for 2 at once"
+        with pytest.raises(aiogpu.InfeasibleError, match=told):
+            await aiogpu.ActorPool(half, size)
+        with pytest.raises(aiogpu.InfeasibleError, match=told):
+            async with aiogpu.ActorPool(half, min_size=size, max_size=9):
+                raise AssertionError("the block has begun")
+        async with aiogpu.ActorPool(half, 2) as pool:
+            assert len(await pids_of(pool, 2)) == 2
+
+
+@aiogpu.remote
+async def pools(size: int) -> list[int]:
+    async with aiogpu.ActorPool(Counter.options(num_gpus=0.5), size) as pool:
+        return [count async for count in pool.add.map([1] * 4, ordered=True)]
+
+
+@pytest.mark.either_loop
+async def test_in_a_task() -> None:
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        assert sorted(await pools.remote(2)) == [1, 1, 2, 2]
+        with pytest.raises(aiogpu.InfeasibleError, match="room for 2 at once"):
+            await pools.remote(3)
+        while (await aiogpu.available_resources())["GPU"] < 1:
+            await asyncio.sleep(0)

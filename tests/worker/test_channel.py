@@ -57,7 +57,7 @@ def test_it_waits_awake_or_asleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("aiogpu.worker.channel.GLANCES", glances)
-    channel._may_stay_awake = may_stay_awake
+    channel.may_stay_awake = may_stay_awake
     for task in range(50):
         speaker = threading.Thread(target=driver.send, args=(Cancel(task),))
         speaker.start()
@@ -70,7 +70,7 @@ def test_a_moment_awake_follows_a_short_wait_alone(
 ) -> None:
     clock = iter([0.0, 100e-6, 1.0, 1.0 + 300e-6])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    channel._may_stay_awake = True
+    channel.may_stay_awake = True
     driver.send(Cancel(1))
     assert channel.next() == Cancel(1)
     assert channel._is_awake

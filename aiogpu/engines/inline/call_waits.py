@@ -31,7 +31,7 @@ class CallWaits:
     def begin(self, number: int) -> None:
         """The code that runs now waits for a call, which fails if it is in vain."""
         actor, job = self._actors.called_by(number), running_job.get()
-        resident = None if actor is None else self._actors.get(actor.id)
+        resident = None if actor is None else self._actors.life(actor.id)
         if actor is None or resident is None:
             return
         if job is not None:

@@ -71,7 +71,7 @@ def _shape(jobs: Mapping[TaskId, Job], node: InlineNode, now: float) -> ShapeSta
 def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     """Say what a task waits for, or that it runs; None if it has ended."""
     turns, job = node.turns, node.jobs.get(TaskId(task))
-    actor = node.actors.get(task)
+    actor = node.actors.life(task)
     record = job.record if job else actor.record if actor else None
     if record is None:
         return None

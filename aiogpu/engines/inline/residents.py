@@ -16,7 +16,6 @@ from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.resident import Resident
 from aiogpu.errors import (
     ActorDiedError,
-    ActorNameError,
     NodeClosedError,
     NodeError,
 )
@@ -24,10 +23,12 @@ from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.death import describe_loss
+from aiogpu.runtime.register import Register
 from aiogpu.wire.acting import ASYNC, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.ledger import Lease
+    from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
     from aiogpu.runtime.call import Site
@@ -36,7 +37,7 @@ FIRST_WORKER: Final = 1000
 """Number of the first of them in `status()`: tasks never lie as deep as that."""
 
 
-class Residents:
+class Residents(Register):
     """The actors of one node; see `ActorsPort`.
 
     Attributes:
@@ -45,11 +46,10 @@ class Residents:
     """
 
     def __init__(self, node: InlineNode, runner: Runner) -> None:
+        super().__init__(runner.loop)
         self.runner = runner
         self.waits = CallWaits(node, self)
         self._node = node
-        self._actors: dict[int, Actor] = {}
-        self._named: dict[tuple[str, str], Actor] = {}
         self._living: dict[int, Resident] = {}
         self._with_calls: dict[Resident, None] = {}
         self._new_number = count(FIRST_CALL).__next__
@@ -69,8 +69,8 @@ class Residents:
         """Those that have not ended, in the order in which they were wanted."""
         return list(self._living.values())
 
-    def get(self, actor: int) -> Resident | None:
-        """One that has not ended."""
+    def life(self, actor: int) -> Resident | None:
+        """That of an actor which has not ended."""
         return self._living.get(actor)
 
     def create(
@@ -89,16 +89,11 @@ class Residents:
         self._node.refusal(Call(site, payload, None), None)  # raises it
         if get_if_exists and key is not None and (found := self.find(key)):
             return found
-        if key is not None and key in self._named:
-            raise ActorNameError(
-                f"an actor named {key[1]!r} lives already. Give another name, or say "
-                f"get_if_exists=True to have that one."
-            )
+        self.check_name(key)
         actor = Actor(site, self._new_number, key)
         actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
-        actor.on_leaving = self._free_name
-        if key is not None:
-            self._named[key] = actor
+        actor.on_leaving = self.free_name
+        self.name(actor)
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
         self._make(actor, payload, site.spec.max_retries)
@@ -120,7 +115,7 @@ class Residents:
             is_urgent=True,
             resident=resident,
         )
-        self._actors[actor.id] = actor
+        self.add(actor, 0)
         self._living[actor.id] = resident
         self._is_empty.clear()
         self.runner.add(resident.creation)
@@ -132,23 +127,18 @@ class Residents:
         Raises:
             ActorDiedError: nobody has one any more.
         """
-        found = self._actors.get(actor)
+        found = self.get(actor)
         if found is None:
-            raise ActorDiedError(f"the actor {actor} has ended with its last handle.")
+            raise self.unknown(actor)
         return found
 
-    def held(self, actor: int) -> Actor:
-        """See `ActorsPort.held`."""
-        found = self.known(actor)
-        found.holders += 1
-        return found
-
-    def find(self, key: tuple[str, str]) -> Actor | None:
-        """The actor of that name, if it lives; whoever asks holds one handle more."""
-        actor = self._named.get(key)
-        if actor is not None:
-            actor.holders += 1
-        return actor
+    def room(self, actor: int) -> Room:
+        """See `ActorsPort.room`."""
+        site = self.known(actor).site
+        assert site.actor is not None, site
+        request = site.spec.shape.request
+        room = self._node.ledger.room_for(request, not site.actor.keeps_cpus)
+        return room, str(request)
 
     # Calls.
 
@@ -194,13 +184,6 @@ class Residents:
 
     # Their ends.
 
-    def release(self, actor: int) -> None:
-        """One who held a handle has gone."""
-        found = self._actors.get(actor)
-        if found is not None:
-            found.release()
-            self._forget(found)
-
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End an actor at once, or have it made anew if it may be."""
         found, resident = self._actors.get(actor), self._living.get(actor)
@@ -231,7 +214,7 @@ class Residents:
             actor.receive(b"")
         if actor.state is ActorState.DEAD:
             actor.note_gone()
-            self._forget(actor)
+            self.forget(actor)
         else:
             left, payload = resident.restarts_left, resident.creation.call.payload
             self._make(actor, payload, left - (left > 0))
@@ -266,16 +249,8 @@ class Residents:
             )
 
     def _on_dead(self, actor: Actor) -> None:
-        self._free_name(actor)
-        self._forget(actor)
-
-    def _free_name(self, actor: Actor) -> None:
-        if actor.key is not None and self._named.get(actor.key) is actor:
-            del self._named[actor.key]
-
-    def _forget(self, actor: Actor) -> None:
-        if not actor.holders and actor.state is ActorState.DEAD:
-            self._actors.pop(actor.id, None)
+        self.free_name(actor)
+        self.forget(actor)
 
     def close_down(self) -> None:
         """End all in an orderly way; nobody gets an answer any more."""
