@@ -790,3 +790,30 @@ def test_a_program_that_ends_without_closing_its_node(runner: str) -> None:
     *order, error = out.splitlines()
     assert order == ["wait ended", "closed", "gone Actor"]
     assert error == "NodeClosedError('the event loop of Actor has ended.')"
+
+
+@aiogpu.remote
+class Cancels:
+    async def swallow(self) -> str:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            return "swallowed"
+        return "not cancelled"
+
+    async def give_up(self) -> str:
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return "given up"
+        return "it came"
+
+
+async def test_a_method_may_cancel_itself(node: aiogpu.Session) -> None:
+    cancels = await Cancels.remote()
+    assert await cancels.swallow.remote() == "swallowed"
+    assert await cancels.give_up.remote() == "given up"

@@ -89,16 +89,20 @@ class AsyncResident(Resident):
             self._answer_dropped(number)  # it had not begun
             return
         outcome = task.result()
+        if task.cancelling() and isinstance(outcome.error, asyncio.CancelledError):
+            self._tell_cancelled(number)
+        self.answer(outcome)
+        if outcome.is_ctrl_c and outcome.error is not None:
+            raise outcome.error
+
+    def _tell_cancelled(self, number: int) -> None:
+        """If somebody wants it, the loop has cancelled all that runs, since it ends."""
         call = self.actor.calls.get(number) if self._is_current else None
-        if task.cancelling() and call is not None and call.receiver is not None:
-            # Somebody wants it: the loop ends, and has cancelled whatever runs there.
+        if call is not None and call.receiver is not None:
             call.receiver.fail(
                 NodeClosedError(f"the event loop of {self.actor.name} has ended.")
             )
             self.actor.cancel(number)
-        self.answer(outcome)
-        if outcome.is_ctrl_c and outcome.error is not None:
-            raise outcome.error
 
     def drop(self, number: int) -> None:
         """Nobody wants a call's answer any more: cancel it."""
