@@ -8,6 +8,7 @@ from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
+from aiogpu.core.stopping import doom
 from aiogpu.core.timers import AlarmKind
 
 ABANDONED: Final = 500
@@ -31,10 +32,8 @@ def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
 def kill_all(node: Node, effects: list[Effect]) -> None:
     """End those who have been asked to stop, whatever time they were given."""
     for worker in node.workers:
-        if worker.state is WorkerState.BUSY:
-            worker.is_last = not worker.queue
         if worker.state is not WorkerState.STARTING:
-            effects.append(Kill(worker.id))
+            doom(worker, effects)
 
 
 def abandon_some(node: Node, now: float, effects: list[Effect]) -> None:

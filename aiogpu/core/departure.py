@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.devices import DeviceSet
-from aiogpu.core.effects import Effect, Forget, Kill, Lose
+from aiogpu.core.effects import Effect, Forget, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
 from aiogpu.core.family import part
 from aiogpu.core.ids import WorkerId
@@ -21,6 +21,7 @@ from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
 from aiogpu.core.restart import note_death
 from aiogpu.core.retry import may_retry, retry
 from aiogpu.core.room import VAIN
+from aiogpu.core.stopping import doom
 from aiogpu.core.watch import count_begun, return_task
 
 GIVEN_UP: Final = (
@@ -141,9 +142,7 @@ def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
     """End a worker whose task uses more memory than there is."""
     assert worker.task is not None, worker
     worker.task.is_starved = True
-    # An answer may be under way; whatever follows it would die in its place.
-    worker.is_last = not worker.queue
-    effects.append(Kill(worker.id))
+    doom(worker, effects)
 
 
 def _devices_returned(node: Node, worker_id: WorkerId) -> list[tuple[DeviceSet, int]]:

@@ -107,7 +107,7 @@ def reside(node: Node, record: TaskRecord) -> None:
 
 def release(node: Node, worker: WorkerRecord, now: float) -> None:
     """End the lease of a worker without a task; of one that ends, later."""
-    if worker.is_last:
+    if worker.is_last or worker.refill_at < 0:
         let_end(node, worker, now)
         return
     assert worker.lease is not None, worker
@@ -148,6 +148,8 @@ def hand_over(
     """
     record = bucket.head()
     if record is None or record.spec.max_calls or worker.is_last:
+        return False
+    if worker.refill_at < 0:
         return False
     if not may_follow(node, worker, bucket):
         return False

@@ -97,7 +97,8 @@ class WorkerRecord:
         task: what it runs, or will run once it has started.
         queue: tasks of the same shape that it was sent ahead; they take over the
             lease, one after the other.
-        refill_at: length of the queue from which on more is sent.
+        refill_at: length of the queue from which on more is sent; below 0 it is
+            doomed: killed, though what it has answered may still be under way.
         lease: what it holds. A lease stays with a worker that ends until its
             process is gone, also when the task's result is long known.
         calls: finished calls by function, for functions with `max_calls`.

@@ -85,9 +85,13 @@ def go_on_stopping(
         again = now + node.patience.long
         node.timers.set(again, AlarmKind.STOP, record.id)
     else:
-        # An answer may still be under way; the worker is doomed all the same.
-        worker.is_last = True
-        effects.append(Kill(worker.id))
+        doom(worker, effects)
+
+
+def doom(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """Kill a worker; an answer may be under way, and what follows would die for it."""
+    worker.is_last, worker.refill_at = not worker.queue, -1
+    effects.append(Kill(worker.id))
 
 
 def retire_idle(node: Node, now: float, effects: list[Effect]) -> None:

@@ -61,7 +61,7 @@ def on_revoked(
     for record in reversed(inflight[max(begun, 1) :]):
         worker.queue.pop()
         return_task(node, record, effects)
-    worker.refill_at = 0
+    worker.refill_at = min(worker.refill_at, 0)
     if begun == 0:
         _return_head(node, worker, now, effects)
 
@@ -99,7 +99,8 @@ def _return_head(
     worker.task = None
     return_task(node, record, effects)
     is_new = record is not worker.watched
-    if is_new or now - worker.watched_since < node.patience.unheard:
+    is_heard = is_new or now - worker.watched_since < node.patience.unheard
+    if is_heard and worker.refill_at >= 0:
         leave_task(node, worker)
         return
     # It is stopped or hangs where no task is: others shall not wait for it too.

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
     from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.transport import Peer
     from aiogpu.runtime.zygotes import Zygotes
 
 SLACK: Final = 5.0
@@ -48,6 +50,7 @@ class Supervisor:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._parts: Parts | None = None
+        self._peers: WeakSet[Peer] = WeakSet()
         self._clearance: Clearance | None = None
         self.driver: Driver | None = None
 
@@ -71,9 +74,15 @@ class Supervisor:
         self._parts = parts
         from aiogpu.runtime.transport import Peer
 
-        pool = parts.pool
+        pool, peers = parts.pool, self._peers
+
+        def accept() -> Peer:
+            peer = Peer(pool.greeted)
+            peers.add(peer)
+            return peer
+
         parts.server = await self._loop.create_unix_server(
-            lambda: Peer(pool.greeted), sock=ground.listening
+            accept, sock=ground.listening
         )
         # While the zygote starts: nothing can have died yet.
         pool.autopsy.begin()
@@ -145,6 +154,9 @@ class Supervisor:
         # Before the zygote is asked to end: if we are killed now, it does this.
         remove_directory(parts.directory)
         await parts.zygotes.close()
+        # Whoever has connected and not said who it is, such as a late keeper.
+        for peer in list(self._peers):
+            peer.abort()
         await parts.zygotes.cgroup.remove()
         await parts.console.drain(SLACK)
         parts.console.close()

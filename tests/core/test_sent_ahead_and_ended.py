@@ -109,3 +109,34 @@ def test_a_long_queue_of_one_shape_is_sent_ahead_after_a_second_too():
     for _ in range(10):
         w.finish(min(w.running))
     assert sum(len(worker.queue) for worker in w.scheduler.workers) > 20
+
+
+def test_who_was_killed_over_memory_gets_nothing_more():
+    """Its last answers were under way when it was; then it only ends."""
+    scheduler = one_runs_and_one_is_ahead()
+    for number in (5, 6):
+        scheduler.handle(events.Submitted(TaskId(number), a_short_spec()), 0.0)
+    killed = scheduler.handle(events.MemoryShort(WORKER), 0.0)
+    assert effects.Kill in kinds(killed)
+    told = [
+        *scheduler.handle(events.TaskFinished(TaskId(2), WORKER, took=1e-5), 0.0),
+        *scheduler.handle(events.TaskFinished(TaskId(3), WORKER, took=1e-5), 0.0),
+    ]
+    assert not {effects.Ahead, effects.Assign} & {*kinds(told)}
+    told = scheduler.handle(events.WorkerGone(WORKER, None), 0.0)
+    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (assigned,) = scheduler.handle(events.WorkerStarted(spawned), 0.0)
+    assert (type(assigned), assigned.task) == (effects.Assign, 5)
+
+
+def test_nor_where_it_has_begun_nothing_of_what_it_was_sent():
+    scheduler = one_runs_and_one_is_ahead()
+    scheduler.handle(events.MemoryShort(WORKER), 0.0)
+    (revoke,) = scheduler.handle(events.Cancelled(TaskId(3)), 0.0)
+    told = scheduler.handle(events.Revoked(WORKER, revoke.number, None), 0.0)
+    assert not {effects.Ahead, effects.Assign} & {*kinds(told)}
+    assert not scheduler.workers.idle
+    told = scheduler.handle(events.WorkerGone(WORKER, None), 0.0)
+    (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
+    (assigned,) = scheduler.handle(events.WorkerStarted(spawned), 0.0)
+    assert assigned.task == 2

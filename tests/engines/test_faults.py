@@ -205,3 +205,18 @@ async def test_sigint_to_the_helpers_is_nothing_to_them(gate: Gate) -> None:
         gate.release("a")
         assert await running == "a"
         assert await tasks.add.remote(1) == 2
+
+
+async def test_who_connects_and_says_nothing_is_let_go_with_the_node(
+    runtime_directory: Path,
+) -> None:
+    """So might a keeper whose zygote died while it was forked."""
+    async with aiogpu.init(num_cpus=1):
+        assert await tasks.add.remote(1) == 2
+        (directory,) = runtime_directory.iterdir()
+        path = str(directory / "node.sock")
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert await tasks.add.remote(1) == 2
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
