@@ -101,9 +101,9 @@ def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
 
         return ActorHandle(FarLink.to(actor, name), face)
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.session import current_session
+    from aiogpu.api.caller import session_of_caller
 
-    return ActorHandle(ActorLink.known(current_session(), actor), face)
+    return ActorHandle(ActorLink.known(session_of_caller(), actor), face)
 
 
 def no_method(face: Face, name: str) -> AttributeError:
@@ -153,9 +153,9 @@ class RemoteClass(Decorated, Generic[P, A]):
 
             return ActorHandle(FarLink.create(*asked), self._face)
         from aiogpu.api.actor_link import ActorLink
-        from aiogpu.api.session import current_session
+        from aiogpu.api.caller import session_of_caller
 
-        link = ActorLink.create(current_session(), *asked)
+        link = ActorLink.create(session_of_caller(), *asked)
         terms = link.site.actor
         assert terms is not None, link
         return ActorHandle(link, cast("Face", terms.face))
@@ -278,9 +278,9 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         far, face = find(name, namespace or "")
         return ActorHandle(far, cast("Face", face))
     from aiogpu.api.actor_link import ActorLink
-    from aiogpu.api.session import current_session
+    from aiogpu.api.caller import session_of_caller
 
-    session = current_session()
+    session = session_of_caller()
     actors = session.actors()
     actor = actors.find((namespace or "", name))
     if actor is None:

@@ -11,11 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from aiogpu.api.blocking import handle_by
+from aiogpu.api.caller import host_beside_loop
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
 from aiogpu.wire.payload import dump_result
-from aiogpu.worker.context import passing
+from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.runtime.call import Receiver, Site
 
-kept: Final[list[ActorLink]] = []
-"""Ties that were pickled and not sent yet."""
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -145,6 +145,10 @@ class ActorLink:
             check_arguments(self.site, payload)
         if self._actor is not None and not self._session.is_open:
             raise self._session.unusable()
+        host = host_beside_loop()
+        if host is not None and self._actor is not None:
+            start = partial(host.call, self._actor.id, method, payload)
+            return handle_by(host, label, start)  # type: ignore[no-any-return]
         handle = self._session.new_handle(label, self)
         receiver = carrying(handle) if passing else handle
         if self._actor is not None:
@@ -155,25 +159,37 @@ class ActorLink:
 
     def ready(self) -> Handle[None]:
         """Settled when the constructor has returned."""
-        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
-        self._ask(handle, lambda actor: actor.await_ready(handle))
-        return handle
+        return self._asked(lambda actor, handle: actor.await_ready(handle))
 
     def ended(self) -> Handle[None]:
         """Settled when the actor's process has ended."""
-        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
-        self._ask(handle, lambda actor: actor.await_end(handle))
-        return handle
+        return self._asked(lambda actor, handle: actor.await_end(handle))
 
     def room(self) -> Handle[Room]:
         """How many actors of its kind can live at once."""
-        handle = self._session.new_handle(f"{self.name}()", _Watcher(self))
 
-        def ask(actor: ActorPort) -> None:
-            handle.receive(dump_result(self._known_actors().room(actor.id)))
+        def ask(actor: ActorPort, receiver: Receiver) -> None:
+            receiver.receive(dump_result(self._known_actors().room(actor.id)))
 
-        self._ask(handle, ask)
+        return self._asked(ask)
+
+    def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
+        """A handle behind which there is no call."""
+        name, host = f"{self.name}()", host_beside_loop()
+        if host is not None:
+            return handle_by(host, name, partial(self._ask_now, ask))  # type: ignore[no-any-return]
+        handle = self._session.new_handle(name, _Watcher(self))
+        self._ask(handle, lambda actor: ask(actor, handle))
         return handle
+
+    def _ask_now(
+        self, ask: Callable[[ActorPort, Receiver], None], receiver: Receiver
+    ) -> int:
+        if self._actor is not None:
+            ask(self._actor, receiver)
+        elif self._error is not None:
+            receiver.fail(self._error)
+        return 0
 
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
         if self._session.is_forked:
@@ -238,14 +254,6 @@ def _call_early(
 ) -> None:
     if not handle.done():
         handle.task_id = actor.call(method, payload, receiver)
-
-
-def take_kept() -> list[ActorLink]:
-    """The ties that were pickled into what is sent next."""
-    links = kept[:]
-    kept.clear()
-    passing.clear()
-    return links
 
 
 def carrying(receiver: Receiver) -> Receiver:

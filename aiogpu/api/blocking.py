@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from _thread import get_ident
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from aiogpu.api.options import check_seconds
@@ -24,6 +25,7 @@ from aiogpu.errors import (
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,6 +49,7 @@ class BlockingHandle(Generic[T]):
     """
 
     __slots__ = (
+        "__weakref__",
         "_error",
         "_payload",
         "_state",
@@ -189,17 +192,38 @@ def submit_child(site: Site, payload: bytes) -> Any:
 
 def submit_to(host: Host, site: Site, payload: bytes) -> Any:
     """The same where tasks run in their program's process."""
+    start = partial(host.submit, site, payload)
+    return handle_by(host, site.spec.name, start)
+
+
+def handle_by(host: Host, name: str, start: Callable[[Any], int]) -> Any:
+    """The kind of handle that fits, of what was started for it.
+
+    Args:
+        host: of the task whose code asks.
+        name: what the handle is called.
+        start: is given who waits for the end; gives a number.
+    """
+    handle: Any
     if is_loop_running():
         import asyncio
 
         from aiogpu.api.nested import ChildHandle
 
         loop = asyncio.get_running_loop()
-        awaited: ChildHandle[Any] = ChildHandle(site.spec.name, host, loop, host.waits)
-        awaited.task_id = host.submit(site, payload, awaited)
-        return awaited
-    handle: BlockingHandle[Any] = BlockingHandle(site.spec.name, host)
-    handle.child = host.submit(site, payload, handle)
+        handle = ChildHandle(name, host, loop, host.waits)
+    else:
+        handle = BlockingHandle(name, host)
+    receiver = handle
+    if passing:
+        from aiogpu.api.actor_link import carrying
+
+        receiver = carrying(handle)
+    number = start(receiver)
+    if isinstance(handle, BlockingHandle):
+        handle.child = number
+    else:
+        handle.task_id = number
     return handle
 
 

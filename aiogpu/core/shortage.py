@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.holding import DeviceStatus, Holder, Holdings
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.reservation import Reservation
@@ -75,6 +76,20 @@ class Shortage:
     holders: tuple[Holder, ...]
 
 
+class Stock(Protocol):
+    """What is looked at to find what is short."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What there is, and who holds it."""
+        ...
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """What is kept for one of those that wait."""
+        ...
+
+
 class Lack(NamedTuple):
     """A resource that is short, in parts.
 
@@ -95,7 +110,7 @@ class Lack(NamedTuple):
     is_claimed: bool
 
 
-def find_lacks(node: Node, record: TaskRecord) -> Iterator[Lack]:
+def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
     """The resources for which a waiting task waits."""
     request, ledger = record.spec.shape.request, node.ledger
     rival = rival_of(node, record)
@@ -124,7 +139,7 @@ def _told(devices: DeviceSet, index: int, free: int) -> str:
     return "set aside" if index in devices.aside else f"{number(free):g}"
 
 
-def rival_of(node: Node, record: TaskRecord) -> Reservation | None:
+def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
     """The reservation that this task must leave alone, None without one."""
     reservation = node.reservation
     if reservation is None or reservation.lets_pass(record):
@@ -133,7 +148,7 @@ def rival_of(node: Node, record: TaskRecord) -> Reservation | None:
 
 
 def find_shortages(
-    node: Node, record: TaskRecord, holdings: Holdings
+    node: Stock, record: TaskRecord, holdings: Holdings
 ) -> Iterator[Shortage]:
     """The resources for which a waiting task waits, each with its holders."""
     ledger = node.ledger
@@ -156,6 +171,15 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
     """In one line what a waiting task waits for."""
     if node.solitude.bars(record):
         return "waits until another has run alone, for which memory ran out before"
+    if lacks := tell_lacks(node, record):
+        return lacks
+    if most := find_bound(node):
+        return f"waits for a worker: there are {most}, and no room for more"
+    return "waits for its turn"
+
+
+def tell_lacks(node: Stock, record: TaskRecord) -> str:
+    """In one line for which resources it waits, empty if it lacks none."""
     rival = rival_of(node, record)
     short = []
     for lack in find_lacks(node, record):
@@ -174,11 +198,7 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
             told += f"; kept for {rival.record.spec.name}"
         asked = written(lack.name, number(lack.asked))
         short.append(f"{lack.name} {asked} ({told})")
-    if short:
-        return "waits for " + " and ".join(short)
-    if most := find_bound(node):
-        return f"waits for a worker: there are {most}, and no room for more"
-    return "waits for its turn"
+    return "waits for " + " and ".join(short) if short else ""
 
 
 def find_bound(node: Node) -> int:

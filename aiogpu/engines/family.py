@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
     from aiogpu.engines.base import Waits
@@ -57,8 +58,17 @@ class Host(Family, Protocol):
         """Start a child of the task; gives its number."""
         ...
 
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number."""
+        ...
+
+    @property
+    def program(self) -> AbstractEventLoop:
+        """The loop of the program that has opened the node."""
+        ...
+
     def cancel(self, task: int) -> None:
-        """Stop a child."""
+        """Stop a child or a call."""
         ...
 
     def why(self, name: str, task: int) -> NoReturn:

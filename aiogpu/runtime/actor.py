@@ -282,10 +282,14 @@ class Actor:
 
     def reject(self, failed: Failed) -> None:
         """Its constructor has failed."""
+        self.break_down(failed, unpack_failure(failed, self.name))
+
+    def break_down(self, failed: Failed, cause: Exception) -> None:
+        """Its constructor has failed with this exception."""
         error = self._died(
             f"its constructor raised {failed.type_name}: {failed.message}"
         )
-        error.__cause__ = unpack_failure(failed, self.name)
+        error.__cause__ = cause
         self.die(error)
 
     def fail(self, error: Exception) -> None:

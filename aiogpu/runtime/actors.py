@@ -12,7 +12,7 @@ from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.death import Death, describe_death, describe_loss
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
@@ -229,21 +229,7 @@ class Actors(Register):
 
     def _lost(self, actor: Actor, death: Death, was_killed: bool) -> ActorDiedError:
         cause = None if was_killed else describe_death(actor.name, death)
-        is_restarting = actor.state is not ActorState.DEAD
-        after = (
-            " It is being restarted; give it max_task_retries=1 or more to have such "
-            "calls tried again."
-            if is_restarting
-            else ""
-        )
-        error = ActorDiedError(
-            f"{actor.name} died while it ran this call: "
-            f"{cause or 'it was killed.'}{after}",
-            actor.name,
-            is_restarting,
-        )
-        error.__cause__ = cause
-        return error
+        return describe_loss(actor.name, cause, actor.state is not ActorState.DEAD)
 
     def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """What an actor's process says."""

@@ -7,7 +7,7 @@ import signal
 from typing import NamedTuple
 
 from aiogpu.core.sizes import size
-from aiogpu.errors import OutOfMemoryError, WorkerDiedError
+from aiogpu.errors import ActorDiedError, OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import CROWDED, find_cause, tell
 from aiogpu.runtime.crowd import CrowdedError
@@ -95,6 +95,31 @@ def describe_out_of_memory(
         used=used,
         limit=limit,
     )
+
+
+def describe_loss(
+    name: str, cause: Exception | None, is_restarting: bool
+) -> ActorDiedError:
+    """The error of a call that its actor has not answered before it died.
+
+    Args:
+        name: of the actor.
+        cause: how its process has ended, None if the actor was killed.
+        is_restarting: whether the actor is made anew.
+    """
+    after = (
+        " It is being restarted; give it max_task_retries=1 or more to have such "
+        "calls tried again."
+        if is_restarting
+        else ""
+    )
+    error = ActorDiedError(
+        f"{name} died while it ran this call: {cause or 'it was killed.'}{after}",
+        name,
+        is_restarting,
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _quote(lines: tuple[str, ...]) -> str:

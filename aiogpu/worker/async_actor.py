@@ -55,6 +55,8 @@ class AsyncActor:
         loop.call_soon(self._obey)
         try:
             loop.run_forever()
+            # Calls that answer from here on must not stop what follows.
+            self._is_over = True
             loop.remove_reader(self._channel.fileno())
             loop.run_until_complete(self._close())
             loop.run_until_complete(loop.shutdown_asyncgens())
@@ -66,7 +68,6 @@ class AsyncActor:
                 children.loop = children.wake = None
 
     async def _close(self) -> None:
-        self._is_over = True
         await _end(self._running.values())
         try:
             close = getattr(self._actor, "close", None)

@@ -55,6 +55,16 @@ class Context:
 
 passing: list[int] = []
 """Actors to which handles were pickled that have not been sent yet."""
+kept: list[object] = []
+"""What keeps these actors alive, in a program."""
+
+
+def take_kept() -> list[object]:
+    """What keeps the actors alive whose handles are in what is sent next."""
+    taken = kept[:]
+    kept.clear()
+    passing.clear()
+    return taken
 
 
 def take_passing() -> tuple[int, ...]:

@@ -301,6 +301,10 @@ class Closing(Mourned):
     async def leave_later(self) -> None:
         aiogpu.exit_actor()
 
+    async def turns(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
     async def close(self) -> None:
         say(self.path, f"{self.name}-closing")
         if self.way == "raise":

@@ -14,6 +14,7 @@ LACKS: Final = {
         "modules": "a task finds the modules that the program has imported",
         "at once": "tasks run one after the other",
         "priority": "tasks run in the order of submission",
+        "threads": "all code runs in the thread of the loop",
         "interrupts": "code that blocks has the loop's thread, so nobody else acts",
     },
 }

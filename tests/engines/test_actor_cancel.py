@@ -12,7 +12,7 @@ import aiogpu
 from tests.engines.actor_classes import Async, Closing, Counter, Slow, Threads
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
 
 
 async def cancelled(*handles: Any) -> bool:
@@ -23,6 +23,7 @@ async def cancelled(*handles: Any) -> bool:
     return all(handle.cancelled() for handle in handles)
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_call_that_waits_never_runs(gate: Gate) -> None:
     """It waits for the actor's place, or is behind more than are sent ahead."""
     async with aiogpu.init(num_cpus=1, num_gpus=1):
@@ -45,6 +46,7 @@ async def test_a_call_that_waits_never_runs(gate: Gate) -> None:
         assert (await waits.notes.remote())[-1] == 499
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_call_that_was_sent_and_not_begun_never_runs(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = Counter.remote()
@@ -87,6 +89,7 @@ async def test_a_coroutine_that_has_not_begun_never_does(gate: Gate) -> None:
         assert await actor.later.remote() == 1
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -102,6 +105,7 @@ async def test_a_plain_method_is_interrupted_and_its_actor_lives_on(gate: Gate) 
         assert await counter.pid.remote() == gate.pids["a"]
 
 
+@pytest.mark.needs("interrupts")
 async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
@@ -112,6 +116,7 @@ async def test_blocking_calls_are_interrupted_as_well(gate: Gate) -> None:
         assert await counter.pid.remote() == gate.pids["a"]
 
 
+@pytest.mark.needs("interrupts")
 async def test_who_swallows_the_interrupt_holds_up_those_behind(gate: Gate) -> None:
     """The caller is told at once; nobody is killed."""
     async with aiogpu.init(num_cpus=1, cancel_grace=0.1):
@@ -130,6 +135,7 @@ async def test_who_swallows_the_interrupt_holds_up_those_behind(gate: Gate) -> N
         assert await counter.pid.remote() == gate.pids["a"]
 
 
+@pytest.mark.needs("interrupts")
 async def test_who_is_blocked_in_c_is_not_killed(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1, cancel_grace=0.1):
         counter = await Counter.remote()
@@ -161,6 +167,7 @@ async def test_a_coroutine_gets_cancelled_error_where_it_waits(gate: Gate) -> No
         assert set(await actor.notes.remote()) == set("xyz")
 
 
+@pytest.mark.needs("threads")
 async def test_a_thread_goes_on(gate: Gate) -> None:
     """No thread can be stopped safely: what it does is lost, and its place is taken."""
     async with aiogpu.init(num_cpus=1):
@@ -194,12 +201,18 @@ async def test_timeouts_cancel_calls(gate: Gate) -> None:
         assert not shielded.done()
         shielded.cancel()
         await gate.entered("d-cancelled")
+
+
+@pytest.mark.needs("interrupts")
+async def test_timeouts_interrupt_plain_methods(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
         counter = await Counter.remote()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(counter.spin.remote(gate.path, "e"), 0.05)
         assert await counter.add.remote() == 1
 
 
+@pytest.mark.needs("interrupts")
 async def test_waiting_for_an_actor_may_be_given_up(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         slow = Slow.remote(gate.path)
@@ -211,7 +224,14 @@ async def test_waiting_for_an_actor_may_be_given_up(gate: Gate) -> None:
         assert await slow.add.remote() == 1
 
 
-@pytest.mark.parametrize("kind", [Counter, Async, Threads])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(Counter, marks=pytest.mark.needs("interrupts")),
+        Async,
+        pytest.param(Threads, marks=pytest.mark.needs("threads")),
+    ],
+)
 async def test_a_flood_of_cancels(kind: Any, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         actor = await kind.remote()
@@ -235,9 +255,11 @@ async def test_a_flood_of_cancels(kind: Any, gate: Gate) -> None:
         assert await actor.pid.remote()
 
 
-@pytest.mark.parametrize("kind", [Counter, Async, Threads])
+@pytest.mark.parametrize(
+    "kind", [Counter, Async, pytest.param(Threads, marks=pytest.mark.needs("threads"))]
+)
 async def test_cancelling_at_the_moment_of_completion(kind: Any) -> None:
-    async with aiogpu.init(num_cpus=1) as session:
+    async with aiogpu.init(num_cpus=1):
         actor = await kind.remote()
         outcomes = set()
         for delay in range(120):
@@ -250,8 +272,7 @@ async def test_cancelling_at_the_moment_of_completion(kind: Any) -> None:
         assert outcomes <= {int, asyncio.CancelledError}
         assert int in outcomes
         assert await actor.add.remote()
-        actors = session._engine._open_driver.actors  # type: ignore[attr-defined]
-        inside = actors.get(actor._link._actor.id)
+        inside = actor._link._actor
         assert not inside.calls
         assert inside._unwanted == 0
         assert not any(len(mailbox) for mailbox in inside.mailboxes.values())

@@ -24,13 +24,15 @@ from tests.engines.actor_classes import (
 from tests.gate import Gate
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
 
 
 def has_gone(pid: int) -> bool:
-    return not os.path.exists(f"/proc/{pid}")
+    """An actor of an inline node has no process of its own that could be left."""
+    return pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.needs("interrupts")
 async def test_the_last_handle(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         counter = Mortal.options(num_gpus=1).remote(gate.path, "last")
@@ -77,6 +79,7 @@ async def test_a_block_ends_its_actor_after_what_it_was_sent(gate: Gate) -> None
                 await call()
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_block_that_is_left_refuses_calls_meanwhile(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         async with Counter.remote() as actor:
@@ -89,6 +92,7 @@ async def test_a_block_that_is_left_refuses_calls_meanwhile(gate: Gate) -> None:
         assert await running == "a"
 
 
+@pytest.mark.needs("interrupts")
 async def test_an_error_in_its_block_ends_an_actor_at_once(gate: Gate) -> None:
     """[B29]"""
     async with aiogpu.init(num_cpus=1):
@@ -102,6 +106,7 @@ async def test_an_error_in_its_block_ends_an_actor_at_once(gate: Gate) -> None:
             await running
 
 
+@pytest.mark.needs("interrupts")
 async def test_kill(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         running = await Counter.options(num_gpus=1).remote()
@@ -151,7 +156,10 @@ async def test_a_killed_actor_stays_dead_whatever_comes_late() -> None:
             await ended
 
 
-@pytest.mark.parametrize("kind", [Mortal, MortalThreads, Closing])
+@pytest.mark.parametrize(
+    "kind",
+    [Mortal, pytest.param(MortalThreads, marks=pytest.mark.needs("threads")), Closing],
+)
 async def test_exit_actor(kind: Any, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         actor = kind.options(max_restarts=5).remote(gate.path, "it")
@@ -171,6 +179,18 @@ async def test_exit_actor(kind: Any, gate: Gate) -> None:
             await gate.entered("it-gone")
     with pytest.raises(aiogpu.MisuseError, match="outside"):
         aiogpu.exit_actor()
+
+
+async def test_calls_that_end_after_exit_actor_do_not_disturb_the_end(
+    gate: Gate,
+) -> None:
+    """They may end in the turns of the loop in which the actor begins to close."""
+    async with aiogpu.init(num_cpus=1):
+        actor = await Closing.remote(gate.path, "it")
+        leaving = actor.leave_later.remote()
+        late = [actor.turns.remote(count) for count in range(6)]
+        await asyncio.gather(leaving, *late, return_exceptions=True)
+        await gate.entered("it-closed", "it-gone")
 
 
 async def test_exit_actor_elsewhere() -> None:
@@ -213,6 +233,7 @@ async def test_what_an_actor_does_at_its_end(
     assert "going" in shown.out
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("how", ["handle", "exit"])
 async def test_an_endless_end_is_bounded(
     how: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +257,7 @@ async def test_an_endless_end_is_bounded(
             aiogpu.get_actor("a")
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_call_that_nobody_waits_for_keeps_no_actor(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +272,7 @@ async def test_a_call_that_nobody_waits_for_keeps_no_actor(
             await until(lambda name=kind.__name__: has_gone(gate.pids[name]))
 
 
+@pytest.mark.needs("interrupts")
 @pytest.mark.parametrize("kind", [Mortal, MortalThreads, Closing])
 async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> None:
     """[B6]"""
@@ -273,6 +296,7 @@ async def test_actors_end_in_order_with_their_node(kind: Any, gate: Gate) -> Non
         await until(lambda: {"call-cancelled", "it-closed"} <= set(gate.pids))
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("how", ["swallow", "block_in_c", "constructor", "close"])
 async def test_a_node_waits_for_no_actor_beyond_its_grace(how: str, gate: Gate) -> None:
     """[B6] [B15]"""
@@ -293,6 +317,7 @@ async def test_a_node_waits_for_no_actor_beyond_its_grace(how: str, gate: Gate) 
     assert all(has_gone(pid) for pid in gate.pids.values())
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("kind", [Counter, Async])
 async def test_methods_that_end_the_process(kind: Any) -> None:
     """[B33] [B38]"""
@@ -319,6 +344,7 @@ async def test_methods_that_end_the_process(kind: Any) -> None:
                     await after
 
 
+@pytest.mark.needs("processes")
 @pytest.mark.parametrize("kind", [Counter, Threads, Async])
 async def test_a_fork_of_an_actor_does_not_speak_for_it(
     kind: Any, capsys: pytest.CaptureFixture[str]
@@ -333,6 +359,7 @@ async def test_a_fork_of_an_actor_does_not_speak_for_it(
         assert "ValueError: in the child" in shown.err
 
 
+@pytest.mark.needs("processes")
 async def test_a_fork_in_a_constructor() -> None:
     @aiogpu.remote
     class Forks:

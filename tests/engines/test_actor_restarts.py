@@ -106,7 +106,10 @@ async def test_calls_are_tried_again_as_often_as_they_may(tmp_path: Path) -> Non
             await few.fail.remote(ValueError, "once")
 
 
-@pytest.mark.parametrize("kind", [Async, Threads])
+@pytest.mark.usefixtures("each_engine")
+@pytest.mark.parametrize(
+    "kind", [Async, pytest.param(Threads, marks=pytest.mark.needs("threads"))]
+)
 async def test_all_that_run_at_once_are_hit(kind: Any, gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1, log_to_driver=False):
         for options in (ALWAYS, AGAIN):

@@ -26,7 +26,7 @@ from tests.engines.actor_classes import (
 from tests.gate import Gate
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
 
 
 async def test_an_actor_keeps_its_state_and_its_order() -> None:
@@ -41,12 +41,18 @@ async def test_an_actor_keeps_its_state_and_its_order() -> None:
         await handles[0]
         handles += [counter.add.remote() for _ in range(600)]
         assert await asyncio.gather(*handles) == list(range(10, 1210))
-        other = Counter.remote()
-        pids = await asyncio.gather(*(one.pid.remote() for one in (counter, other)))
-        assert len({*pids, os.getpid()}) == 3
-        assert await other.add.remote() == 1
+        assert await Counter.remote().add.remote() == 1
         assert repr(counter) == "<ActorHandle Counter>"
         assert repr(counter.add) == "<RemoteMethod Counter.add>"
+
+
+@pytest.mark.needs("processes")
+async def test_each_actor_has_a_process_of_its_own() -> None:
+    """[B29]"""
+    async with aiogpu.init(num_cpus=1):
+        actors = [Counter.remote(), Counter.remote()]
+        pids = await asyncio.gather(*(one.pid.remote() for one in actors))
+        assert len({*pids, os.getpid()}) == 3
 
 
 async def test_each_caller_has_its_order() -> None:
@@ -67,7 +73,9 @@ async def test_each_caller_has_its_order() -> None:
                 assert [step for who, step in notes if who == name] == [*range(50)]
 
 
-@pytest.mark.parametrize("kind", [Counter, Threads, Async])
+@pytest.mark.parametrize(
+    "kind", [Counter, pytest.param(Threads, marks=pytest.mark.needs("threads")), Async]
+)
 async def test_what_methods_raise(kind: Any) -> None:
     """[B37] [B39]"""
     async with aiogpu.init(num_cpus=1):
@@ -127,7 +135,7 @@ async def test_the_ways_to_make_a_class_remote() -> None:
 
     assert Derived.__wrapped__.__mro__[2] is Plain
     async with aiogpu.init(num_cpus=1):
-        for made in (named, optional, other):
+        for made in (named, optional):
             assert await made.remote(1).add.remote() == 2
         derived = Derived.remote(1)
         assert await derived.twice.remote() == 3
@@ -176,6 +184,7 @@ async def test_coroutine_methods_interleave(gate: Gate) -> None:
         assert await asyncio.gather(first, second) == ["x", "y"]
 
 
+@pytest.mark.needs("threads")
 async def test_plain_methods_in_threads(gate: Gate) -> None:
     """[B31]"""
     async with aiogpu.init(num_cpus=1):
@@ -190,6 +199,7 @@ async def test_plain_methods_in_threads(gate: Gate) -> None:
         assert await asyncio.gather(*handles) == [*"abc"]
 
 
+@pytest.mark.needs("threads")
 async def test_a_slow_group_holds_up_no_other(gate: Gate) -> None:
     """[B31]"""
     async with aiogpu.init(num_cpus=1):
@@ -208,6 +218,7 @@ async def test_a_slow_group_holds_up_no_other(gate: Gate) -> None:
         Groups.options(concurrency_groups={"other": 1}).remote()
 
 
+@pytest.mark.needs("modules")
 async def test_gpus_are_held_for_life_and_known_before_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +252,7 @@ async def test_gpus_are_held_for_life_and_known_before_the_class(
                 await asyncio.sleep(0)
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_cpu_is_needed_to_be_placed_and_not_held(gate: Gate) -> None:
     """[B30]"""
 
@@ -306,6 +318,7 @@ async def test_a_constructor_that_fails_is_not_tried_again(tmp_path: Path) -> No
     assert runs.read_text() == "x"
 
 
+@pytest.mark.needs("interrupts")
 async def test_a_constructor_that_never_returns(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         slow = Slow.remote(gate.path)
@@ -433,6 +446,7 @@ async def test_names() -> None:
         Counter.options(get_if_exists=True)
 
 
+@pytest.mark.needs("processes")
 async def test_what_actors_print_carries_their_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -455,6 +469,5 @@ async def test_until_nothing_is_left_of_many() -> None:
         values = await asyncio.gather(*(one.add.remote() for one in counters))
         assert values == [*range(1, 9)]
         counters.clear()
-        scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
-        await until(lambda: not scheduler.ledger.leases)
-        scheduler.check()
+        await until(lambda: session.available_resources()["GPU"] == 1)
+        assert session.available_resources()["CPU"] == 1

@@ -53,10 +53,44 @@ PROGRAM = """
         finally:
             print("parent ends", flush=True)
 
+    @aiogpu.remote
+    class Actor:
+        def __init__(self, presses=False):
+            if presses:
+                press()
+
+        def method(self):
+            press()
+
+    @aiogpu.remote
+    class AsyncActor:
+        async def method(self):
+            await asyncio.sleep(0)
+            press()
+
+    @aiogpu.remote
+    class Closing:
+        async def close(self):
+            press()
+
+    async def closing():
+        async with Closing.remote() as actor:
+            await actor
+
+    async def constructor():
+        await Actor.remote(True)
+
+    async def method():
+        await Actor.remote().method.remote()
+
+    async def async_method():
+        await AsyncActor.remote().method.remote()
+
     async def main():
         try:
             async with aiogpu.init(address="inline", num_cpus=1):
-                await globals()[kind].remote()
+                found = globals()[kind]
+                await getattr(found, "remote", found)()
                 await asyncio.sleep(60)
         finally:
             print("cleaned up", "CUDA_VISIBLE_DEVICES" in os.environ, flush=True)
@@ -80,7 +114,11 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "coroutine", "parent", "parent_of_coroutine"]
+    "kind",
+    [
+        *("plain", "coroutine", "parent", "parent_of_coroutine"),
+        *("constructor", "method", "async_method", "closing"),
+    ],
 )
 @pytest.mark.parametrize(
     ("by", "times", "goes_on"),

@@ -44,7 +44,7 @@ def run_pytest(place, *arguments, typed="", plain=PLAIN):
 def test_its_tests_pass(place):
     ran = run_pytest(place, "-W", "error")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "6 passed" in ran.stdout
+    assert "8 passed" in ran.stdout
 
 
 def test_its_tests_with_fixtures_pass(place):
@@ -53,14 +53,14 @@ def test_its_tests_with_fixtures_pass(place):
     plain = (*BARE, "-o", SCOPE, "--strict-markers")
     ran = run_pytest(place, "-W", "error", plain=plain)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "9 passed" in ran.stdout
+    assert "11 passed" in ran.stdout
 
 
 def test_its_tests_see_a_mistake_in_the_module(place):
     module = place / "embedder.py"
     module.write_text(module.read_text().replace("model(text)", "model(text) + 1"))
     ran = run_pytest(place)
-    assert "1 failed, 5 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "1 failed, 7 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_a_debugger_opens_where_a_task_failed(place):

@@ -1,1 +1,1 @@
-"""Runs tasks in the calling process, on its loop's thread: for tests and debuggers."""
+"""Runs tasks and actors in this process, on its loop's thread: for tests, debuggers."""

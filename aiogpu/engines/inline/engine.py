@@ -1,6 +1,7 @@
 """Tasks in the calling process, one after the other, in the order of submission.
 
-For tests and debuggers: breakpoints, monkeypatches and coverage reach into tasks.
+Actors are objects there, called as soon as the loop is free (`residents`).
+For tests and debuggers: breakpoints, monkeypatches and coverage reach into both.
 All that one process can keep is kept as in a worker: copies of values, devices,
 variables, errors, timeouts, retries, cancelling. A plain function blocks the loop
 while it runs and cannot be interrupted; a coroutine is awaited on the loop.
@@ -13,17 +14,17 @@ import os
 from importlib import import_module
 
 from aiogpu.accelerators.registry import INSTALLED
-from aiogpu.core.ids import TaskId
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.why import Why
-from aiogpu.engines.base import ActorsPort, NodeOptions, error_inside_task
+from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
-from aiogpu.engines.inline.job import running_job
+from aiogpu.engines.inline.job import acting_job, running_job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.picture import picture_inline, why_inline
+from aiogpu.engines.inline.residents import Residents
 from aiogpu.engines.inline.runner import Runner
 from aiogpu.engines.inventory import take_inventory
-from aiogpu.errors import NodeClosedError, NodeError, PreloadError
+from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
 
@@ -40,16 +41,9 @@ class InlineEngine:
         return f"<InlineEngine {self._runner!r}>"
 
     @property
-    def actors(self) -> ActorsPort:
-        """Refuse: an inline node has no process that could keep a state.
-
-        Raises:
-            NodeError: always.
-        """
-        raise NodeError(
-            "a node of init(address='inline') has no actors in this version; make the "
-            "object itself, or open a node with address='local'."
-        )
+    def actors(self) -> Residents:
+        """Its actors, in this process; see `Engine.actors`."""
+        return self._node.actors
 
     async def open(self) -> None:
         """Import what is to be preloaded, and detect what there is."""
@@ -71,6 +65,7 @@ class InlineEngine:
             self._loop.time,
         )
         self._runner = Runner(self._loop, node)
+        node.actors = Residents(node, self._runner)
 
     @property
     def _node(self) -> InlineNode:
@@ -84,7 +79,7 @@ class InlineEngine:
 
     def _asked(self, what: str) -> InlineNode:
         """The node, for the program; tasks are refused as in a worker."""
-        if running_job.get() is not None:
+        if running_job.get() is not None or acting_job.get() is not None:
             raise error_inside_task(what)
         return self._node
 
@@ -128,15 +123,12 @@ class InlineEngine:
     def status(self) -> NodeStatus:
         """Who holds what, what waits; each running task counts as a worker."""
         node = self._asked("aiogpu.status()")
-        return picture_inline(node.ledger, node.turns, node.clock())
+        return picture_inline(node, node.clock())
 
     def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
         node = self._asked("handle.why()")
-        job = node.jobs.get(TaskId(task))
-        if job is None:
-            return None
-        return why_inline(job, node.turns, node.clock())
+        return why_inline(node, task, node.clock())
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

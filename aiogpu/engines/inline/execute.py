@@ -21,9 +21,10 @@ from aiogpu.engines.inline.offspring import end_started
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.silence import silence
 from aiogpu.runtime.call import Site
-from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.failure import LEFT, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done
 from aiogpu.wire.payload import dump_result, load_arguments, load_function
+from aiogpu.worker.context import ActorExit, take_kept
 
 AnyCoroutine = Coroutine[Any, Any, Any]
 
@@ -54,64 +55,87 @@ class Executor:
     def _call(self, job: Job) -> Outcome | AnyCoroutine:
         kind = UNREADABLE
         try:
-            with self._step():
-                function = self._function(job.call.site)
+            with self._step(job):
+                function = job.function(self)
                 args, kwargs = load_arguments(job.call.payload)
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
                 kind = UNSENDABLE
-                return Outcome(Done(job.id, dump_result(value)))
+                return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             return self._failed(job, kind, error)
+
+    async def interleave(self, job: Job) -> Outcome:
+        """Call an actor's method on the loop that runs, and await what it gives."""
+        outcome = self._call(job)
+        return (
+            outcome if isinstance(outcome, Outcome) else await self.finish(job, outcome)
+        )
 
     async def finish(self, job: Job, begun: AnyCoroutine) -> Outcome:
         """Await a coroutine to its end, and end what it has started."""
         kind = RAISED
         try:
-            value = await self._stepwise(job, begun)
+            value = await self.stepwise(job, begun)
             kind = UNSENDABLE
-            with self._step():
-                return Outcome(Done(job.id, dump_result(value)))
+            with self._step(job):
+                return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             return self._failed(job, kind, error)
         finally:
             await end_started(job)
 
     def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
-        return Outcome.failed(job.id, kind, error, self._ctrl_c.is_real(error))
+        take_kept()  # the result that they were in will never be sent
+        if type(error) is ActorExit:
+            kind = LEFT
+        outcome = Outcome.failed(job.id, kind, error, self.is_ctrl_c(error))
+        return outcome._replace(carried=take_kept())
+
+    def is_ctrl_c(self, error: BaseException) -> bool:
+        """Whether the code that has run last was ended by the user at the keyboard."""
+        return self._ctrl_c.is_real(error)
 
     @coroutine
-    def _stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
+    def stepwise(self, job: Job, begun: AnyCoroutine) -> Generator[Any, Any, Any]:
         """Drive a coroutine, so that it is seen when its code begins and pauses."""
-        resume: Callable[[], Any] = partial(begun.send, None)
+        # Not a name of its own: an error would hold itself, by its frames.
+        next_step: list[Callable[[], Any]] = [partial(begun.send, None)]
         while True:
-            with self._step():
+            with self._step(job):
                 try:
-                    awaited = resume()
+                    awaited = next_step.pop()()
                 except StopIteration as ended:
                     return ended.value
             try:
-                resume = partial(begun.send, (yield awaited))
+                next_step.append(partial(begun.send, (yield awaited)))
             except GeneratorExit:
                 # It was left behind and its loop has gone: nothing can be awaited.
                 job.started.clear()
                 begun.close()
                 raise
             except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
-                resume = partial(begun.throw, error)
+                next_step.append(partial(begun.throw, error))
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def _step(self, job: Job) -> Iterator[None]:
         """The block runs the user's code, from here to its next pause."""
         with ExitStack() as stack:
+            if job.worn is not None:
+                stack.enter_context(job.worn.on())
             if self._is_silent:
                 stack.enter_context(silence())
             stack.enter_context(self._ctrl_c.watched())
             yield
 
-    def _function(self, site: Site) -> Callable[..., Any]:
+    async def dressed(self, job: Job, begun: AnyCoroutine) -> Any:
+        """Await what an actor's code has started, in the actor's surroundings."""
+        return await self.stepwise(job, begun)
+
+    def function(self, site: Site) -> Callable[..., Any]:
+        """What a site stands for; raises whatever unpickling it raises."""
         sent = site.function
         if site.spec.max_calls == 1:
             # Its worker would have run nothing before.
@@ -124,3 +148,8 @@ class Executor:
     def _load(self, payload: bytes) -> Callable[..., Any]:
         loaded: Callable[..., Any] = load_function(payload)
         return loaded
+
+
+def _packed(job: Job, value: object) -> Outcome:
+    payload = dump_result(value)
+    return Outcome(Done(job.id, payload), carried=take_kept())

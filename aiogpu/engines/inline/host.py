@@ -15,6 +15,8 @@ from aiogpu.core.ids import TaskId
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
 from aiogpu.errors import MisuseError, NodeError
+from aiogpu.runtime.actors import FIRST_CALL
+from aiogpu.wire.acting import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.node import InlineNode
@@ -36,6 +38,7 @@ class TaskHost:
         self._home: Runner | None = None
         self._runners = {job.runner.loop: job.runner}
         self._awaited: list[Job] = []
+        self._awaited_calls: list[int] = []
         self.upsets = 0
 
     def __repr__(self) -> str:
@@ -58,6 +61,36 @@ class TaskHost:
         loop = asyncio._get_running_loop()
         runner = self._at_home() if loop is None else self._beside(loop)
         return runner.submit(site, payload, receiver)
+
+    def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method of an actor; gives the call's number.
+
+        Raises:
+            MisuseError: the task has ended.
+            NodeError: this is another thread than the task's, or the method runs on
+                the program's loop, which this code keeps from running.
+        """
+        actors = self._node.actors
+        called = actors.known(actor)
+        self._check(f"{called.name}.{method}.remote()")
+        if called.site.actor is not None and called.site.actor.mode == ASYNC:
+            raise NodeError(
+                f"{called.name}.{method}.remote() was called by {self._job.name}, "
+                f"whose plain code holds the thread. On an inline node a class that "
+                f"has `async def` methods runs on the program's event loop, in that "
+                f"same thread: make the caller an `async def`, or open a node with "
+                f"address='local'."
+            )
+        number = called.call(method, payload, receiver)
+        loop = asyncio._get_running_loop()
+        if loop is not None:
+            self._beside(loop).wake()
+        return number
+
+    @property
+    def program(self) -> asyncio.AbstractEventLoop:
+        """The loop of the program that has opened the node."""
+        return self._node.actors.runner.loop
 
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
@@ -87,6 +120,9 @@ class TaskHost:
         self.end_wait(waiter)
         found = [self._node.jobs.get(TaskId(child)) for child in children]
         self._awaited = [job for job in found if job is not None]
+        self._awaited_calls = [child for child in children if child >= FIRST_CALL]
+        for call in self._awaited_calls:
+            self._node.begin_wait(call)
         for job in self._awaited:
             job.waiters = 1
 
@@ -94,7 +130,9 @@ class TaskHost:
         """Nobody of the task's plain code waits any more."""
         for job in self._awaited:
             job.waiters = 0
-        self._awaited = []
+        for call in self._awaited_calls:
+            self._node.end_wait(call)
+        self._awaited, self._awaited_calls = [], []
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: float | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.records import TaskRecord
@@ -16,12 +17,17 @@ from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call
+from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
+    from aiogpu.engines.inline.execute import Executor
     from aiogpu.engines.inline.runner import Runner
 
 running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=None)
 """The job whose code asks; the asyncio tasks that it starts inherit it."""
+acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
+"""The job that has made the actor whose coroutine asks; inherited as well."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +50,8 @@ class Job:
         started: the asyncio tasks that its code has started.
         timer: rings when its time is up, or its patience with a cancel.
         aside: what has begun on top of it and pauses, while its own code goes on.
+        is_urgent: whether it runs on top of whatever runs, since an actor needs it.
+        worn: put on whenever its code runs, where other code runs in between.
     """
 
     record: TaskRecord
@@ -60,6 +68,8 @@ class Job:
     started: set[asyncio.Task[object]] = field(default_factory=set)
     timer: asyncio.Handle | None = None
     aside: list[Job] = field(default_factory=list)
+    is_urgent: bool = False
+    worn: Surroundings | None = None
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name} {self.record.state.value}>"
@@ -93,6 +103,38 @@ class Job:
     def is_blocked(self) -> bool:
         """Whether its code waits for a task that it has started."""
         return any(child.waiters for child in self.brood.values())
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether its code is an actor's."""
+        return False
+
+    def worker_id(self, depth: int) -> WorkerId:
+        """By which number its code and `status()` know where it runs."""
+        return WorkerId(depth)
+
+    def function(self, executor: Executor) -> Callable[..., Any]:
+        """What is called; raises whatever unpickling it raises."""
+        return executor.function(self.call.site)
+
+    def tell(self, outcome: Outcome) -> None:
+        """Tell who waits what has come of it."""
+        call, answer = self.call, outcome.answer
+        outcome.hold_for(call.receiver)
+        if type(answer) is Done and call.receiver is not None:
+            call.receiver.receive(answer.payload)
+        elif type(answer) is Failed:
+            error = call.error or unpack_failure(answer, self.name)
+            outcome.show_frames(error)
+            call.tell(error)
+
+    def fail_wait(self, reason: str) -> bool:
+        """Tell who waits that the wait can never end; whether the job is over by it."""
+        self.call.tell_deadlock(reason)
+        return True
+
+    def on_end(self) -> None:
+        """Its code has stopped, or never ran."""
 
     def fresh_context(self, host: Host) -> Context:
         """An empty context, as a worker's is, but for whose it is."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, Request
 from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.turns import Turns
 from aiogpu.errors import AiogpuError, NodeClosedError
+from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Site
+
+if TYPE_CHECKING:
+    from aiogpu.engines.inline.residents import Residents
+    from aiogpu.engines.inline.runner import Runner
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +41,10 @@ class InlineNode:
         clock: the time by the program's loop; other loops may keep their own.
         jobs: all that have not ended, by id.
         turns: which of them run, and who is next.
+        runners: all that carry its jobs.
+        actors: set by who makes it.
         is_closing: whether nothing more is taken.
+        reservation: nothing is kept for anybody.
     """
 
     ledger: Ledger
@@ -42,7 +54,10 @@ class InlineNode:
     clock: Callable[[], float]
     jobs: dict[TaskId, Job] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
+    runners: WeakSet[Runner] = field(default_factory=WeakSet)
+    actors: Residents = field(init=False)
     is_closing: bool = False
+    reservation: None = None
     _last_task: int = 0
     # Left on sites that were found feasible.
     _mark: object = field(default_factory=object)
@@ -58,8 +73,32 @@ class InlineNode:
 
     def grace_of(self, job: Job) -> float:
         """Seconds after which this job, if cancelled, is left behind."""
-        grace = job.record.spec.cancel_grace
-        return self.cancel_grace if grace is None else grace
+        spec = job.record.spec
+        if spec.cancel_grace is None or spec.is_endless:
+            return self.cancel_grace
+        return spec.cancel_grace
+
+    def surroundings(self, job: Job, lease: Lease, worker: WorkerId) -> Surroundings:
+        """What a job that has begun finds around it."""
+        site = job.call.site
+        bind = self.assignment.bind(lease, site.environ)
+        return Surroundings(
+            bind.environ,
+            {
+                "is_actor": job.is_actor,
+                "node": f"inline-{os.getpid()}",
+                "worker": worker,
+                "task": job.id,
+                "name": job.name,
+                "resources": site.resources,
+                "accelerators": bind.accelerators,
+            },
+        )
+
+    def wake(self) -> None:
+        """Have whoever is at work look for what can begin now."""
+        for runner in list(self.runners):
+            runner.wake()
 
     def refusal(self, call: Call, parent: Job | None) -> AiogpuError | None:
         """Why a call is not to be served, None if it is.
@@ -83,7 +122,10 @@ class InlineNode:
         return None
 
     def cancel(self, task: int) -> None:
-        """Stop a task; its receiver is told nothing any more."""
+        """Stop a task or a call; its receiver is told nothing any more."""
+        if task >= FIRST_CALL:
+            self.actors.cancel_call(task)
+            return
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.call.receiver = None
@@ -91,7 +133,10 @@ class InlineNode:
             job.runner.stop(job)
 
     def begin_wait(self, task: int) -> None:
-        """Some code waits for a task now."""
+        """Some code waits for a task or a call now."""
+        if task >= FIRST_CALL:
+            self.actors.waits.begin(task)
+            return
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters += 1
@@ -101,18 +146,27 @@ class InlineNode:
 
     def end_wait(self, task: int) -> None:
         """It waits no longer, although the task has not ended."""
+        if task >= FIRST_CALL:
+            self.actors.waits.end(task)
+            return
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters -= 1
 
     def settle(self, task: int) -> None:
         """A task has ended; nobody waits for it any more."""
+        if task >= FIRST_CALL:
+            self.actors.waits.end(task)
+            return
         job = self.jobs.get(TaskId(task))
         if job is not None:
             job.waiters = 0
 
     def lend(self, job: Job) -> bool:
         """Take what a job asks for; False if there is not enough."""
+        if job.record.spec.is_endless:
+            job.lease = self._lend_for_life(job)
+            return job.lease is not None
         request = job.record.spec.shape.request
         if self.turns.running:
             # Its ancestors wait meanwhile: the CPUs that they hold are its own.
@@ -123,17 +177,40 @@ class InlineNode:
         job.lease = self.ledger.take(request)
         return job.lease is not None
 
-    def hopeless(self, waiting: list[Job]) -> Job | None:
+    def _lend_for_life(self, job: Job) -> Lease | None:
+        """What an actor holds; CPUs only until it is made, unless it asks for some."""
+        terms, ledger = job.call.site.actor, self.ledger
+        assert terms is not None, job
+        beneath = [one.lease for one in self.turns.running if one.lease is not None]
+        lent = [lease for lease in beneath if not lease.is_lent]
+        # Their code does not run while this one does.
+        for lease in lent:
+            ledger.lend(lease)
+        taken = ledger.take(job.record.spec.shape.request)
+        for lease in lent:
+            ledger.resume(lease)
+        if taken is not None and not terms.keeps_cpus:
+            ledger.lend(taken)
+        return taken
+
+    def hopeless(self, waiting: list[Job], runner: Runner) -> Job | None:
         """The job whose wait can never end, as all that hold something wait too.
 
         Args:
             waiting: those that do not fit.
+            runner: who looks. While the program's loop runs, the program may end
+                actors, and so may these themselves.
         """
+        if self.actors.are_there and runner is self.actors.runner:
+            return None
         awaited = [job for job in waiting if job.waiters]
-        if not awaited or not all(job.is_blocked for job in self.turns.running):
+        if not awaited or not all(map(self._is_blocked, self.turns.running)):
             return None
         # The one that was started last has the least to lose.
         return awaited[-1]
+
+    def _is_blocked(self, job: Job) -> bool:
+        return job.is_blocked or self.actors.waits.are_by(job)
 
     def why_hopeless(self, job: Job) -> str:
         """The chain from the first that waits to the one that cannot run."""
@@ -143,11 +220,15 @@ class InlineNode:
             for one, two in pairwise(chain)
         )
         wanted = job.record.spec.shape.request
-        return f"{job.name} asks for {wanted}, and those that wait hold it: {told}"
+        others = ", and actors the rest" if self.actors.are_there else ""
+        return (
+            f"{job.name} asks for {wanted}, and those that wait hold it{others}: {told}"
+        )
 
     def close_down(self) -> None:
         """Take nothing more, and stop all that there is."""
         self.is_closing = True
+        self.actors.close_down()
         for job in list(self.jobs.values()):
             job.call.tell_closed()
             job.runner.stop(job)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from aiogpu.runtime.child import Carrying
 from aiogpu.wire.failure import pack_failure
 from aiogpu.wire.messages import Done, Failed
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import Receiver
 
 OWN_FRAMES: Final = "/aiogpu/engines/inline/"
 """Marks this package's own frames, which a user's traceback leaves out."""
@@ -18,11 +23,13 @@ class Outcome(NamedTuple):
         answer: the pickled result or error.
         error: the exception itself, with its frames, None for a result.
         is_ctrl_c: whether it is the user at the keyboard who ended it.
+        carried: keeps the actors alive whose handles are in the result.
     """
 
     answer: Done | Failed
     error: BaseException | None = None
     is_ctrl_c: bool = False
+    carried: list[object] | None = None
 
     @classmethod
     def failed(
@@ -30,6 +37,13 @@ class Outcome(NamedTuple):
     ) -> Outcome:
         """The outcome of an attempt that raised; see `pack_failure`."""
         return cls(pack_failure(task, kind, error, OWN_FRAMES), error, is_ctrl_c)
+
+    def hold_for(self, receiver: Receiver | None) -> None:
+        """Keep what is carried alive for as long as who gets the result."""
+        while isinstance(receiver, Carrying):
+            receiver = receiver.receiver
+        if self.carried and receiver is not None:
+            weakref.finalize(receiver, self.carried.clear).atexit = False
 
     def show_frames(self, revived: Exception) -> None:
         """Give the exception that the task's owner sees the frames of this one.

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from itertools import islice
 
+from aiogpu.core.holding import Holdings
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord
+from aiogpu.core.shortage import find_shortages, tell_lacks
 from aiogpu.core.snapshot import (
     LISTED,
     NodeStatus,
@@ -20,50 +21,91 @@ from aiogpu.core.snapshot import (
 )
 from aiogpu.core.why import Why
 from aiogpu.engines.inline.job import Job
-from aiogpu.engines.inline.turns import Turns
+from aiogpu.engines.inline.node import InlineNode
 
 
-def picture_inline(ledger: Ledger, turns: Turns, now: float) -> NodeStatus:
-    """Picture the node: every running job has a worker, and all are this process.
+def picture_inline(node: InlineNode, now: float) -> NodeStatus:
+    """Picture the node: all that run and all actors have workers, this process each.
 
     One worker is there also when nothing runs.
     """
-    workers = [job.record.worker for job in turns.running if job.record.worker]
-    if not workers:
-        workers = [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
+    turns = node.turns
+    workers = _workers(node) or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
     queue = Queue(
         count=sum(len(jobs) for jobs in turns.by_shape.values()),
         first=[
-            (job.record, f"waits for its turn: {before} before it")
+            (job.record, _reason(node, job, before))
             for before, job in enumerate(islice(turns, LISTED))
         ],
         shapes=[
-            _shape(jobs, turns, now) for jobs in islice(turns.by_shape.values(), LISTED)
+            _shape(jobs, node, now) for jobs in islice(turns.by_shape.values(), LISTED)
         ],
         shape_count=len(turns.by_shape),
     )
     pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
-    return picture(ledger, workers, queue, pids, now)
+    return picture(node.ledger, workers, queue, pids, now)
 
 
-def _shape(jobs: Mapping[TaskId, Job], turns: Turns, now: float) -> ShapeStatus:
+def _workers(node: InlineNode) -> list[WorkerRecord]:
+    records = [job.record for job in node.turns.running]
+    records += [one.record for one in node.actors.living() if one.record]
+    return [record.worker for record in records if record.worker]
+
+
+def _reason(node: InlineNode, job: Job, before: int) -> str:
+    lacks = tell_lacks(node, job.record) if _may_lack(node, job) else ""
+    return lacks or f"waits for its turn: {before} before it"
+
+
+def _may_lack(node: InlineNode, job: Job) -> bool:
+    """Whether it waits for what others hold; others wait for those that run."""
+    return job.is_urgent or not node.turns.running
+
+
+def _shape(jobs: Mapping[TaskId, Job], node: InlineNode, now: float) -> ShapeStatus:
     first = next(iter(jobs.values()))
-    reason = f"waits for its turn: {turns.position(first)} before it"
+    reason = _reason(node, first, node.turns.position(first))
     return shape_status(first.record, len(jobs), now - first.record.since, reason)
 
 
-def why_inline(job: Job, turns: Turns, now: float) -> Why:
-    """Say whose turn comes before a job's, or that it runs."""
-    record = job.record
-    waits = record.state is TaskState.WAITING
+def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
+    """Say what a task waits for, or that it runs; None if it has ended."""
+    turns, job = node.turns, node.jobs.get(TaskId(task))
+    actor = node.actors.life(task)
+    record = job.record if job else actor.record if actor else None
+    if record is None:
+        return None
+    waits = job is not None and record.state is TaskState.WAITING
+    if job is not None and waits and _may_lack(node, job):
+        why = _why_lacking(node, job, now)
+        if why.reasons:
+            return why
+    return Why(
+        name=record.spec.name,
+        task=task,
+        state=record.state.value,
+        seconds=now - record.since,
+        request=record.spec.shape.request.as_numbers(),
+        position=turns.position(job) + 1 if waits and job else None,
+        of=sum(len(jobs) for jobs in turns.by_shape.values()) if waits else 0,
+        worker=record.worker.id if record.worker else None,
+        pid=0 if waits else os.getpid(),
+    )
+
+
+def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
+    """Say what of the resources that it asks for others hold."""
+    record, workers = job.record, _workers(node)
+    alike = list(node.turns.by_shape[record.spec.shape])
+    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
     return Why(
         name=job.name,
         task=job.id,
         state=record.state.value,
         seconds=now - record.since,
         request=record.spec.shape.request.as_numbers(),
-        position=turns.position(job) + 1 if waits else None,
-        of=sum(len(jobs) for jobs in turns.by_shape.values()) if waits else 0,
-        worker=record.worker.id if record.worker else None,
-        pid=0 if waits else os.getpid(),
+        position=alike.index(job.id) + 1,
+        of=len(alike),
+        reasons=tuple(find_shortages(node, record, Holdings(workers, pids, now))),
+        is_held_endlessly=not node.turns.running,
     )

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
-from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord, move_task
 from aiogpu.core.retry import may_retry
 from aiogpu.engines.inline.host import TaskHost
-from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.job import Job, acting_job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
-from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.messages import Failed
 
 _log: Final = logging.getLogger(__name__)
 
@@ -41,19 +37,21 @@ class Runner:
         node: what it shares with the runners of other loops.
         loop: the program's, a user's own inside a task, or one for plain code that
             waits.
+        offspring: watches over what coroutines start there.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, node: InlineNode) -> None:
         self.node = node
         self.loop = loop
         self._turns = node.turns
-        self._offspring = Offspring(loop)
+        self.offspring = Offspring(loop, node.executor)
         self._is_woken = False
         self._is_run = False
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
         # What the loop is to call must not inherit the context of a task.
         self._context = Context()
+        node.runners.add(self)
 
     def __repr__(self) -> str:
         return f"<Runner on {self.loop!r} of {self.node!r}>"
@@ -62,17 +60,22 @@ class Runner:
         """Let a task wait for its turn; see `Engine.submit`."""
         node = self.node
         call, parent = Call(site, payload, receiver), self._turns.parent()
-        refusal = node.refusal(call, parent)
+        maker = None if parent is not None else acting_job.get()
+        refusal = node.refusal(call, parent or maker)
         record = node.new_record(site)
         if refusal is not None:
             call.tell(refusal)
         elif parent is not None and parent.record.state is not TaskState.RUNNING:
             call.tell_disowned()
         else:
-            self._add(Job(record, call, self, parent=parent))
+            is_urgent = maker is not None
+            self.add(
+                Job(record, call, self, parent=parent or maker, is_urgent=is_urgent)
+            )
         return record.id
 
-    def _add(self, job: Job) -> None:
+    def add(self, job: Job) -> None:
+        """Let a job wait for its turn."""
         timeout = job.record.spec.timeout
         if timeout is not None:
             job.due = self.loop.time() + timeout
@@ -93,6 +96,11 @@ class Runner:
 
     def _advance(self) -> None:
         self._is_woken = False
+        call = self.node.actors.next_call()
+        if call is not None:
+            self.wake()  # there may be more, or a job
+            self._play(call)
+            return
         too_large = []
         for job in self._turns.waiting():
             if not job.is_waiting:
@@ -105,37 +113,39 @@ class Runner:
                 self._begin(job)
                 return
             too_large.append(job)
-        hopeless = self.node.hopeless(too_large)
+        hopeless = self.node.hopeless(too_large, self)
         if hopeless is not None:
-            hopeless.call.tell_deadlock(self.node.why_hopeless(hopeless))
-            self._end(hopeless)
+            if hopeless.fail_wait(self.node.why_hopeless(hopeless)):
+                self._end(hopeless)
+            elif self._is_run:
+                self.loop.stop()
 
     def _is_overdue(self, job: Job) -> bool:
         return job.due is not None and self.loop.time() >= job.due
 
+    def _play(self, call: Job) -> None:
+        """Run a call of an actor at once, on top of whatever runs."""
+        call.runner = self
+        self.node.jobs[call.id] = call
+        self._turns.running.append(call)
+        self._enter(call)
+
     def _begin(self, job: Job) -> None:
-        site, lease = job.call.site, job.lease
+        lease = job.lease
         assert lease is not None, job
         job.runner = self
         self._turns.begin(job)
-        self._is_quiet.clear()
-        move_task(job.record, TaskState.RUNNING)
-        level = WorkerId(len(self._turns.running))
+        level = job.worker_id(len(self._turns.running))
         job.record.worker = WorkerRecord(
             level, state=WorkerState.BUSY, task=job.record, lease=lease
         )
-        bind = self.node.assignment.bind(lease, site.environ)
-        job.surroundings = Surroundings(
-            bind.environ,
-            {
-                "node": f"inline-{os.getpid()}",
-                "worker": level,
-                "task": job.id,
-                "name": job.name,
-                "resources": site.resources,
-                "accelerators": bind.accelerators,
-            },
-        )
+        job.surroundings = self.node.surroundings(job, lease, level)
+        self._enter(job)
+
+    def _enter(self, job: Job) -> None:
+        assert job.surroundings is not None, job
+        self._is_quiet.clear()
+        move_task(job.record, TaskState.RUNNING)
         job.surroundings.put_on()
         self._attempt(job)
 
@@ -161,7 +171,7 @@ class Runner:
         if isinstance(outcome, Outcome):
             self._finish(job, outcome)
             return
-        self._offspring.begin()
+        self.offspring.begin()
         job.main = self.loop.create_task(
             self.node.executor.finish(job, outcome), name=job.name, context=context
         )
@@ -174,7 +184,7 @@ class Runner:
         begun: Coroutine[Any, Any, Any],
         main: asyncio.Task[Outcome],
     ) -> None:
-        self._offspring.end()
+        self.offspring.end()
         job.main = None
         if job.record.state is TaskState.ENDED:
             return  # it was given up
@@ -186,22 +196,14 @@ class Runner:
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         self.disown(job)
-        call, answer = job.call, outcome.answer
         if job.record.state is TaskState.RUNNING:
-            is_late = self._is_overdue(job)
-            if is_late:
-                call.tell_timeout()
+            if self._is_overdue(job):
+                job.call.tell_timeout()
             elif self._is_retried(job, outcome):
                 self.loop.call_soon(self._attempt, job, context=self._context)
                 return
-            elif type(answer) is Done and call.receiver is not None:
-                call.receiver.receive(answer.payload)
-            elif type(answer) is Failed:
-                error = call.error
-                if error is None:
-                    error = unpack_failure(answer, job.name)
-                outcome.show_frames(error)
-                call.tell(error)
+            else:
+                job.tell(outcome)
         self._end(job)
         if outcome.is_ctrl_c and outcome.error is not None:
             raise outcome.error
@@ -275,9 +277,10 @@ class Runner:
         self.disown(job)
         for ended in self._turns.pop_ended():
             assert ended.surroundings is not None, ended
-            assert ended.lease is not None, ended
             ended.surroundings.take_off()
-            self.node.ledger.give_back(ended.lease)
+            if ended.lease is not None:
+                self.node.ledger.give_back(ended.lease)
+        job.on_end()
         if not self._turns.running:
             self._is_quiet.set()
         if self._is_run:
@@ -332,6 +335,7 @@ class Runner:
     def hasten(self) -> None:
         """Stop all jobs, and leave those behind that would take their time."""
         self.node.close_down()
+        self.node.actors.hasten()
         for job in list(self.node.jobs.values()):
             self._leave_behind(job)
 
@@ -339,3 +343,4 @@ class Runner:
         """Stop all jobs, and wait for those that take their time."""
         self.node.close_down()
         await self._is_quiet.wait()
+        await self.node.actors.closed()

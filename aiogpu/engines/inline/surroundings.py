@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from aiogpu.worker.context import Context, current
@@ -28,6 +29,10 @@ class Surroundings:
         self._environ_before: dict[str, str | None] = {}
         self._facts_before: dict[str, object] = {}
 
+    def again(self) -> Surroundings:
+        """The same, to be put on another time."""
+        return Surroundings(self._environ, self._facts)
+
     def put_on(self) -> None:
         """Remember what there is, and set this task's."""
         self._environ_before = {name: os.environ.get(name) for name in self._environ}
@@ -40,6 +45,15 @@ class Surroundings:
         """Set this task's again, whatever it has made of them."""
         os.environ.update(self._environ)
         _set_facts(self._facts)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Put them on for the block."""
+        self.put_on()
+        try:
+            yield
+        finally:
+            self.take_off()
 
     def take_off(self) -> None:
         """Set what there was before. Nothing else is touched."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Final
 
 from aiogpu.core.ids import TaskId
@@ -25,11 +25,14 @@ class Turns:
     Attributes:
         running: the jobs that have begun, the last one in its turn.
         by_shape: the jobs that have not, in order of submission.
+        urgent: those of them that run on top of whatever runs, since it may wait for
+            them: makings of actors, and what the methods of actors start.
     """
 
     def __init__(self) -> None:
         self.running: list[Job] = []
         self.by_shape: dict[Shape, dict[TaskId, Job]] = {}
+        self.urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
 
     def __repr__(self) -> str:
@@ -44,7 +47,10 @@ class Turns:
 
     def add(self, job: Job) -> None:
         """Let a job wait."""
-        (self._waiting if job.parent is None else job.parent.children).append(job)
+        if job.is_urgent:
+            self.urgent.append(job)
+        else:
+            (job.parent.children if job.parent else self._waiting).append(job)
         self.by_shape.setdefault(job.record.spec.shape, {})[job.id] = job
 
     def leave(self, job: Job) -> None:
@@ -56,24 +62,25 @@ class Turns:
             if not jobs:
                 del self.by_shape[shape]
 
-    def waiting(self) -> Sequence[Job]:
+    def waiting(self) -> Iterator[Job]:
         """The jobs of which one may begin now, in their order; some have ended."""
         if self.running and self.running[-1].is_about_to_end:
-            return ()  # it is told of in a moment, and its children are no more its
-        waiting = self._queue()
-        while waiting and not waiting[0].is_waiting:
-            waiting.popleft()
-        return waiting
+            return iter(())  # it is told of in a moment, and its children no more its
+        for waiting in (self.urgent, self._queue()):
+            while waiting and not waiting[0].is_waiting:
+                waiting.popleft()
+        return chain(self.urgent, self._queue())
 
     def begin(self, job: Job) -> None:
         """A job that waited has its turn."""
-        self._queue().remove(job)
+        (self.urgent if job.is_urgent else self._queue()).remove(job)
         self.leave(job)
         self.running.append(job)
 
     def __iter__(self) -> Iterator[Job]:
         """Those that wait, in the order of their turn."""
-        for line in (*(job.children for job in reversed(self.running)), self._waiting):
+        children = (job.children for job in reversed(self.running))
+        for line in (self.urgent, *children, self._waiting):
             for job in line:
                 if job.is_waiting:
                     yield job

@@ -1,0 +1,54 @@
+"""A call of an actor's method, while its code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.outcome import Outcome
+
+if TYPE_CHECKING:
+    from aiogpu.engines.inline.execute import Executor
+    from aiogpu.engines.inline.resident import Resident
+
+
+@dataclass(slots=True, eq=False)
+class Invocation(Job):
+    """See above.
+
+    Attributes:
+        resident: the actor's object.
+        method: name of the method.
+    """
+
+    resident: Resident = field(kw_only=True)
+    method: str = field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"{self.record.spec.name}.{self.method}"
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether its code is an actor's: always."""
+        return True
+
+    def function(self, executor: Executor) -> Callable[..., Any]:
+        """The method; where it cannot be had, the call raises why."""
+        resident, method = self.resident, self.method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(resident.object, method)(*args, **kwargs)
+
+        return call
+
+    def tell(self, outcome: Outcome) -> None:
+        """Tell the caller what has come of it."""
+        self.resident.answer(outcome)
+
+    def on_end(self) -> None:
+        """Its code has stopped: the next call may run."""
+        self.resident.on_call_ended(self)
