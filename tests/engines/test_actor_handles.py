@@ -22,6 +22,10 @@ def has_gone(pid: int) -> bool:
     return pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
 
 
+def lives(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
 async def test_into_tasks_on_one_cpu() -> None:
     async with aiogpu.init(num_cpus=1):
         counter = Counter.remote(5)
@@ -57,6 +61,7 @@ async def test_an_actor_that_keeps_a_handle(holder: str) -> None:
         gc.collect()
         calls = (keeper.add.remote(1) for _ in range(50))
         assert await asyncio.gather(*calls) == list(range(1, 51))
+        assert lives(pid)
         if holder == "Holder":
             await keeper.drop.remote()
         else:
@@ -95,10 +100,12 @@ async def test_made_by_an_actor_and_given_away() -> None:
         await holder.make.remote(7)
         counter = await holder.give.remote()
         assert await asyncio.gather(holder.add.remote(1), counter.add.remote(1))
+        pid = await counter.pid.remote()
         await holder.drop.remote()
         assert await counter.add.remote() == 10
         aiogpu.kill(holder)
         assert await counter.add.remote() == 11
+        assert lives(pid)
 
 
 async def test_names() -> None:
@@ -130,10 +137,11 @@ async def test_ended_by_a_task(is_killed: bool) -> None:
             await call_until_dead(counter)
 
 
-async def test_one_that_waits_for_itself() -> None:
+async def test_one_that_waits_for_itself(address: str) -> None:
+    told = "max_concurrency=2" if address == "local" else "directly, by self"
     async with aiogpu.init(num_cpus=1):
         holder = await handed_on.Holder.remote()
-        with pytest.raises(aiogpu.DeadlockError, match="directly, by self"):
+        with pytest.raises(aiogpu.DeadlockError, match=told):
             await holder.add_by_myself.remote(holder)
         await holder.take.remote(5)
         assert await holder.give.remote() == 5

@@ -122,7 +122,7 @@ async def test_calls_that_cannot_be_are_refused_before_they_are_sent() -> None:
         assert await counter.notes.remote() == []
 
 
-async def test_the_ways_to_make_a_class_remote() -> None:
+async def test_the_ways_to_make_a_class_remote(address: str) -> None:
     """[B29]"""
     named = aiogpu.remote(Plain)
     optional = aiogpu.remote(num_cpus=0)(Plain)
@@ -135,7 +135,8 @@ async def test_the_ways_to_make_a_class_remote() -> None:
 
     assert Derived.__wrapped__.__mro__[2] is Plain
     async with aiogpu.init(num_cpus=1):
-        for made in (named, optional):
+        # Threads are what an inline node lacks.
+        for made in (named, optional, *[other] * (address == "local")):
             assert await made.remote(1).add.remote() == 2
         derived = Derived.remote(1)
         assert await derived.twice.remote() == 3
@@ -463,7 +464,7 @@ async def test_what_actors_print_carries_their_name(
             assert capsys.readouterr().out == f"{prefix} one\n{prefix} two\n"
 
 
-async def test_until_nothing_is_left_of_many() -> None:
+async def test_until_nothing_is_left_of_many(address: str) -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1) as session:
         counters = [Counter.options(num_gpus=0.125).remote(n) for n in range(8)]
         values = await asyncio.gather(*(one.add.remote() for one in counters))
@@ -471,3 +472,7 @@ async def test_until_nothing_is_left_of_many() -> None:
         counters.clear()
         await until(lambda: session.available_resources()["GPU"] == 1)
         assert session.available_resources()["CPU"] == 1
+        if address == "local":
+            scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
+            assert not scheduler.ledger.leases
+            scheduler.check()
