@@ -29,8 +29,11 @@ def group(name: str) -> Iterator[Cgroup]:
         assert made.remove()
 
 
+def all_groups() -> set[str]:
+    """Names of the groups that all drivers' nodes have, and of others."""
+    return set(os.listdir(PLACE.directory)) if PLACE.directory is not None else set()
+
+
 def groups_of(pid: int) -> list[str]:
     """Names of the groups that a driver's nodes have."""
-    if PLACE.directory is None:
-        return []
-    return [name for name in os.listdir(PLACE.directory) if name.endswith(f"-{pid}")]
+    return [name for name in all_groups() if name.endswith(f"-{pid}")]
