@@ -106,6 +106,11 @@ class PaperWorker:
             self.void.popleft()
             self.sent.append(self.task)
 
+    def drop(self, task: PaperTask) -> None:
+        """It is known that this one was skipped."""
+        if task in self.void:
+            self.void.remove(task)
+
     def drop_queue(self) -> None:
         """Keep what runs alone."""
         self.void.clear()

@@ -258,7 +258,7 @@ class World(Onlooker):
             elif isinstance(event, events.Revoked) and event.worker in self.workers:
                 self.workers[event.worker].forget_void(event.number)
             elif isinstance(event, events.TaskSkipped):
-                self._drop(self.workers[event.worker], self._by_id[event.task])
+                self.workers[event.worker].drop(self._by_id[event.task])
             elif isinstance(event, events.WorkerGone):
                 # One that is killed while it leaves has two reasons to go.
                 self.workers.pop(event.worker, None)
@@ -300,10 +300,6 @@ class World(Onlooker):
         worker.revoke(number)
         if self.revokes:
             self._coming.append(worker.know_revoked())
-
-    def _drop(self, worker: PaperWorker, task: PaperTask) -> None:
-        if task in worker.void:
-            worker.void.remove(task)
 
     def _tell(self, effect: effects.Effect) -> None:
         if isinstance(effect, effects.Forget):
