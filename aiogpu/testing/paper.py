@@ -58,7 +58,6 @@ class PaperWorker:
         environment: of the tasks that it was forked for.
         has_started: whether it has connected.
         is_ending: whether it gets no more work.
-        is_leaving: whether its end is about to be told.
         is_stopped: whether it begins nothing, as under SIGSTOP.
         revoking: numbers of the `Revoke`s that are not answered.
         last_revoke: number of the latest one.
@@ -73,7 +72,6 @@ class PaperWorker:
     environment: Environment = ()
     has_started: bool = False
     is_ending: bool = False
-    is_leaving: bool = False
     is_stopped: bool = False
     revoking: deque[int] = field(default_factory=deque)
     last_revoke: int = 0

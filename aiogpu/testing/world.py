@@ -337,8 +337,7 @@ class World(Onlooker):
 
     def _leave(self, worker: PaperWorker) -> None:
         worker.is_ending = True
-        if self.exits and not worker.is_leaving:
-            worker.is_leaving = True
+        if self.exits:
             self._coming.append(worker.gone(self.settles))
 
 
