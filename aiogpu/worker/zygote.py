@@ -63,6 +63,9 @@ class Zygote:
             self._watch = Watch(
                 ZYGOTE, setup.generation, socket_path(setup.directory), driver
             )
+        except (FileNotFoundError, ConnectionRefusedError):
+            self._leave_early()
+            sys.exit(0)  # it has closed the node before it knew us
         except OSError:
             self._leave_early()
             raise  # it lives, and has refused us
