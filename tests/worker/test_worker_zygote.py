@@ -135,3 +135,14 @@ def test_a_slot_that_was_given_up_meanwhile_is_no_trouble(
         os.close(pipe)
     for path in paths:
         Path(path).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["removed", "closed"])
+def test_a_node_that_closed_before_is_no_trouble(
+    is_there: bool, driver: DriverEnd, tmp_path: Path
+) -> None:
+    """Its driver lives, and has told the user why already."""
+    driver.close_listener()
+    zygote = start(ZYGOTE, driver.directory if is_there else str(tmp_path / "gone"))
+    out, err = zygote.communicate(timeout=60)
+    assert (zygote.returncode, out, err) == (0, "", "")
