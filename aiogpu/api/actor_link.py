@@ -16,7 +16,7 @@ from aiogpu.api.caller import host_beside_loop
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
-from aiogpu.wire.payload import dump_result
+from aiogpu.wire.payload import dump_whole
 from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class ActorLink:
         """How many actors of its kind can live at once."""
 
         def ask(actor: ActorPort, receiver: Receiver) -> None:
-            receiver.receive(dump_result(self._known_actors().room(actor.id)))
+            receiver.receive(dump_whole(self._known_actors().room(actor.id)))
 
         return self._asked(ask)
 

@@ -79,7 +79,7 @@ class Scheduler(Node):
         }
 
     def __repr__(self) -> str:
-        return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}>"
+        return f"<Scheduler {len(self.tasks)} tasks, {self.workers!r}, {self.ledger!r}>"
 
     @property
     def is_closed(self) -> bool:

@@ -40,6 +40,7 @@ from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.wire.messages import Done, Failed, Skipped
 
@@ -121,10 +122,21 @@ class Driver:
         self._last_task += 1
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver)
-        self._carry_out(
-            self.scheduler.submit(task, site.spec, self._loop.time(), parent)
-        )
+        now = self._loop.time()
+        supply = None
+        if type(payload) is not bytes:
+            supply = Supply.of(self, task, payload)
+        if supply is None:
+            self._carry_out(self.scheduler.submit(task, site.spec, now, parent))
+        else:
+            needs = supply.tasks
+            self._carry_out(self.scheduler.submit(task, site.spec, now, parent, needs))
+            supply.watch()
         return task
+
+    def call_of(self, task: TaskId) -> Call | None:
+        """What is kept of a task that has not ended."""
+        return self._calls.get(task)
 
     def knows(self, task: int) -> bool:
         """Whether a task has not ended."""

@@ -8,14 +8,20 @@ from aiogpu.core.ids import TaskId
 from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
+from aiogpu.runtime.store import Store
 from aiogpu.wire.acting import Create, Drop, Leave
 from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
 
 
 class Orders:
-    """The way to the live workers of one node."""
+    """The way to the live workers of one node.
+
+    Attributes:
+        store: lends them what their payloads refer to.
+    """
 
     def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
+        self.store: Store
         self._workers = workers
         self._page = page
 
@@ -27,7 +33,10 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
-        run = Run(task, site.id, call.payload, is_last, call.number)
+        payload = call.payload
+        if type(payload) is not bytes:
+            payload = self.store.dispatch(worker, payload)
+        run = Run(task, site.id, payload, is_last, call.number)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -39,6 +48,7 @@ class Orders:
         worker = self._workers[worker_id]
         if worker.peer is not None:
             first = [] if bind is None else [bind]
+            it = it._replace(payload=self.store.dispatch(worker, it.payload))
             worker.peer.send(*first, *worker.introduce(call.site), it)
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
@@ -71,7 +81,10 @@ class Orders:
             site = call.site
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            messages.append(Run(task, site.id, call.payload, False, call.number))
+            payload = call.payload
+            if type(payload) is not bytes:
+                payload = self.store.dispatch(worker, payload)
+            messages.append(Run(task, site.id, payload, False, call.number))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:

@@ -7,13 +7,17 @@ cloudpickle, which carries lambdas, closures and what lives in `__main__` by val
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
+from aiogpu.wire.parcel import Parcel
 
 PROTOCOL: Final = 5
+LEFT_OUT: Final = 1 << 16
+"""Bytes from which on a buffer is left out of the pickle."""
 _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
@@ -21,37 +25,78 @@ NOTHING: Final = pickle.dumps(None, PROTOCOL)
 
 
 def dump_arguments(
-    function: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> bytes:
+    function: str,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    returns: int = 0,
+) -> bytes | Outgoing:
     """Pickle a call's arguments.
 
     Args:
         function: the function's name, for the message.
         args: positional arguments.
         kwargs: arguments by name.
+        returns: how many results the call shall have, 0 for the usual one.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        return pickle.dumps((args, _NO_NAMES), PROTOCOL)
+    if not kwargs and not returns and _PLAIN.issuperset(map(type, args)):
+        payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
+        return payload if len(payload) < APART else Outgoing(payload)
+    handles, places = take_out(args, kwargs)
+    named = dict(kwargs)
+    if handles:
+        args, named = _without(args, named, places)
     try:
-        return _cloud_dumps((args, dict(kwargs)))
+        outgoing = _dump((args, named))
     except Exception as error:
         roots: dict[str, object] = {f"args[{i}]": arg for i, arg in enumerate(args)}
-        roots |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+        roots |= {f"kwargs[{name!r}]": value for name, value in named.items()}
         raise _unpicklable(
             f"the arguments of {function}.remote()", roots, error
         ) from error
+    if handles or returns:
+        return outgoing._replace(handles=handles, places=places, returns=returns)
+    return outgoing.stream if outgoing.is_plain else outgoing
+
+
+def _without(
+    args: tuple[object, ...], named: dict[str, object], places: tuple[int | str, ...]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments, with nothing where handles are."""
+    positional = list(args)
+    for place in places:
+        if type(place) is int:
+            positional[place] = None
+        else:
+            named[place] = None  # type: ignore[index]
+    return tuple(positional), named
 
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Undo `dump_arguments`; raises whatever unpickling raises."""
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = pickle.loads(payload)
-    return arguments
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = load(payload)
+    if type(payload) is not Parcel or not payload.parts:
+        return arguments
+    args, kwargs = list(arguments[0]), arguments[1]
+    for place, part in zip(payload.contents.places, payload.parts, strict=True):
+        if type(place) is int:
+            args[place] = load(part)
+        else:
+            kwargs[place] = load(part)  # type: ignore[index]
+    return tuple(args), kwargs
 
 
-def dump_result(value: object) -> bytes:
+def load(payload: bytes) -> Any:
+    """The object that was pickled; raises whatever unpickling raises."""
+    if type(payload) is not Parcel:
+        return pickle.loads(payload)
+    stream, buffers = payload.open()
+    return pickle.loads(stream, buffers=buffers)
+
+
+def dump_result(value: object) -> bytes | Outgoing:
     """Pickle a task's result.
 
     Raises:
@@ -60,11 +105,43 @@ def dump_result(value: object) -> bytes:
     if value is None:
         return NOTHING
     if type(value) in _PLAIN:
-        return pickle.dumps(value, PROTOCOL)
+        payload = pickle.dumps(value, PROTOCOL)
+        return payload if len(payload) < APART else Outgoing(payload)
     try:
-        return _cloud_dumps(value)
+        outgoing = _dump(value)
     except Exception as error:
         raise _unpicklable("the result", {"result": value}, error) from error
+    return outgoing.stream if outgoing.is_plain else outgoing
+
+
+def dump_whole(value: object) -> bytes:
+    """Pickle something of aiogpu's own, all in one; raises whatever pickling raises."""
+    return _cloud_dumps(value)
+
+
+def dump_results(values: object, count: int) -> Outgoing:
+    """Pickle the several results of a task.
+
+    Args:
+        values: as many as were asked for.
+        count: how many these are.
+
+    Raises:
+        SerializationError: with the path to what cannot be pickled.
+        TypeError: they are no iterable.
+        ValueError: they are more, or fewer.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"the task returned a {type(values).__name__}, but num_returns={count} "
+            f"asks for a tuple of {count}."
+        )
+    found = list(values)
+    if len(found) != count:
+        raise ValueError(
+            f"the task returned {len(found)} objects, but num_returns={count}."
+        )
+    return Outgoing(parts=tuple(map(dump_result, found)))
 
 
 def load_result(payload: bytes) -> Any:
@@ -75,7 +152,7 @@ def load_result(payload: bytes) -> Any:
             in its text where it must not travel.
     """
     try:
-        return pickle.loads(payload)
+        return load(payload)
     except Exception as error:
         raise DeserializationError(_unreadable(error)) from error
     except BaseException as error:  # noqa: BLE001
@@ -143,6 +220,23 @@ def is_sent_by_value(module: str) -> bool:
 
     names = list_registry_pickle_by_value()
     return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def _dump(value: object) -> Outgoing:
+    from cloudpickle import dumps
+
+    buffers: list[memoryview] = []
+
+    def leave_out(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < LEFT_OUT:
+            return True
+        buffers.append(raw)
+        return False
+
+    with collecting() as references:
+        stream = dumps(value, PROTOCOL, buffer_callback=leave_out)
+    return Outgoing(stream, buffers, references=tuple(references))
 
 
 def _cloud_dumps(value: object) -> bytes:

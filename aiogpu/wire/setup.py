@@ -44,6 +44,11 @@ def socket_path(directory: str) -> str:
     return f"{directory}/node.sock"
 
 
+def descriptor_path(directory: str) -> str:
+    """Path of the socket over which the descriptors of shared memory go."""
+    return f"{directory}/memory.sock"
+
+
 def output_path(directory: str, slot: int, stream: int) -> str:
     """Path of the pipe for what a slot's workers write to descriptor 1 or 2."""
     return f"{directory}/{slot}.{stream}"

@@ -19,6 +19,7 @@ from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.loans import packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -152,6 +153,8 @@ class AsyncActor:
                 value = await value
             kind = UNSENDABLE
             result = dump_result(value)
+            if type(result) is not bytes:
+                result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except asyncio.CancelledError as error:
             task = self._running[call]

@@ -172,9 +172,12 @@ class Children:
         self._dropped.append(actor)
 
     def tell_dropped(self) -> None:
-        """Say which handles are gone."""
+        """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
+        returned = current.loans.tell() if current.loans is not None else None
+        if returned is not None:
+            self._channel.send(returned)
 
     def _send_passed(self) -> None:
         if passing:

@@ -21,6 +21,7 @@ from aiogpu.wire.failure import (
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.payload import dump_result, load_arguments, load_function
 from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.loans import packed
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ class Executor:
                 value = self._await(value, task)
             kind = UNSENDABLE
             result = dump_result(value)
+            if type(result) is not bytes:
+                result = packed(result)
             done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's

@@ -57,6 +57,9 @@ class Worker:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
         current.children = None
+        if current.loans is not None:
+            current.loans.leave()
+            current.loans = None
         self._channel.close()
         self._stdio.leave()
 

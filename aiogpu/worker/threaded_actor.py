@@ -13,6 +13,7 @@ from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import dump_result, load_arguments
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.loans import packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -68,6 +69,8 @@ class ThreadedActor:
             value = self._methods[message.method](*args, **kwargs)
             kind = UNSENDABLE
             result = dump_result(value)
+            if type(result) is not bytes:
+                result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             answer = self._stage.executor.describe(call, Raised(kind, error))
