@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import NodeRunningError as NodeRunningError
     from aiogpu.errors import NodeStartError as NodeStartError
     from aiogpu.errors import NoLoopError as NoLoopError
+    from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
     from aiogpu.errors import PreloadError as PreloadError
@@ -102,6 +103,7 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
+        "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",
         "PreloadError",

@@ -186,6 +186,10 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         return type(self), (str(self),), vars(self).copy()
 
 
+class ObjectMemoryError(AiogpuError, MemoryError):
+    """A value has no room: neither in the object memory nor in a spill directory."""
+
+
 class SerializationError(AiogpuError, TypeError):
     """A function, an argument or a result cannot be pickled."""
 
