@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.pool import ActorPool as ActorPool
+    from aiogpu.api.put import put as put
     from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
     from aiogpu.api.task import RemoteFunction as RemoteFunction
@@ -83,6 +84,7 @@ _ROOMS = {
         "status",
     ),
     "api.pool": ("ActorPool",),
+    "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.task": ("RemoteFunction", "remote"),
@@ -103,6 +105,7 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
+        "ObjectMemoryError",
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",

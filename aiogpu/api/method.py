@@ -27,7 +27,8 @@ from aiogpu.api.mapper import Mapper
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -36,7 +37,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 MARK: Final = "__aiogpu_method__"
-NO_ARGUMENTS: Final = dump_arguments("", (), {})
 
 
 class Method:
@@ -45,6 +45,7 @@ class Method:
     Attributes:
         label: how handles and errors call it.
         group: its concurrency group.
+        returns: how many results its calls have, 0 for the usual one.
     """
 
     def __init__(self, owner: str, name: str, found: Any) -> None:
@@ -53,6 +54,7 @@ class Method:
         self.name = name
         self.label = f"{owner}.{name}"
         self.group = options.concurrency_group or DEFAULT_GROUP
+        self.returns = options.num_returns if options.num_returns > 1 else 0
         self.is_coroutine = inspect.iscoroutinefunction(function)
         self.is_generator = inspect.isgeneratorfunction(
             function
@@ -74,9 +76,14 @@ class Method:
         """
         parameters = self._parameters or self._look()
         parameters.check(args, kwargs)
-        if not args and not kwargs:
+        if not args and not kwargs and not self.returns:
             return NO_ARGUMENTS
-        return dump_arguments(self.label, args, kwargs)
+        payload = dump_arguments(self.label, args, kwargs, self.returns)
+        if isinstance(payload, Outgoing):
+            from aiogpu.api.packing import packed
+
+            return packed(payload)
+        return payload
 
     def _look(self) -> Parameters:
         if self.is_generator:

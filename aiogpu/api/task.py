@@ -27,6 +27,7 @@ from typing import (
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError, OptionError
+from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
     dump_arguments,
     dump_function,
@@ -127,6 +128,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         super().__init__(definition)
         self._options = options
+        self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
@@ -138,7 +140,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             SerializationError: the function or an argument cannot be pickled.
         """
         site = self._site or self._prepare()
-        return self._submit(site, dump_arguments(site.spec.name, args, kwargs))
+        payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
+        if isinstance(payload, Outgoing):
+            from aiogpu.api.packing import packed
+
+            payload = packed(payload)
+        return self._submit(site, payload)
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
@@ -147,7 +154,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         options, definition = self._options, self._definition
         function = definition.sent()
         spec = options.spec(definition.name, function.id)
-        self._submit = _way_to_node()
+        self._submit = _way_to_node(self._returns)
         self._site = Site(
             id=new_site_id(),
             function=function,
@@ -182,10 +189,19 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         return _rebuild, (definition.reference() or definition.function, self._options)
 
 
-def _way_to_node() -> Callable[[Site, bytes], Any]:
-    """Who takes this process's calls: a program's session, or a worker's task."""
+def _way_to_node(returns: int) -> Callable[[Site, bytes], Any]:
+    """Who takes this process's calls: a program's session, or a worker's task.
+
+    `returns` is how many results they have, 0 for the usual one.
+    """
     from aiogpu.worker.context import current
 
+    if returns:
+        from functools import partial
+
+        from aiogpu.api.several import submit_several
+
+        return partial(submit_several, returns)
     if current.children is not None:
         from aiogpu.api.blocking import submit_child
 

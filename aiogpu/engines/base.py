@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.wire.outgoing import Outgoing
 
 
 class NodeOptions(NamedTuple):
@@ -169,6 +170,15 @@ class Engine(Protocol):
         Raises:
             NodeError: it cannot be.
             DeviceError: the devices asked for are not there.
+        """
+        ...
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload of what is to be sent; may be asked before it is open.
+
+        Raises:
+            SerializationError: it is too large.
+            ObjectMemoryError: there is no room for it.
         """
         ...
 

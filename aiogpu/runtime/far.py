@@ -143,7 +143,7 @@ class Far:
         if message.method == ROOM:
             receiver.receive(dump_whole(self._actors.room(actor.id)))
             return
-        number = actor.call(message.method, message.payload, receiver)
+        number = actor.call(message.method, message.payload, receiver, worker.id)
         if child in worker.asked:
             worker.asked[child] = message.actor, number
 

@@ -8,20 +8,14 @@ from aiogpu.core.ids import TaskId
 from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.runtime.store import Store
 from aiogpu.wire.acting import Create, Drop, Leave
 from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
 
 
 class Orders:
-    """The way to the live workers of one node.
-
-    Attributes:
-        store: lends them what their payloads refer to.
-    """
+    """The way to the live workers of one node."""
 
     def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
-        self.store: Store
         self._workers = workers
         self._page = page
 
@@ -35,7 +29,7 @@ class Orders:
             return
         payload = call.payload
         if type(payload) is not bytes:
-            payload = self.store.dispatch(worker, payload)
+            payload = worker.borrow(payload)
         run = Run(task, site.id, payload, is_last, call.number)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
@@ -48,7 +42,7 @@ class Orders:
         worker = self._workers[worker_id]
         if worker.peer is not None:
             first = [] if bind is None else [bind]
-            it = it._replace(payload=self.store.dispatch(worker, it.payload))
+            it = it._replace(payload=worker.borrow(it.payload))
             worker.peer.send(*first, *worker.introduce(call.site), it)
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
@@ -83,7 +77,7 @@ class Orders:
                 messages += worker.introduce(site)
             payload = call.payload
             if type(payload) is not bytes:
-                payload = self.store.dispatch(worker, payload)
+                payload = worker.borrow(payload)
             messages.append(Run(task, site.id, payload, False, call.number))
         worker.peer.send(*messages)
 

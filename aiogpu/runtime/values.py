@@ -117,6 +117,11 @@ class Value:
             call(self)
 
 
+def find(identity: int) -> Value | None:
+    """The value of that id, if somebody has it."""
+    return _known.get(identity)
+
+
 def known(identity: int) -> Value:
     """The value of that id.
 

@@ -22,6 +22,8 @@ _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
+NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
+"""The payload of a call without any."""
 
 
 def dump_arguments(
@@ -96,8 +98,12 @@ def load(payload: bytes) -> Any:
     return pickle.loads(stream, buffers=buffers)
 
 
-def dump_result(value: object) -> bytes | Outgoing:
+def dump_result(value: object, what: str = "the result") -> bytes | Outgoing:
     """Pickle a task's result.
+
+    Args:
+        value: the result.
+        what: how errors call it.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
@@ -107,10 +113,12 @@ def dump_result(value: object) -> bytes | Outgoing:
     if type(value) in _PLAIN:
         payload = pickle.dumps(value, PROTOCOL)
         return payload if len(payload) < APART else Outgoing(payload)
+    if type(value) is Results:
+        return Outgoing(parts=tuple(map(dump_result, value)))
     try:
         outgoing = _dump(value)
     except Exception as error:
-        raise _unpicklable("the result", {"result": value}, error) from error
+        raise _unpicklable(what, {"result": value}, error) from error
     return outgoing.stream if outgoing.is_plain else outgoing
 
 
@@ -119,29 +127,37 @@ def dump_whole(value: object) -> bytes:
     return _cloud_dumps(value)
 
 
-def dump_results(values: object, count: int) -> Outgoing:
-    """Pickle the several results of a task.
+class Results(tuple[object, ...]):
+    """The several results of one task, each of which is a value of its own."""
+
+    __slots__ = ()
+
+
+def several(value: object, payload: bytes) -> object:
+    """What a call has returned, taken apart if it was asked for several results.
 
     Args:
-        values: as many as were asked for.
-        count: how many these are.
+        value: what it has returned.
+        payload: its arguments.
 
     Raises:
-        SerializationError: with the path to what cannot be pickled.
-        TypeError: they are no iterable.
-        ValueError: they are more, or fewer.
+        TypeError: it is no iterable.
+        ValueError: it has more, or fewer.
     """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    count = payload.contents.returns if type(payload) is Parcel else 0
+    if not count:
+        return value
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(
-            f"the task returned a {type(values).__name__}, but num_returns={count} "
-            f"asks for a tuple of {count}."
+            f"the task returned a {type(value).__name__}, but num_returns={count} "
+            f"asks for {count} objects."
         )
-    found = list(values)
-    if len(found) != count:
+    results = Results(value)
+    if len(results) != count:
         raise ValueError(
-            f"the task returned {len(found)} objects, but num_returns={count}."
+            f"the task returned {len(results)} objects, but num_returns={count}."
         )
-    return Outgoing(parts=tuple(map(dump_result, found)))
+    return results
 
 
 def load_result(payload: bytes) -> Any:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.wire.acting import Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, several
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
@@ -151,9 +152,11 @@ class AsyncActor:
             value = method(*args, **kwargs)
             if type(value) is CoroutineType:
                 value = await value
+            if type(message.payload) is not bytes:
+                value = several(value, message.payload)
             kind = UNSENDABLE
             result = dump_result(value)
-            if type(result) is not bytes:
+            if isinstance(result, Outgoing):
                 result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except asyncio.CancelledError as error:

@@ -19,7 +19,8 @@ from aiogpu.wire.failure import (
     pack_failure,
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
-from aiogpu.wire.payload import dump_result, load_arguments, load_function
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.loans import packed
 from aiogpu.worker.poison import poisoned_by, tell
@@ -177,9 +178,11 @@ class Executor:
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
                 value = self._await(value, task)
+            if type(payload) is not bytes:
+                value = several(value, payload)
             kind = UNSENDABLE
             result = dump_result(value)
-            if type(result) is not bytes:
+            if isinstance(result, Outgoing):
                 result = packed(result)
             done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)
             interrupts.entered = 0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, several
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.loans import packed
@@ -67,9 +68,11 @@ class ThreadedActor:
             args, kwargs = load_arguments(message.payload)
             kind = RAISED
             value = self._methods[message.method](*args, **kwargs)
+            if type(message.payload) is not bytes:
+                value = several(value, message.payload)
             kind = UNSENDABLE
             result = dump_result(value)
-            if type(result) is not bytes:
+            if isinstance(result, Outgoing):
                 result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's

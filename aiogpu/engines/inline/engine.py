@@ -27,6 +27,8 @@ from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.store import Store
+from aiogpu.wire.outgoing import Outgoing
 
 
 class InlineEngine:
@@ -36,6 +38,7 @@ class InlineEngine:
         self._options = options
         self._loop = loop
         self._runner: Runner | None = None
+        self._store: Store | None = None
 
     def __repr__(self) -> str:
         return f"<InlineEngine {self._runner!r}>"
@@ -87,6 +90,17 @@ class InlineEngine:
     def waits(self) -> InlineEngine:
         """A task that waits for another has to be told from one that does not."""
         return self
+
+    @property
+    def store(self) -> Store:
+        """The values' shared memory; made when it is first needed."""
+        if self._store is None:
+            self._store = Store(self._loop)
+        return self._store
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload; see `Engine.pack`."""
+        return self.store.pack(outgoing)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
