@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.api.several import Several
     from aiogpu.engines.family import Family, Host
     from aiogpu.runtime.call import Site
+    from aiogpu.runtime.values import Value
     from aiogpu.wire.outgoing import Reference
     from aiogpu.worker.loans import Loan
 
@@ -143,9 +144,13 @@ class BlockingHandle(Generic[T]):
         """Take the pickled result; called by the engine."""
         self._state, self._payload = "finished", payload
         self.raw = payload
+        if self.shared is not None:
+            self._tell("receive", payload)
 
     def reject(self, failed: Failed) -> None:
         """Take what the child's worker says of its failure; called by the engine."""
+        if self.shared is not None:
+            self._tell("reject", failed)
         self._refuse(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
@@ -158,8 +163,21 @@ class BlockingHandle(Generic[T]):
         self._refuse(abandoned(self.task_name))
 
     def _refuse(self, error: Exception) -> None:
+        if self.shared is not None:
+            self._tell("fail", error)
         self._error, self._trace = error, error.__traceback__
         self._state = "failed"
+
+    def stand_for(self, value: Value) -> None:
+        """It has come from elsewhere: others know it by that value already."""
+        self.shared = value
+        self.child = value.task
+
+    def _tell(self, how: str, told: object) -> None:
+        """In the program's own process others may wait for it as well."""
+        tell = getattr(self.shared, how, None)
+        if tell is not None:
+            tell(told)
 
     @property
     def error(self) -> Exception | None:

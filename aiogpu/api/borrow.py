@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
+from aiogpu.api.blocking import handle_for
 from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.values import Value, known
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
     from aiogpu.core.why import Why
 
 
@@ -42,11 +41,14 @@ def borrow(identity: int, name: str) -> Any:
         from aiogpu.api.borrow_far import borrow_far
 
         return borrow_far(current.loans.loan(identity), name)
-    from aiogpu.api.caller import session_of_caller
+    from aiogpu.api.caller import host_beside_loop, session_of_caller
 
     value = known(identity)
-    handle = session_of_caller().new_handle(name, Lender(value))
-    handle.task_id = value.task
+    host = host_beside_loop()
+    if host is None:
+        handle = session_of_caller().new_handle(name, Lender(value))
+    else:
+        handle = handle_for(host, name, Lender(value))
     handle.stand_for(value)
     value.watch(lambda settled: settled.tell(handle))
     return handle
@@ -70,20 +72,19 @@ class Lender:
         return current_session().why(name, task)
 
 
-def put_here(payload: bytes, name: str = "put") -> Handle[Any]:
+def put_here(payload: bytes, name: str = "put") -> Any:
     """A handle of a value that is there.
 
     Args:
         payload: the value pickled.
         name: what the handle is called.
     """
-    from aiogpu.api.caller import session_of_caller
+    from aiogpu.api.caller import host_beside_loop, session_of_caller
 
-    handle = session_of_caller().new_handle(name, Lender(Value(name)))
+    host, owner = host_beside_loop(), Lender(Value(name))
+    if host is None:
+        handle = session_of_caller().new_handle(name, owner)
+    else:
+        handle = handle_for(host, name, owner)
     handle.receive(payload)
     return handle
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, if one does."""
-    return asyncio._get_running_loop()

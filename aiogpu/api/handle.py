@@ -108,6 +108,7 @@ class Handle(asyncio.Future[T]):
     def stand_for(self, value: Value) -> None:
         """It has come from elsewhere: others know it by that value already."""
         self._shared = value
+        self.task_id = value.task
 
     def __bool__(self) -> NoReturn:
         raise MisuseError(

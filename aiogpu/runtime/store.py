@@ -149,10 +149,9 @@ class Store:
         """Give the payload that a worker is sent, and lend it what that refers to."""
         if type(payload) is not Parcel:
             return payload
-        if payload.needs:
-            payload = _filled(payload)
-        self._lend(self.lending(worker), payload)
-        return payload
+        parcel = filled(payload)
+        self._lend(self.lending(worker), parcel)
+        return parcel
 
     def _lend(self, lending: Lending, parcel: Parcel) -> None:
         for thing in parcel.holds:
@@ -210,12 +209,13 @@ class Store:
         self._warm.close()
 
 
-def _filled(parcel: Parcel) -> Parcel:
-    """Arguments with the values that they needed."""
+def filled(parcel: Parcel) -> Parcel:
+    """Arguments, with the values that they need if they need some."""
+    if not parcel.needs:
+        return parcel
     parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
-    filled = Parcel.of(parcel.contents._replace(parts=parts), parcel.holds)
-    filled.parts = parts
-    return filled
+    contents = parcel.contents._replace(parts=parts)
+    return Parcel.of(contents, parcel.holds, parcel.source)
 
 
 def _nobody(_worker: int) -> LiveWorker | None:

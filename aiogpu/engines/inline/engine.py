@@ -65,6 +65,7 @@ class InlineEngine:
             Assignment(INSTALLED, ledger, os.environ),
             Executor(is_silent=not options.log_to_driver),
             options.cancel_grace,
+            self.pack,
             self._loop.time,
         )
         self._runner = Runner(self._loop, node)
@@ -148,6 +149,8 @@ class InlineEngine:
         """Stop all tasks and leave nothing behind."""
         if self._runner is not None:
             await self._runner.close()
+        if self._store is not None:
+            self._store.close()
 
     def hasten(self) -> None:
         """Give nobody time to stop; see `Engine.hasten`."""
