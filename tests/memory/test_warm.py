@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,13 +200,43 @@ def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
     assert warm.take(PAGE).id == 1001
 
 
-def test_a_full_disk_is_no_room(tmp_path: Path) -> None:
-    room = os.statvfs(tmp_path)
-    warm = WarmSegments(1, 0, lambda: str(tmp_path))
-    with pytest.raises(ObjectMemoryError, match=str(tmp_path)) as caught:
-        warm.take(room.f_frsize * room.f_blocks * 2, is_scarce=True)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert sums(warm) == (0, 0, 0)
+SMALL_DISK = """
+import sys
+from aiogpu.errors import ObjectMemoryError
+from aiogpu.memory.segment import map_readonly
+from aiogpu.memory.warm import WarmSegments
+
+place = sys.argv[1]
+warm = WarmSegments(1, 0, lambda: place)
+first = warm.take(40_000, is_scarce=True)
+try:
+    warm.take(40_000, is_scarce=True)
+except ObjectMemoryError as error:
+    assert f"{place} is full (No space left on device)" in str(error), error
+    assert isinstance(error.__cause__, OSError)
+else:
+    raise AssertionError("there was room")
+first.write([memoryview(bytes(40_000))])
+assert warm.bytes_on_disk == first.size
+warm.discard(first.id)
+warm.take(40_000, is_scarce=True).write([memoryview(b"there is room again")])
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one, of 64 KiB; seen by the program alone, and gone with it."""
+    mount = 'mount -t tmpfs -o size=64k none "$0" || exit 99; exec "$@"'
+    program = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, str(tmp_path), *program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode == 99 or "unshare" in ran.stderr:
+        pytest.skip(f"only root can mount: {ran.stderr}")
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
