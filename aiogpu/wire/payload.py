@@ -1,7 +1,8 @@
-"""Objects to bytes and back. The only door to cloudpickle.
+"""Objects to bytes and back.
 
 Arguments that are plain scalars take the C pickler directly; all else goes by
-cloudpickle, which carries lambdas, closures and what lives in `__main__` by value.
+`pickler`, and so by cloudpickle, which carries lambdas, closures and what lives in
+`__main__` by value.
 """
 
 from __future__ import annotations
@@ -139,17 +140,19 @@ def text_of(error: BaseException) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Whether the user asked cloudpickle to send what that module defines."""
-    from cloudpickle import list_registry_pickle_by_value
+    from aiogpu.wire.pickler import names_sent_by_value
 
-    names = list_registry_pickle_by_value()
-    return any(module == name or module.startswith(name + ".") for name in names)
+    return any(
+        module == name or module.startswith(name + ".")
+        for name in names_sent_by_value()
+    )
 
 
 def _cloud_dumps(value: object) -> bytes:
-    from cloudpickle import dumps
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire.pickler import dump_whole
 
-    payload: bytes = dumps(value, PROTOCOL)
-    return payload
+    return dump_whole(value)
 
 
 def _unpicklable(
