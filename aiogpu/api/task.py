@@ -28,6 +28,7 @@ from aiogpu.api.mapper import Mapper
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import (
+    HEAVY,
     dump_arguments,
     dump_function,
     dump_reference,
@@ -71,6 +72,8 @@ class Definition:
     def sent(self) -> Function:
         """The function as workers get it; pickled when it is first needed.
 
+        A warning tells of one that takes much with it.
+
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
@@ -84,6 +87,10 @@ class Definition:
                 else dump_reference(*reference)
             )
             self._sent = Function(new_function_id(), payload)
+            if len(payload) > HEAVY:
+                from aiogpu.wire.weight import advise_on_function
+
+                advise_on_function(self.name, self.function, len(payload))
         return self._sent
 
     def reference(self) -> Reference | None:

@@ -19,6 +19,8 @@ _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
+HEAVY: Final = 1 << 20
+"""Bytes above which a warning is due for what is sent more than once."""
 
 
 def dump_arguments(
@@ -160,8 +162,9 @@ def _unpicklable(
 ) -> SerializationError:
     # Only a failure pays for the import.
     from aiogpu.wire.culprit import find_culprit
+    from aiogpu.wire.pickler import measure
 
-    path = find_culprit(roots, _cloud_dumps)
+    path = find_culprit(roots, measure)
     return SerializationError(
         f"{what} cannot be pickled: {path}: {_described(error)}. Create it inside the "
         f"task, or pass what it is made from."
