@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 import subprocess
 import sys
 import warnings
@@ -89,6 +91,19 @@ def test_a_tensor_is_not_copied_on_either_side():
     del tensor
     gc.collect()
     assert int(again[-1]) == EDGE - 1
+
+
+def test_a_tensor_over_a_private_mapping_may_be_changed():
+    """torch knows no read-only memory; changes must stay with who makes them."""
+    stream, (buffer,) = dump(torch.ones(EDGE))
+    fd = os.memfd_create("tensor")
+    os.write(fd, buffer)
+    mapping = mmap.mmap(fd, buffer.nbytes, access=mmap.ACCESS_COPY)
+    again = load(stream, [memoryview(mapping)])
+    again.add_(1)
+    assert float(again.sum()) == EDGE * 2
+    assert os.pread(fd, 4, 0) == bytes(buffer[:4])
+    os.close(fd)
 
 
 def test_nothing_warns_of_read_only_memory():
