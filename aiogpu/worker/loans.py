@@ -35,6 +35,10 @@ WARM: Final = 1 << 28
 """Bytes of segments that stand ready to be written again."""
 
 
+REFUSED: Final = 5e-3
+"""Seconds after which a descriptor is sent again that the kernel would not take."""
+
+
 class Loan:
     """One thing that was lent to this process. It is over when this object is.
 
@@ -173,22 +177,15 @@ class Loans:
         while wanted not in self._arrived:
             poll.poll()
             with self._shielded():
-                found = self._receiver.read(socket.MSG_DONTWAIT)
+                try:
+                    found = self._receiver.read(socket.MSG_DONTWAIT)
+                except EOFError:
+                    raise NodeClosedError("the node has gone.") from None
                 for identity, descriptor in found:
                     before = self._arrived.get(identity)
                     if before is not None:
                         os.close(before)  # of a loan that ended unread
                     self._arrived[identity] = descriptor
-            if not found and wanted not in self._arrived and self._is_over(connected):
-                raise NodeClosedError("the node has gone.")
-
-    def _is_over(self, connected: socket.socket) -> bool:
-        try:
-            return not connected.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
@@ -276,9 +273,11 @@ class Loans:
         descriptor = segment.share()
         try:
             with self._shielded():
-                self._sender.send(segment.id, descriptor)
-                while not self._sender.flush():
-                    select.select([], [connected], [])
+                is_sent = self._sender.send(segment.id, descriptor)
+                while not is_sent:
+                    # Not by `select` alone: it is writable where the kernel refuses.
+                    select.select([], [connected], [], REFUSED)
+                    is_sent = self._sender.flush()
         finally:
             os.close(descriptor)
 
