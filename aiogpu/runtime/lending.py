@@ -44,6 +44,11 @@ class Lending:
     def __repr__(self) -> str:
         return f"<Lending {len(self._things)} things to worker {self.worker}>"
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker has connected for descriptors."""
+        return self._socket is not None
+
     def lend(self, thing: SharedSegment | Value) -> None:
         """Lend a thing, once more if it has it already."""
         identity = thing.id

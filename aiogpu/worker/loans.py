@@ -25,6 +25,7 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.memory.mappings import Mappings
+    from aiogpu.memory.page import ControlPage
     from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
     from aiogpu.memory.warm import WarmSegments
@@ -69,9 +70,13 @@ class Loans:
         over: loans that have ended and of which the driver was not told.
     """
 
-    def __init__(self, path: str, interrupts: Interrupts) -> None:
+    def __init__(
+        self, path: str, spill: str, page: ControlPage, interrupts: Interrupts
+    ) -> None:
         self.over: deque[tuple[int, int]] = deque()
         self._path = path
+        self._spill = spill
+        self._page = page
         self._interrupts = interrupts
         self._main = get_ident()
         self._lock = allocate_lock()
@@ -242,7 +247,7 @@ class Loans:
         with self._lock:
             warm = self._own_segments()
             try:
-                segment = warm.take(room)
+                segment = warm.take(room, is_scarce=room > self._page.left())
             except OSError:
                 # No descriptor, or no memory: then it travels as a whole.
                 whole = tuple(map(bytes, outgoing.buffers))
@@ -264,8 +269,16 @@ class Loans:
             from aiogpu.memory.warm import WarmSegments
 
             first = SEGMENTS + (current.worker << OWNER) + 1
-            self._warm = WarmSegments(first, WARM, lambda: None)
+            self._warm = WarmSegments(first, WARM, self._directory)
         return self._warm
+
+    def _directory(self) -> str:
+        if self._spill:
+            return self._spill
+        # Seldom needed, and not cheap.
+        from tempfile import gettempdir
+
+        return gettempdir()
 
     def _pass(self, segment: Segment) -> None:
         """Send the driver a descriptor; it reads it when it hears of the segment."""
