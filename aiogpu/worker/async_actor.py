@@ -168,6 +168,10 @@ class AsyncActor:
             answer = self._failure(call, kind, error)
         del self._running[call]
         self._answer(answer)
+        loans = current.loans
+        if loans is not None and loans.are_used:
+            # Not before this frame, which holds the arguments, has gone.
+            self._loop.call_soon(self._stage.tell_rest)
 
     def _failure(self, call: int, kind: str, error: BaseException) -> Failed:
         return self._stage.executor.describe(call, Raised(kind, error))

@@ -65,6 +65,10 @@ class Executor:
             self._payloads[message.function] = message.payload
         self._sites[message.site] = message._replace(payload=b"")
 
+    def forget_error(self) -> None:
+        """Let go of what the last task has raised, and so of its frames."""
+        self._raised = None
+
     def forget(self) -> None:
         """Drop all sites and functions."""
         self._sites.clear()

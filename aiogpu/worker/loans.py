@@ -68,12 +68,14 @@ class Loans:
 
     Attributes:
         over: loans that have ended and of which the driver was not told.
+        are_used: whether anything was ever lent to this process.
     """
 
     def __init__(
         self, path: str, spill: str, page: ControlPage, interrupts: Interrupts
     ) -> None:
         self.over: deque[tuple[int, int]] = deque()
+        self.are_used = False
         self._path = path
         self._spill = spill
         self._page = page
@@ -121,6 +123,7 @@ class Loans:
     def _note(self, identity: int) -> Loan:
         loan = self._loans.get(identity)
         if loan is None:
+            self.are_used = True
             loan = self._loans[identity] = Loan(self, identity)
         else:
             loan.count += 1

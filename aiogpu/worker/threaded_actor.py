@@ -49,7 +49,7 @@ class ThreadedActor:
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
-            begun = self._waiting[message.call] = pool.submit(self._call, message)
+            begun = self._waiting[message.call] = pool.submit(self._call, [message])
             begun.add_done_callback(partial(self._forget, message.call))
         elif type(message) is Drop:
             future = self._waiting.get(message.call)
@@ -58,12 +58,17 @@ class ThreadedActor:
                 self._channel.send(dropped(message.call))
         return is_end(message)  # type: ignore[arg-type]
 
-    def _call(self, message: Invoke) -> None:
-        call, kind = message.call, UNREADABLE
-        started = perf_counter()
-        answer: Done | Failed
+    def _call(self, held: list[Invoke]) -> None:
         if self._stage.executor.has_left:
             return  # the driver is told of all calls at once
+        self._stage.answer(self._outcome(held.pop()))
+        if current.loans is not None and current.loans.are_used:
+            # Not before the frame that held the arguments has gone.
+            self._stage.tell_rest()
+
+    def _outcome(self, message: Invoke) -> Done | Failed:
+        call, kind = message.call, UNREADABLE
+        started = perf_counter()
         try:
             args, kwargs = load_arguments(message.payload)
             kind = RAISED
@@ -74,10 +79,10 @@ class ThreadedActor:
             result = dump_result(value)
             if isinstance(result, Outgoing):
                 result = packed(result)
-            answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
+            took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
-            answer = self._stage.executor.describe(call, Raised(kind, error))
-        self._stage.answer(answer)
+            return self._stage.executor.describe(call, Raised(kind, error))
+        return Done(call, result, took)
 
     def _forget(self, call: int, _future: Future[None]) -> None:
         self._waiting.pop(call, None)
