@@ -293,6 +293,11 @@ def test_a_view_keeps_its_format_and_shape_where_it_can(values, kind, shape):
     assert again.tobytes() == values.tobytes()
 
 
+def test_a_view_of_native_items_keeps_its_format():
+    again = twice(memoryview(bytes(range(16))).cast("@d"))
+    assert (again.format, again.shape) == ("d", (2,))
+
+
 def test_a_buffer_with_gaps_is_an_error_as_ever():
     for pickled in (dump, measure, dump_whole):
         with pytest.raises(pickle.PicklingError, match="non-contiguous"):

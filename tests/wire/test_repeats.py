@@ -145,16 +145,17 @@ def test_new_bytes_of_other_content_are_not_told(told):
     assert told == []
 
 
-def test_a_buffer_that_is_filled_anew_is_not_told(told):
+@pytest.mark.parametrize("place", [slice(None), 0, MIB // 2, -1])
+def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
     frame, repeats = np.zeros(MIB), Repeats()
     for index in range(99):
-        frame[:] = index
+        frame[place] = index
         repeats.note("f", (frame,), {}, 8 * MIB)
     assert told == []
 
 
 def test_a_list_that_grows_is_not_told(told):
-    rows, repeats = list(range(400_000)), Repeats()
+    rows, repeats = [0] * 2 * MIB, Repeats()
     for _ in range(99):
         rows.append(0)
         repeats.note("f", (rows,), {}, 8 * MIB)

@@ -264,15 +264,24 @@ def test_an_empty_tensor_and_a_subclass_go_torchs_own_way():
 # The warning of torch
 
 
-def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch):
+def test_only_torchs_warning_is_silenced_and_only_the_first_time(torch, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         twice(Tensor(np.arange(EDGE)))
-        before = list(warnings.filters)
-        twice(Tensor(np.arange(EDGE)))
-        assert warnings.filters == before
     assert torch.has_warned
     assert caught == []
+    # Each change of the filters would show again what was shown once.
+    monkeypatch.delattr(warnings, "catch_warnings")
+    twice(Tensor(np.arange(EDGE)))
+
+
+def test_a_small_tensor_is_not_the_first_time(torch):
+    twice(Tensor(np.arange(3)))
+    assert not torch.has_warned
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twice(Tensor(np.arange(EDGE)))
+    assert torch.has_warned
 
 
 def test_it_stays_silenced_where_torch_repeats_itself(torch):
@@ -358,6 +367,13 @@ def test_a_torch_that_is_half_imported_is_left_alone(torch, lacking):
     assert twice(Late(np.arange(3))) == ("by torch", [0, 1, 2])
     setattr(torch, lacking, there)
     assert twice(Late(np.arange(3))).array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("torch")
+def test_torch_is_learnt_once(monkeypatch):
+    dump(None)
+    monkeypatch.delattr(tensors, "reducers")
+    assert twice(Tensor(np.arange(3))).array.tolist() == [0, 1, 2]
 
 
 def test_nothing_is_known_of_a_module_that_is_no_torch():
