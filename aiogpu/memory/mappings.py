@@ -71,7 +71,7 @@ class Mappings:
                     f"span {(offset, length)} is outside of segment {segment}, which "
                     f"has {size} bytes"
                 )
-        memory = memoryview(self._mapping(segment, fd, size))
+        memory = memoryview(self._mapping(segment, fd, size)).toreadonly()
         return [memory[offset : offset + length] for offset, length in spans]
 
     def is_mapped(self, segment: int) -> bool:

@@ -16,8 +16,8 @@ _WORDS: Final = 5
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
-_LEFT: Final = SLOTS * _WORDS
-PAGE_SIZE: Final = SLOTS * _WORDS * 8 + 8
+_OF_SLOTS: Final = SLOTS * _WORDS * 8
+PAGE_SIZE: Final = _OF_SLOTS + 8
 PLENTY: Final = 1 << 62
 """Bytes that are left for values where nobody has counted yet."""
 ALL: Final = 1 << 62
@@ -34,7 +34,9 @@ class ControlPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._words = memoryview(memory).cast("Q")
+        whole = memoryview(memory)
+        self._words = whole[:_OF_SLOTS].cast("Q")
+        self._left = whole[_OF_SLOTS:].cast("Q")
 
     @classmethod
     def open(cls, descriptor: int) -> ControlPage:
@@ -50,15 +52,16 @@ class ControlPage:
 
     def note_left(self, left: int) -> None:
         """Driver: so many bytes are left for values of all workers."""
-        self._words[_LEFT] = left + 1
+        self._left[0] = left + 1
 
     def left(self) -> int:
         """Worker: bytes that are left for values."""
-        return (self._words[_LEFT] or PLENTY) - 1
+        return (self._left[0] or PLENTY) - 1
 
     def close(self) -> None:
         """Unmap the page."""
         self._words.release()
+        self._left.release()
         self._memory.close()
 
     def ask(self, slot: int, task: int) -> None:

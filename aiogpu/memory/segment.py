@@ -25,6 +25,7 @@ ALIGNMENT: Final = 64
 # Not in the fcntl and mmap modules of Python 3.11: <linux/fcntl.h>, <linux/mman.h>.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 _MADV_POPULATE_WRITE: Final = 23
+_MAP_NORESERVE: Final = 0x4000
 _IOV_MAX: Final = 1024
 _GAP: Final = bytes(ALIGNMENT)
 # struct flock of fcntl(2): type, whence, start, length, pid.
@@ -84,7 +85,7 @@ class Segment:
                 fcntl.fcntl(
                     fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
                 )
-                memory = _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+                memory = _map(fd, size, mmap.MAP_SHARED)
             else:
                 # A hole in a file kills by SIGBUS who writes it when the disk is full.
                 os.posix_fallocate(fd, 0, size)
@@ -229,6 +230,9 @@ def whole_pages(size: int) -> int:
 def map_readonly(fd: int, size: int) -> mmap.mmap:
     """Map a segment for reading; its pages come as they are touched.
 
+    Who writes there all the same, as torch does in place, gets copies of the pages
+    that nobody else sees (MAP_PRIVATE, mmap(2)); read-only ones would kill him.
+
     Python keeps a copy of the descriptor as long as the mapping lives (from 3.13 on it
     does not); the one given may be closed.
 
@@ -236,13 +240,14 @@ def map_readonly(fd: int, size: int) -> mmap.mmap:
         ValueError: the file is shorter.
         OSError: there are too many descriptors or mappings.
     """
-    return _map(fd, size, mmap.PROT_READ)
+    return _map(fd, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
 
 
-def _map(fd: int, size: int, access: int) -> mmap.mmap:
+def _map(fd: int, size: int, flags: int) -> mmap.mmap:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
     if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, size, mmap.MAP_SHARED, access, trackfd=False)
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+        return mmap.mmap(fd, size, flags, access, trackfd=False)
+    return mmap.mmap(fd, size, flags, access)
 
 
 def _populate(memory: mmap.mmap) -> None:

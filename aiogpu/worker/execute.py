@@ -88,7 +88,10 @@ class Executor:
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
-        return self.describe(message.task, outcome)
+        failed = self.describe(message.task, outcome)
+        # It refers to this frame, and so to itself and to the arguments.
+        del outcome
+        return failed
 
     def make(self, message: Create) -> object | Failed:
         """Make an actor, its class being known as a site; a failure is returned."""
@@ -109,7 +112,9 @@ class Executor:
         outcome = self._attempt(message.task, keep, 0, message.payload)
         if isinstance(outcome, tuple):
             return made[0]
-        return self.describe(message.task, outcome)
+        failed = self.describe(message.task, outcome)
+        del outcome
+        return failed
 
     def call(
         self, number: int, method: Callable[..., Any], payload: bytes
@@ -118,7 +123,9 @@ class Executor:
         outcome = self._attempt(number, method, 0, payload)
         if isinstance(outcome, tuple):
             return outcome
-        return self.describe(number, outcome)
+        failed = self.describe(number, outcome)
+        del outcome
+        return failed
 
     def describe(self, task: int, outcome: Raised) -> Failed:
         """What is to be sent of a failure."""

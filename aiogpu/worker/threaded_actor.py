@@ -13,6 +13,7 @@ from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, load_arguments, several
 from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.loans import packed
 
@@ -40,11 +41,17 @@ class ThreadedActor:
         while not is_over:
             self._channel.wait(None)
             is_over = not self._channel.read_ready()
-            for message in self._channel.take_all():
-                is_over |= self._obey(message)
+            is_over |= self._obey_all()
         has_left = self._stage.executor.has_left
         for pool in self._pools.values():
             pool.shutdown(wait=not has_left, cancel_futures=True)
+
+    def _obey_all(self) -> bool:
+        # In a frame that goes, for it holds on to the last one's arguments.
+        is_over = False
+        for message in self._channel.take_all():
+            is_over |= self._obey(message)
+        return is_over
 
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:

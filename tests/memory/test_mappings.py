@@ -29,7 +29,7 @@ class Reader:
 
     def note(self, segment: int) -> None:
         self.told.append(segment)
-        self.still_there.append(any("r--s" in line for line in mapped()))
+        self.still_there.append(any("rw-p" in line for line in mapped()))
 
     def views(
         self, segment: Segment, *spans: tuple[int, int], number: int = 0
@@ -76,7 +76,7 @@ def test_a_writer_reads_his_own(reader: Reader, segment: Segment) -> None:
 
 def test_all_views_share_one_mapping(reader: Reader, segment: Segment) -> None:
     views = [reader.views(segment, (n, 5)) for n in range(10)]
-    assert len([line for line in mapped() if "r--s" in line]) == 1
+    assert len([line for line in mapped() if "rw-p" in line]) == 1
     assert reader.mappings.is_mapped(7)
     assert not reader.mappings.is_mapped(8)
     del views[1:]
@@ -89,7 +89,7 @@ def test_it_is_told_after_the_kernel_has_unmapped(
     reader: Reader, segment: Segment
 ) -> None:
     views = reader.views(segment)
-    assert any("r--s" in line for line in mapped())
+    assert any("rw-p" in line for line in mapped())
     views.clear()
     assert (reader.told, reader.still_there) == ([7], [False])
     assert not reader.mappings.is_mapped(7)
@@ -242,7 +242,7 @@ def test_two_mappings_of_one_segment_are_told_once_both_are_gone(
 
     monkeypatch.setattr(module, "map_readonly", interrupted)
     outer = reader.views(segment)
-    assert len([line for line in mapped() if "r--s" in line]) == 2
+    assert len([line for line in mapped() if "rw-p" in line]) == 2
     outer.clear()
     assert reader.told == []
     assert bytes(inner[0][0]) == b"second"
@@ -297,7 +297,7 @@ def test_many_threads_come_and_go(segment: Segment) -> None:
         sys.setswitchinterval(before)
     assert not wrong
     assert not any(mappings.is_mapped(each.id) for each in others)
-    assert not any("r--s" in line for line in mapped())
+    assert not any("rw-p" in line for line in mapped())
     assert {each.id for each in others} <= set(told)
     # Nothing is left of those that went.
     assert (mappings._counts, mappings._latest, mappings._sights) == ({}, {}, {})

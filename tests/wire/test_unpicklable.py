@@ -83,6 +83,6 @@ def test_the_culprit_stands_in_the_message():
 
 def test_what_cannot_be_read_says_so():
     for error in (KeyError("weights"), SystemExit(3)):
-        payload = dump_result([LARGE, Trap(error)])
+        payload = carried(dump_result([LARGE, Trap(error)]))
         with pytest.raises(DeserializationError, match=type(error).__name__):
             load_result(payload)
