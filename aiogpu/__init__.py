@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
+    from aiogpu.errors import AiogpuWarning as AiogpuWarning
     from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
     from aiogpu.errors import DeviceError as DeviceError
@@ -94,6 +95,7 @@ _ROOMS = {
         "ActorDiedError",
         "ActorNameError",
         "AiogpuError",
+        "AiogpuWarning",
         "DeadlockError",
         "DeserializationError",
         "DeviceError",

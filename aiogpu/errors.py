@@ -1,4 +1,4 @@
-"""Every exception that aiogpu raises, in one tree.
+"""Every exception that aiogpu raises, in one tree; and its one warning.
 
 Each is an `AiogpuError` and also the builtin that it specialises, so that
 `except ValueError` and `except TimeoutError` keep meaning what a reader expects.
@@ -204,6 +204,10 @@ class ProtocolError(AiogpuError, ConnectionError):
 
 class InternalError(AiogpuError, AssertionError):
     """aiogpu found itself in a state that it rules out; please report it."""
+
+
+class AiogpuWarning(UserWarning):
+    """Something works, but wastes time or memory; the text says what to do."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a cause that carries text, not an error

@@ -80,9 +80,9 @@ class Method:
             return NO_ARGUMENTS
         payload = dump_arguments(self.label, args, kwargs, self.returns)
         if isinstance(payload, Outgoing):
-            from aiogpu.api.packing import packed
+            from aiogpu.api.packing import packed_call
 
-            return packed(payload)
+            return packed_call(self.label, args, kwargs, payload)
         return payload
 
     def _look(self) -> Parameters:

@@ -29,6 +29,7 @@ from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
+    HEAVY,
     dump_arguments,
     dump_function,
     dump_reference,
@@ -72,6 +73,8 @@ class Definition:
     def sent(self) -> Function:
         """The function as workers get it; pickled when it is first needed.
 
+        A warning tells of one that takes much with it.
+
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
@@ -85,6 +88,10 @@ class Definition:
                 else dump_reference(*reference)
             )
             self._sent = Function(new_function_id(), payload)
+            if len(payload) > HEAVY:
+                from aiogpu.wire.weight import advise_on_function
+
+                advise_on_function(self.name, self.function, len(payload))
         return self._sent
 
     def reference(self) -> Reference | None:
@@ -142,9 +149,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         site = self._site or self._prepare()
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
         if isinstance(payload, Outgoing):
-            from aiogpu.api.packing import packed
+            from aiogpu.api.packing import packed_call
 
-            payload = packed(payload)
+            payload = packed_call(site.spec.name, args, kwargs, payload)
         return self._submit(site, payload)
 
     def _prepare(self) -> Site:

@@ -29,6 +29,8 @@ class NodeOptions(NamedTuple):
         spare_workers: clean workers kept ready.
         memory: bytes to share out; None for what is safe.
         memory_guard: whether a task is ended before memory runs out.
+        object_memory: bytes of shared memory for values; None for a part of it.
+        spill_directory: where values beyond that go; None for the system's choice.
     """
 
     num_cpus: float | None = None
@@ -42,6 +44,8 @@ class NodeOptions(NamedTuple):
     spare_workers: int = 2
     memory: int | None = None
     memory_guard: bool = True
+    object_memory: int | None = None
+    spill_directory: str | None = None
 
 
 class Waits(Protocol):

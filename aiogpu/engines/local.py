@@ -52,7 +52,10 @@ class LocalEngine:
         options = self._options
         try:
             await self._supervisor.start_zygote(
-                options.preload, options.log_to_driver, options.learns
+                options.preload,
+                options.log_to_driver,
+                options.learns,
+                options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
             from aiogpu.engines import admission
@@ -74,9 +77,12 @@ class LocalEngine:
     def store(self) -> Store:
         """Its values' shared memory; made when it is first needed."""
         if self._store is None:
+            from aiogpu.runtime.object_memory import ObjectMemory
             from aiogpu.runtime.store import Store
 
-            self._store = Store(self._loop)
+            options = self._options
+            memory = ObjectMemory(options.object_memory, options.spill_directory)
+            self._store = Store(self._loop, memory)
         return self._store
 
     def pack(self, outgoing: Outgoing) -> bytes:

@@ -16,13 +16,16 @@ _WORDS: Final = 5
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
-PAGE_SIZE: Final = SLOTS * _WORDS * 8
+_LEFT: Final = SLOTS * _WORDS
+PAGE_SIZE: Final = SLOTS * _WORDS * 8 + 8
+PLENTY: Final = 1 << 62
+"""Bytes that are left for values where nobody has counted yet."""
 ALL: Final = 1 << 62
 """In place of how many calls were dropped: all, whatever is still to come."""
 
 
 class ControlPage:
-    """Five words for each slot.
+    """Five words for each slot, and one for the node.
 
     Who is to stop, who heard it, who began, who may not begin, and how many calls of
     an actor were dropped. Words are eight bytes, aligned, and written in one store
@@ -44,6 +47,14 @@ class ControlPage:
         descriptor = os.memfd_create("aiogpu-page", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, PAGE_SIZE)
         return descriptor
+
+    def note_left(self, left: int) -> None:
+        """Driver: so many bytes are left for values of all workers."""
+        self._words[_LEFT] = left + 1
+
+    def left(self) -> int:
+        """Worker: bytes that are left for values."""
+        return (self._words[_LEFT] or PLENTY) - 1
 
     def close(self) -> None:
         """Unmap the page."""

@@ -202,8 +202,8 @@ class Segment:
         if self._memory is None:
             raise ValueError(f"segment {self.id} is on disk, or closed: written once")
         if not self._is_populated:
-            self._is_populated = True
             _populate(self._memory)
+            self._is_populated = True
         with memoryview(self._memory) as target:
             for source, (start, length) in zip(sources, spans, strict=True):
                 target[start : start + length] = source
@@ -246,12 +246,17 @@ def _map(fd: int, size: int, access: int) -> mmap.mmap:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Enter the pages in this process's table at once, not by a fault for each."""
+    """Enter the pages in this process's table at once, not by a fault for each.
+
+    Those that were never written are made; where there is no memory for them, it is an
+    error here and not a SIGBUS.
+    """
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
-    except OSError:
-        # Before Linux 5.14; they come by faults.
-        return
+    except OSError as error:
+        # Before Linux 5.14 they come by faults.
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def _unnamed_file(directory: str) -> int:

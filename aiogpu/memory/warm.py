@@ -16,6 +16,9 @@ from aiogpu.memory.segment import Segment, whole_pages
 
 _LARGEST_FIT: Final = 2
 """How many times what is asked a warm segment may have."""
+MOST_WARM: Final = 256
+"""Warm segments that are kept at most: each takes up two descriptors, or one from
+Python 3.13 on, and many processes may have 1024."""
 _SHORT_OF_OTHERS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _DISK_IS_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
@@ -79,7 +82,8 @@ class WarmSegments:
 
         It is closed if it is on disk, larger than the limit, or, as the kernel says,
         still read after all (`Segment.is_read`): its readers keep what they see. To
-        make room for it, those that were unused the longest are closed.
+        make room for it, those that were unused the longest are closed. So close all
+        descriptors that `share` gave before.
 
         Returns:
             Whether it is kept.
@@ -92,7 +96,7 @@ class WarmSegments:
         if segment.is_on_disk or segment.size > self.limit or segment.is_read:
             segment.close()
             return False
-        self._shrink(self.limit - segment.size)
+        self._shrink(self.limit - segment.size, MOST_WARM - 1)
         self._warm[segment_id] = segment
         insort(self._by_size, (segment.size, segment_id))
         self.bytes_warm += segment.size
@@ -126,9 +130,9 @@ class WarmSegments:
         self.bytes_warm -= segment.size
         return segment
 
-    def _shrink(self, most: int) -> None:
-        """Close warm ones until at most so many bytes are left."""
-        while self.bytes_warm > most:
+    def _shrink(self, most_bytes: int, most: int = MOST_WARM) -> None:
+        """Close warm ones until at most so many are left."""
+        while self.bytes_warm > most_bytes or len(self._warm) > most:
             self._pop_warm(next(iter(self._warm))).close()
 
     def _new(self, size: int, is_scarce: bool) -> Segment:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
@@ -17,6 +17,10 @@ from aiogpu.runtime.segment import SharedSegment
 
 if TYPE_CHECKING:
     from aiogpu.runtime.values import Value
+
+
+REFUSED: Final = 5e-3
+"""Seconds after which descriptors are sent again that the kernel would not take."""
 
 
 class Lending:
@@ -39,6 +43,11 @@ class Lending:
 
     def __repr__(self) -> str:
         return f"<Lending {len(self._things)} things to worker {self.worker}>"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker has connected for descriptors."""
+        return self._socket is not None
 
     def lend(self, thing: SharedSegment | Value) -> None:
         """Lend a thing, once more if it has it already."""
@@ -73,9 +82,13 @@ class Lending:
         if sender is None or connected is None:
             return
         unsent, self._unsent = self._unsent, []
-        for segment in unsent:
-            sender.send(segment.id, segment.fd)
-        self._flush()
+        try:
+            for segment in unsent:
+                sender.send(segment.id, segment.fd)
+        except OSError:
+            return  # it has ended, which is told elsewhere
+        if sender.waiting or sender.is_refused:
+            self._flush()
 
     def _flush(self) -> None:
         assert self._sender is not None, self
@@ -84,10 +97,17 @@ class Lending:
             is_through = self._sender.flush()
         except OSError:
             is_through = True  # it has ended, which is told elsewhere
-        if is_through:
+        if is_through or self._sender.is_refused:
             self._loop.remove_writer(self._socket.fileno())
         else:
             self._loop.add_writer(self._socket.fileno(), self._flush)
+        if not is_through and self._sender.is_refused:
+            # Writable all the same: too many are under way, until others read theirs.
+            self._loop.call_later(REFUSED, self._flush_again)
+
+    def _flush_again(self) -> None:
+        if self._socket is not None:
+            self._flush()
 
     def receive(self, segment: int) -> int:
         """The descriptor of a segment that the worker has written; it was sent first.
@@ -95,9 +115,15 @@ class Lending:
         Raises:
             ProtocolError: it was not.
         """
-        if segment not in self._arrived and self._receiver is not None:
-            for identity, descriptor in self._receiver.read(socket.MSG_DONTWAIT):
-                self._arrived[identity] = descriptor
+        receiver = self._receiver
+        while segment not in self._arrived and receiver is not None:
+            try:
+                found = receiver.read(socket.MSG_DONTWAIT)
+            except EOFError:
+                break
+            self._arrived.update(found)
+            if not found:
+                break
         if segment not in self._arrived:
             raise ProtocolError(f"worker {self.worker} has passed no segment {segment}")
         return self._arrived.pop(segment)

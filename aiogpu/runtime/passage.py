@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import struct
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -39,26 +38,42 @@ class Passage:
         self._listening.bind(path)
         self._listening.listen(BACKLOG)
         loop.add_reader(self._listening.fileno(), self._accept)
+        store.catch_up = self.catch_up
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         try:
             connected, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return
+            return False
         connected.setblocking(False)
         raw = connected.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
             connected.close()
-            return
+            return True
         self._greeting.add(connected)
         self._loop.add_reader(connected.fileno(), partial(self._greet, connected))
+        return True
+
+    def catch_up(self) -> None:
+        """Take in who has connected, before the loop comes to tell of it.
+
+        What a worker says of a segment may come first by the other socket.
+        """
+        while self._accept():
+            pass
+        for connected in list(self._greeting):
+            self._greet(connected)
 
     def _greet(self, connected: socket.socket) -> None:
         told = b""
-        with suppress(OSError):
+        try:
             told = connected.recv(ID)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # it has gone
         self._greeting.discard(connected)
         self._loop.remove_reader(connected.fileno())
         worker = self._pool.workers.get(int.from_bytes(told, "little"))

@@ -100,6 +100,7 @@ class Pool:
         """Have values and shared memory kept by that."""
         self._store = self.hearing.store = store
         store.writer_of = self.workers.get
+        store.memory.show_on(self._zygotes.page)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -335,6 +336,8 @@ class Pool:
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
+        if self._store is not None:
+            self._store.memory.show_on(None)
         for worker in self.workers.values():
             worker.start_timer.cancel()
         for slot in self.slots:

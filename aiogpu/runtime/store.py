@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
@@ -19,6 +20,7 @@ from aiogpu.memory.mappings import Mappings
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
 from aiogpu.runtime.lending import Lending
+from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.segment import SharedSegment
 from aiogpu.runtime.values import Value, known
 from aiogpu.wire.outgoing import APART, Outgoing
@@ -37,12 +39,16 @@ class Store:
 
     Attributes:
         writer_of: gives the live worker of an id, None without one.
+        memory: how much it takes and may take.
+        catch_up: takes in the workers that have connected for descriptors.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
         self.writer_of: Callable[[int], LiveWorker | None] = _nobody
+        self.catch_up: Callable[[], object] = _nothing
+        self.memory = memory
         self._loop = loop
-        self._warm = WarmSegments(SEGMENTS + 1, WARM, _no_disk)
+        self._warm = WarmSegments(SEGMENTS + 1, WARM, lambda: memory.directory)
         self._mappings = Mappings(self._on_unmapped)
         self._mapped: dict[int, SharedSegment] = {}
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
@@ -90,7 +96,8 @@ class Store:
             contents = contents._replace(stream=b"")
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
         try:
-            segment = self._warm.take(room)
+            is_scarce = room + self._warm.bytes_warm > self.memory.left
+            segment = self._warm.take(room, is_scarce)
         except OSError:
             # No descriptor, or no memory: then it travels as a whole.
             whole = tuple(map(bytes, outgoing.buffers))
@@ -108,7 +115,9 @@ class Store:
         )
 
     def _shared(self, identity: int, descriptor: int, size: int) -> SharedSegment:
-        shared = SharedSegment(identity, descriptor, size, self._on_free)
+        counted = self.memory.take(descriptor, size)
+        on_free = partial(self._on_free, counted)
+        shared = SharedSegment(identity, descriptor, size, on_free)
         self._segments[identity] = shared
         return shared
 
@@ -142,7 +151,10 @@ class Store:
         owner = (contents.segment - SEGMENTS) >> OWNER
         if owner != worker.id:
             raise ProtocolError(f"nobody has the segment {contents.segment} any more")
-        descriptor = self.lending(worker).receive(contents.segment)
+        lending = self.lending(worker)
+        if not lending.is_connected:
+            self.catch_up()
+        descriptor = lending.receive(contents.segment)
         return self._shared(contents.segment, descriptor, contents.size)
 
     def dispatch(self, worker: LiveWorker, payload: bytes) -> bytes:
@@ -176,8 +188,8 @@ class Store:
         self._unused.append(lambda: self._forget_mapping(identity))
         self._look_soon()
 
-    def _on_free(self, identity: int) -> None:
-        self._unused.append(lambda: self._reclaim(identity))
+    def _on_free(self, counted: int, identity: int) -> None:
+        self._unused.append(lambda: self._reclaim(identity, counted))
         self._look_soon()
 
     def _look_soon(self) -> None:
@@ -192,8 +204,9 @@ class Store:
         if not self._mappings.is_mapped(identity):
             self._mapped.pop(identity, None)
 
-    def _reclaim(self, identity: int) -> None:
+    def _reclaim(self, identity: int, counted: int) -> None:
         """Nobody reads it: its writer may write it again."""
+        self.memory.give_back(counted)
         owner = (identity - SEGMENTS) >> OWNER
         if not owner:
             with suppress(KeyError):  # the store was closed
@@ -223,6 +236,5 @@ def _nobody(_worker: int) -> LiveWorker | None:
     return None
 
 
-def _no_disk() -> str | None:
-    """Nothing is spilled."""
-    return None
+def _nothing() -> None:
+    """Nobody can connect yet."""

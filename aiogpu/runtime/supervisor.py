@@ -59,7 +59,11 @@ class Supervisor:
         self.driver: Driver | None = None
 
     async def start_zygote(
-        self, preload: Sequence[str], log_to_driver: bool, learns: bool = False
+        self,
+        preload: Sequence[str],
+        log_to_driver: bool,
+        learns: bool = False,
+        spill: str = "",
     ) -> None:
         """Make the directory and the socket, and start the zygote.
 
@@ -69,7 +73,7 @@ class Supervisor:
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
-        ground = Ground.lay(NodeCgroup(self._loop), preload, learns)
+        ground = Ground.lay(NodeCgroup(self._loop), preload, learns, spill)
         try:
             parts = self._build(ground, preload, log_to_driver)
         except BaseException:

@@ -1,7 +1,8 @@
-"""Objects to bytes and back. The only door to cloudpickle.
+"""Objects to bytes and back.
 
 Arguments that are plain scalars take the C pickler directly; all else goes by
-cloudpickle, which carries lambdas, closures and what lives in `__main__` by value.
+`pickler`, and so by cloudpickle, which carries lambdas, closures and what lives in
+`__main__` by value.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
 from aiogpu.wire.parcel import Parcel
 
 PROTOCOL: Final = 5
-LEFT_OUT: Final = 1 << 16
-"""Bytes from which on a buffer is left out of the pickle."""
 _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
 NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
 """The payload of a call without any."""
+HEAVY: Final = 1 << 20
+"""Bytes above which a warning is due for what is sent more than once."""
 
 
 def dump_arguments(
@@ -232,34 +233,28 @@ def text_of(error: BaseException) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Whether the user asked cloudpickle to send what that module defines."""
-    from cloudpickle import list_registry_pickle_by_value
+    from aiogpu.wire.pickler import names_sent_by_value
 
-    names = list_registry_pickle_by_value()
-    return any(module == name or module.startswith(name + ".") for name in names)
+    return any(
+        module == name or module.startswith(name + ".")
+        for name in names_sent_by_value()
+    )
 
 
 def _dump(value: object) -> Outgoing:
-    from cloudpickle import dumps
-
-    buffers: list[memoryview] = []
-
-    def leave_out(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < LEFT_OUT:
-            return True
-        buffers.append(raw)
-        return False
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire.pickler import dump
 
     with collecting() as references:
-        stream = dumps(value, PROTOCOL, buffer_callback=leave_out)
+        stream, buffers = dump(value)
     return Outgoing(stream, buffers, references=tuple(references))
 
 
 def _cloud_dumps(value: object) -> bytes:
-    from cloudpickle import dumps
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire.pickler import dump_whole
 
-    payload: bytes = dumps(value, PROTOCOL)
-    return payload
+    return dump_whole(value)
 
 
 def _unpicklable(
@@ -267,8 +262,10 @@ def _unpicklable(
 ) -> SerializationError:
     # Only a failure pays for the import.
     from aiogpu.wire.culprit import find_culprit
+    from aiogpu.wire.pickler import measure
 
-    path = find_culprit(roots, _cloud_dumps)
+    with collecting():  # handles are not to blame
+        path = find_culprit(roots, measure)
     return SerializationError(
         f"{what} cannot be pickled: {path}: {_described(error)}. Create it inside the "
         f"task, or pass what it is made from."

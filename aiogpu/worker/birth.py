@@ -39,7 +39,9 @@ class Birth:
         self._interrupts = Interrupts(page)
         self._interrupts.install()
         self._channel = Channel(self._interrupts)
-        self._loans = Loans(descriptor_path(setup.directory), self._interrupts)
+        self._loans = Loans(
+            descriptor_path(setup.directory), setup.spill, page, self._interrupts
+        )
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()

@@ -25,6 +25,7 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.memory.mappings import Mappings
+    from aiogpu.memory.page import ControlPage
     from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
     from aiogpu.memory.warm import WarmSegments
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 WARM: Final = 1 << 28
 """Bytes of segments that stand ready to be written again."""
+
+
+REFUSED: Final = 5e-3
+"""Seconds after which a descriptor is sent again that the kernel would not take."""
 
 
 class Loan:
@@ -65,9 +70,13 @@ class Loans:
         over: loans that have ended and of which the driver was not told.
     """
 
-    def __init__(self, path: str, interrupts: Interrupts) -> None:
+    def __init__(
+        self, path: str, spill: str, page: ControlPage, interrupts: Interrupts
+    ) -> None:
         self.over: deque[tuple[int, int]] = deque()
         self._path = path
+        self._spill = spill
+        self._page = page
         self._interrupts = interrupts
         self._main = get_ident()
         self._lock = allocate_lock()
@@ -173,22 +182,15 @@ class Loans:
         while wanted not in self._arrived:
             poll.poll()
             with self._shielded():
-                found = self._receiver.read(socket.MSG_DONTWAIT)
+                try:
+                    found = self._receiver.read(socket.MSG_DONTWAIT)
+                except EOFError:
+                    raise NodeClosedError("the node has gone.") from None
                 for identity, descriptor in found:
                     before = self._arrived.get(identity)
                     if before is not None:
                         os.close(before)  # of a loan that ended unread
                     self._arrived[identity] = descriptor
-            if not found and wanted not in self._arrived and self._is_over(connected):
-                raise NodeClosedError("the node has gone.")
-
-    def _is_over(self, connected: socket.socket) -> bool:
-        try:
-            return not connected.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def _connected(self) -> socket.socket:
         if self._socket is None:
@@ -245,7 +247,7 @@ class Loans:
         with self._lock:
             warm = self._own_segments()
             try:
-                segment = warm.take(room)
+                segment = warm.take(room, is_scarce=room > self._page.left())
             except OSError:
                 # No descriptor, or no memory: then it travels as a whole.
                 whole = tuple(map(bytes, outgoing.buffers))
@@ -267,8 +269,16 @@ class Loans:
             from aiogpu.memory.warm import WarmSegments
 
             first = SEGMENTS + (current.worker << OWNER) + 1
-            self._warm = WarmSegments(first, WARM, lambda: None)
+            self._warm = WarmSegments(first, WARM, self._directory)
         return self._warm
+
+    def _directory(self) -> str:
+        if self._spill:
+            return self._spill
+        # Seldom needed, and not cheap.
+        from tempfile import gettempdir
+
+        return gettempdir()
 
     def _pass(self, segment: Segment) -> None:
         """Send the driver a descriptor; it reads it when it hears of the segment."""
@@ -276,9 +286,11 @@ class Loans:
         descriptor = segment.share()
         try:
             with self._shielded():
-                self._sender.send(segment.id, descriptor)
-                while not self._sender.flush():
-                    select.select([], [connected], [])
+                is_sent = self._sender.send(segment.id, descriptor)
+                while not is_sent:
+                    # Not by `select` alone: it is writable where the kernel refuses.
+                    select.select([], [connected], [], REFUSED)
+                    is_sent = self._sender.flush()
         finally:
             os.close(descriptor)
 

@@ -327,6 +327,33 @@ def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
     assert texts(ends.receiver.read()) == numbered(1, 2)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_the_kernel_lets_no_more_be_under_way_than_may_be_open(ends: Ends) -> None:
+    """Who may not exceed limits has so many under way: RLIMIT_NOFILE."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setresgid(54321, 54321, 54321)
+            os.setresuid(54321, 54321, 54321)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+            with marked() as fd:
+                count = 0
+                while ends.sender.send(count, fd):
+                    count += 1
+            assert (ends.sender.is_refused, ends.sender.waiting) == (True, 1)
+            assert not ends.sender.flush()
+            assert count >= 200
+            got = ends.receiver.read()
+            assert ends.sender.flush()
+            assert not ends.sender.is_refused
+            texts(got)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_segment_passes_and_outlives_its_writer(ends: Ends) -> None:
     """Written in a process that is killed, read here, and free when unmapped."""
     ends.far.setblocking(True)

@@ -199,11 +199,14 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         Segment.create(1, PAGE, str(tmp_path / "missing"))
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    room = os.statvfs(tmp_path)
-    with pytest.raises(OSError, match=r".") as caught:
-        Segment.create(1, room.f_frsize * room.f_blocks * 2, str(tmp_path))
-    assert caught.value.errno in {errno.ENOSPC, errno.EFBIG}
+def test_a_file_larger_than_allowed_is_an_error(tmp_path: Path) -> None:
+    with (
+        at_most(resource.RLIMIT_FSIZE, PAGE),
+        pytest.raises(OSError, match="too large") as caught,
+    ):
+        Segment.create(1, 2 * PAGE, str(tmp_path))
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == []
 
 
 def test_too_many_descriptors_is_an_error(directory: str | None) -> None:
@@ -325,6 +328,25 @@ def test_where_the_kernel_cannot_tell_it_counts_as_read(
     monkeypatch.setattr(segments.fcntl, "fcntl", refuse)
     os.close(segment.share())
     assert segment.is_read
+    segment.close()
+
+
+def test_pages_that_cannot_be_made_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        def madvise(self, advice: int) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    segment = Segment.create(1, PAGE)
+    segment.write([memoryview(b"one")])
+    real = segment._memory
+    monkeypatch.setattr(segment, "_memory", Full())
+    for _ in range(2):
+        with pytest.raises(OSError, match="allocate memory"):
+            segment.write([memoryview(b"two")])
+    monkeypatch.setattr(segment, "_memory", real)
+    assert seen(segment, ((0, 3),)) == [b"one"]
     segment.close()
 
 

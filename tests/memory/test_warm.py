@@ -6,15 +6,19 @@ import errno
 import mmap
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aiogpu.errors import AiogpuError, ObjectMemoryError
 from aiogpu.memory import segment as segments
-from aiogpu.memory.segment import map_readonly
-from aiogpu.memory.warm import WarmSegments
+from aiogpu.memory.segment import Segment, map_readonly
+from aiogpu.memory.warm import MOST_WARM, WarmSegments
 
 PAGE = mmap.PAGESIZE
 
@@ -97,6 +101,15 @@ def test_those_unused_the_longest_make_room(warm: WarmSegments) -> None:
     assert warm.give_back(taken[3].id)
     assert sums(warm) == (16, 0, 0)
     assert [segment.fd >= 0 for segment in taken] == [False, True, True, True]
+
+
+def test_only_so_many_are_kept_however_small() -> None:
+    warm = WarmSegments(1, 1 << 30, nowhere)
+    taken = [warm.take(PAGE) for _ in range(MOST_WARM + 3)]
+    assert all(warm.give_back(segment.id) for segment in taken)
+    assert sums(warm) == (MOST_WARM, 0, 0)
+    assert [segment.fd >= 0 for segment in taken] == [False] * 3 + [True] * MOST_WARM
+    warm.close()
 
 
 def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: WarmSegments) -> None:
@@ -187,13 +200,43 @@ def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
     assert warm.take(PAGE).id == 1001
 
 
-def test_a_full_disk_is_no_room(tmp_path: Path) -> None:
-    room = os.statvfs(tmp_path)
-    warm = WarmSegments(1, 0, lambda: str(tmp_path))
-    with pytest.raises(ObjectMemoryError, match=str(tmp_path)) as caught:
-        warm.take(room.f_frsize * room.f_blocks * 2, is_scarce=True)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert sums(warm) == (0, 0, 0)
+SMALL_DISK = """
+import sys
+from aiogpu.errors import ObjectMemoryError
+from aiogpu.memory.segment import map_readonly
+from aiogpu.memory.warm import WarmSegments
+
+place = sys.argv[1]
+warm = WarmSegments(1, 0, lambda: place)
+first = warm.take(40_000, is_scarce=True)
+try:
+    warm.take(40_000, is_scarce=True)
+except ObjectMemoryError as error:
+    assert f"{place} is full (No space left on device)" in str(error), error
+    assert isinstance(error.__cause__, OSError)
+else:
+    raise AssertionError("there was room")
+first.write([memoryview(bytes(40_000))])
+assert warm.bytes_on_disk == first.size
+warm.discard(first.id)
+warm.take(40_000, is_scarce=True).write([memoryview(b"there is room again")])
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one, of 64 KiB; seen by the program alone, and gone with it."""
+    mount = 'mount -t tmpfs -o size=64k none "$0" || exit 99; exec "$@"'
+    program = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, str(tmp_path), *program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode == 99 or "unshare" in ran.stderr:
+        pytest.skip(f"only root can mount: {ran.stderr}")
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -234,6 +277,48 @@ def test_too_many_descriptors_is_what_the_system_says(
     assert sums(warm) == (0, 0, 0)
     assert warm.take(PAGE).id == 1
     warm.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    limit=st.integers(0, 12),
+    steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
+)
+def test_the_sums_are_those_of_the_segments(
+    limit: int, steps: list[tuple[str, int]]
+) -> None:
+    warm = WarmSegments(1, limit * PAGE, nowhere)
+    used: list[Segment] = []
+    seen: dict[int, Segment] = {}
+    reading: list[int] = []
+    for act, number in steps:
+        if act in "ts":
+            try:
+                used.append(warm.take(number * PAGE, is_scarce=act == "s"))
+            except ObjectMemoryError:
+                assert warm.bytes_warm < number * PAGE
+                continue
+            assert number <= used[-1].size // PAGE <= 2 * number
+            assert not used[-1].is_read
+            seen[used[-1].id] = used[-1]
+        elif used and act == "r":
+            reading.append(used[number % len(used)].share())
+        elif used:
+            segment = used.pop(number % len(used))
+            was_read = segment.is_read
+            if act == "d":
+                warm.discard(segment.id)
+            elif warm.give_back(segment.id):
+                assert not was_read
+        there = {each.id: each.size for each in seen.values() if each.fd >= 0}
+        in_use = sum(each.size for each in used)
+        assert warm.bytes_in_use == in_use
+        assert warm.bytes_warm == sum(there.values()) - in_use
+        assert warm.bytes_warm <= warm.limit
+    warm.close()
+    assert all(each.fd == -1 for each in seen.values())
+    for fd in reading:
+        os.close(fd)
 
 
 def test_many_of_each_size() -> None:

@@ -27,6 +27,7 @@ from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.store import Store
 from aiogpu.wire.outgoing import Outgoing
 
@@ -96,7 +97,9 @@ class InlineEngine:
     def store(self) -> Store:
         """The values' shared memory; made when it is first needed."""
         if self._store is None:
-            self._store = Store(self._loop)
+            options = self._options
+            memory = ObjectMemory(options.object_memory, options.spill_directory)
+            self._store = Store(self._loop, memory)
         return self._store
 
     def pack(self, outgoing: Outgoing) -> bytes:

@@ -115,7 +115,7 @@ class Runner:
                 self.loop.stop()
 
     def _look(self, job: Job, too_large: list[Job]) -> bool:
-        """Begin a job, or end it; False if neither can be, and the next one's turn is."""
+        """Begin a job, or end it; False if it has to wait on."""
         if self._is_overdue(job):
             # A plain function before it has kept the loop from ringing.
             self._expire(job)
