@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import frames
 
 MARK: Final = b"\x01"
 """The first byte of a parcel; a pickle begins with 0x80 (`pickletools.opcodes`)."""
@@ -111,6 +110,9 @@ def pack(contents: Contents) -> bytes:
     Raises:
         SerializationError: what it carries is too large for a frame.
     """
+    # Late, so that the zygote's start need not wait for msgpack.
+    from aiogpu.wire import frames
+
     return MARK + frames.pack(contents)
 
 
@@ -128,6 +130,8 @@ def unpack(payload: bytes) -> Contents:
     Raises:
         ProtocolError: it is none.
     """
+    from aiogpu.wire import frames
+
     fields = frames.unpack(memoryview(payload)[1:]) if is_parcel(payload) else None
     if type(fields) is not tuple or tuple(map(type, fields)) != _TYPES:
         raise ProtocolError("a payload is no parcel")
