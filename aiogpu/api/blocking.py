@@ -184,6 +184,10 @@ class BlockingHandle(Generic[T]):
         """Why there will be no result, None if there is one or may be."""
         return self._error
 
+    def exception(self) -> Exception | None:
+        """Why there is no result, None if there is one."""
+        return self._error
+
     @property
     def has_failed(self) -> bool:
         """Whether there will be no result."""

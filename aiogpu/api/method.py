@@ -32,6 +32,7 @@ from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
+    from aiogpu.api.several import Start
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,6 +143,10 @@ class Link(Protocol):
         """Call a method; gives the call's handle."""
         ...
 
+    def several(self, method: str, payload: bytes) -> Start:
+        """How to call a method that has several results."""
+        ...
+
     def ready(self) -> Any:
         """A handle that is settled when the actor was made."""
         ...
@@ -190,6 +195,11 @@ class RemoteMethod(Mapper, Generic[P, R]):
         """
         method = self._method
         payload = method.pack(args, kwargs)
+        if method.returns:
+            from aiogpu.api.several import call_several
+
+            start = self._link.several(method.name, payload)
+            return call_several(method.label, method.returns, start)  # type: ignore[return-value]
         handle: Handle[R] = self._link.call(method.label, method.name, payload)
         return handle
 

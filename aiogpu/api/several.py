@@ -101,11 +101,19 @@ class Several:
         """It has no results."""
         for handle in self.handles:
             handle.reject(failed)
+        self._quieten()
 
     def fail(self, error: Exception) -> None:
         """It has none, for that reason."""
         for handle in self.handles:
             handle.fail(error)
+        self._quieten()
+
+    def _quieten(self) -> None:
+        """One of them tells asyncio of the failure, if nobody looks at it."""
+        for handle in self.handles[1:]:
+            if not handle.cancelled():
+                handle.exception()
 
     def abandon(self) -> None:
         """The task that made the call has ended first."""

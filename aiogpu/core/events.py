@@ -81,6 +81,16 @@ class TaskWaits:
 
 
 @dataclass(slots=True)
+class Detached:
+    """The result of the one that has started this task has a handle to it.
+
+    So it does not end with that one.
+    """
+
+    task: TaskId
+
+
+@dataclass(slots=True)
 class Resides:
     """The task has its place, and needs no CPU from here on."""
 
@@ -189,6 +199,7 @@ Event = (
     | TaskFinished
     | WorkerSpoilt
     | TaskWaits
+    | Detached
     | Resides
     | TaskSkipped
     | Revoked

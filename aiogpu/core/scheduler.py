@@ -29,7 +29,7 @@ from aiogpu.core.dispatch import (
 from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
-from aiogpu.core.family import adopt, end_deadlocks, on_waits, stop
+from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
 from aiogpu.core.finish import end_specially
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
@@ -63,6 +63,7 @@ class Scheduler(Node):
             events.TaskFinished: self._on_finished,
             events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
+            events.Detached: self._on_detached,
             events.Resides: self._on_resides,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
@@ -212,6 +213,12 @@ class Scheduler(Node):
         effects: list[Effect] = []
         on_waits(self, record, event, now, effects)
         return self._place(now, effects)
+
+    def _on_detached(self, event: events.Detached, _: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is not None:
+            detach(record)
+        return NOTHING
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
         record = self.tasks.get(event.task)

@@ -6,12 +6,13 @@ holds a handle to it, a worker that was lent one. With the last of these it is f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
@@ -132,3 +133,14 @@ def known(identity: int) -> Value:
     if value is None:
         raise ProtocolError(f"nobody has the value {identity} any more")
     return value
+
+
+def unfinished_in(payload: bytes) -> Iterator[int]:
+    """The unfinished tasks to whose results a payload holds handles."""
+    if type(payload) is not Parcel:
+        return
+    for thing in payload.holds:
+        if isinstance(thing, Value) and thing.is_pending and thing.task:
+            yield thing.task
+    for part in payload.parts:
+        yield from unfinished_in(part)

@@ -136,3 +136,13 @@ def test_the_picture_lists_it():
     (task,) = shown.tasks
     assert (task.state, task.worker) == ("expecting", None)
     assert task.reason == "waits for results that are its arguments"
+
+
+def test_two_that_expect_the_same_result_are_waited_for():
+    w = World(gpus=1)
+    w.submit("parent", num_gpus=1)
+    w.submit("needed", parent="parent", num_gpus=1)
+    w.submit("one", parent="parent", needs=["needed"])
+    w.submit("two", parent="parent", needs=["needed"])
+    w.wait_for("parent", "one", "two")
+    assert w.told["needed"] == "deadlocked"

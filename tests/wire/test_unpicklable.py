@@ -11,6 +11,7 @@ from aiogpu.errors import DeserializationError, SerializationError
 from aiogpu.wire.culprit import find_culprit
 from aiogpu.wire.payload import dump_arguments, dump_function, dump_result, load_result
 from aiogpu.wire.pickler import APART, dump, dump_whole, measure
+from tests.wire.parcels import carried
 
 LARGE = np.zeros(APART)
 LOCK = threading.Lock()

@@ -64,6 +64,7 @@ class Executor:
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
+                value = several(value, job.call.payload)
                 kind = UNSENDABLE
                 return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
@@ -81,6 +82,7 @@ class Executor:
         kind = RAISED
         try:
             value = await self.stepwise(job, begun)
+            value = several(value, job.call.payload)
             kind = UNSENDABLE
             with self._step(job):
                 return _packed(job, value)
@@ -153,7 +155,7 @@ class Executor:
 
 
 def _packed(job: Job, value: object) -> Outcome:
-    result = dump_result(several(value, job.call.payload))
+    result = dump_result(value)
     if isinstance(result, Outgoing):
         result = job.runner.node.pack(result)
     return Outcome(Done(job.id, result), carried=take_kept())
