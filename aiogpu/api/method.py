@@ -28,6 +28,7 @@ from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.payload import dump_arguments
+from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -77,6 +78,11 @@ class Method:
         if not args and not kwargs:
             return NO_ARGUMENTS
         return dump_arguments(self.label, args, kwargs)
+
+    def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
+        """Pickle the arguments of a `Chunk`; raises as `pack` does."""
+        (self._parameters or self._look()).check(arguments[:1], {})
+        return dump_arguments(self.label, arguments, {})
 
     def _look(self) -> Parameters:
         if self.is_generator:
@@ -186,6 +192,14 @@ class RemoteMethod(Mapper, Generic[P, R]):
         handle: Handle[R] = self._link.call(method.label, method.name, payload)
         return handle
 
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        method = self._method
+        payload = method.pack_chunk(arguments)
+        handle: Handle[Any] = self._link.call(
+            method.label, method.name + CHUNKED, payload
+        )
+        return handle
+
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
         def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -212,6 +226,9 @@ class TypedMethod(Mapper, Generic[P, R_co]):
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         raise NotImplementedError
 
 

@@ -128,6 +128,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         super().__init__(definition)
         self._options = options
         self._submit: Callable[[Site, bytes], Handle[R]]
+        self._in_chunks: RemoteFunction[..., Any] | None = None
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Start the task; gives its handle at once.
@@ -139,6 +140,13 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         """
         site = self._site or self._prepare()
         return self._submit(site, dump_arguments(site.spec.name, args, kwargs))
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        if self._in_chunks is None:
+            from aiogpu.api.chunks import in_chunks
+
+            self._in_chunks = in_chunks(self)
+        return self._in_chunks.remote(*arguments)
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
