@@ -6,7 +6,6 @@ stays out of this file: importing it would cost such a task more than it does.
 
 from __future__ import annotations
 
-import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -46,6 +46,7 @@ class BlockingHandle(Generic[T]):
         task_name: name of the task.
         child: its number among the children of the task that has started it.
         family: all of these.
+        on_end: are called with it when it has ended or was cancelled.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class BlockingHandle(Generic[T]):
         "_value",
         "child",
         "family",
+        "on_end",
         "task_name",
     )
 
@@ -64,6 +66,7 @@ class BlockingHandle(Generic[T]):
         self.task_name = task_name
         self.child = 0
         self.family = family
+        self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
         self._state = "pending"
         self._payload: bytes | None = None
         self._value: T | None = None
@@ -104,7 +107,7 @@ class BlockingHandle(Generic[T]):
         if self.done():
             return False
         nested.current_family().withdraw(self.child)
-        self._state = "cancelled"
+        self._end("cancelled")
         return True
 
     def why(self) -> NoReturn:
@@ -117,7 +120,8 @@ class BlockingHandle(Generic[T]):
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
-        self._state, self._payload = "finished", payload
+        self._payload = payload
+        self._end("finished")
 
     def reject(self, failed: Failed) -> None:
         """Take what the child's worker says of its failure; called by the engine."""
@@ -134,7 +138,12 @@ class BlockingHandle(Generic[T]):
 
     def _refuse(self, error: Exception) -> None:
         self._error, self._trace = error, error.__traceback__
-        self._state = "failed"
+        self._end("failed")
+
+    def _end(self, state: str) -> None:
+        self._state = state
+        for tell in self.on_end:
+            tell(self)
 
     @property
     def has_failed(self) -> bool:
@@ -314,12 +323,6 @@ class _Countdown:
             self._upsets = upsets
             return not pending or any(one.has_failed for one in pending)
         return not pending
-
-
-def is_loop_running() -> bool:
-    """Whether an event loop runs in this thread; imports nothing to find out."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None
 
 
 def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
