@@ -55,6 +55,10 @@ class Completions(Protocol[T]):
         """Each handle, when it has ended."""
         ...
 
+    def __len__(self) -> int:
+        """How many handles there are in all, those that were given included."""
+        ...
+
 
 def wait(
     handles: Collection[Handle[T]],
@@ -175,7 +179,15 @@ class _CompletionsHere:
     """The handles of plain code, each when it has ended."""
 
     def __init__(self, handles: list[BlockingHandle[Any]]) -> None:
+        self._total = len(handles)
         self._look = _Look(handles)
+
+    def __len__(self) -> int:
+        """How many handles there are in all, those that were given included."""
+        return self._total
+
+    def __bool__(self) -> bool:
+        return True
 
     def __iter__(self) -> _CompletionsHere:
         return self

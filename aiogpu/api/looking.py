@@ -82,7 +82,15 @@ class CompletionsOnLoop:
     """The handles of a loop, each when it has ended."""
 
     def __init__(self, handles: list[Handle[Any]]) -> None:
+        self._total = len(handles)
         self._look = _Look(handles)
+
+    def __len__(self) -> int:
+        """How many handles there are in all, those that were given included."""
+        return self._total
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"<as_completed: {self._look.left} handles to come>"

@@ -184,7 +184,9 @@ async def test_handles_come_as_they_end(works: Works) -> None:
 
 
 async def test_of_none_there_is_none(works: Works) -> None:
-    assert [handle async for handle in aiogpu.as_completed([])] == []
+    completed = aiogpu.as_completed([])
+    assert completed, "which is not its length"
+    assert [handle async for handle in completed] == []
 
 
 async def test_a_cancelled_step_is_not_the_end(works: Works) -> None:
@@ -372,7 +374,9 @@ class TestInPlainTasks:
         assert list(completed) == [d, b]
         with pytest.raises(StopIteration):
             next(completed)
+        assert len(aiogpu.as_completed(handles)) == 4
         assert list(aiogpu.as_completed([])) == []
+        assert aiogpu.as_completed([]), "which is not its length"
 
     def test_leaving_cancels_nothing(self, channel: PaperChannel) -> None:
         handles = self.start(2)
