@@ -18,10 +18,11 @@ from aiogpu.api.handle import Handle
 from aiogpu.api.task import Definition, RemoteFunction
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, new_function_id
-from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.failure import RAISED, unpack_failure
 from aiogpu.wire.messages import Failed
+from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.payload import dump_function
-from aiogpu.worker.chunk import Outcome, Sent
+from aiogpu.worker.chunk import Sent
 
 TARGET: Final = 0.004
 """Seconds that a call shall take: a call costs up to 0.1 ms by itself."""
@@ -124,8 +125,9 @@ class Packing:
         self._sizes.note(done or 1, seconds)
         if outcome.failure is None:
             return Opened(outcome.values, rest=items[done:])
-        error = unpack_failure(Failed(*outcome.failure), self._remote.__name__)
-        if not _is_retried(self._remote, error):
+        failed = Failed(*outcome.failure)
+        error = unpack_failure(failed, self._remote.__name__)
+        if failed.kind != RAISED or not _is_retried(self._remote, error):
             return Opened(outcome.values, error)
         if self._again is None:
             self._again = _again(self._remote)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.wire.outcome import Outcome
 
 PROTOCOL: Final = 5
 _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
@@ -64,6 +65,10 @@ def dump_result(value: object) -> bytes:
     try:
         return _cloud_dumps(value)
     except Exception as error:
+        if type(value) is Outcome:
+            kept = value.before_culprit(dump_result)
+            if kept is not value:
+                return dump_result(kept)
         raise _unpicklable("the result", {"result": value}, error) from error
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from math import inf
 from time import perf_counter
 from types import CoroutineType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.payload import load_function
 from aiogpu.worker.context import current
 from aiogpu.worker.poison import poisoned_by
@@ -22,20 +23,6 @@ CHUNKED: Final = "[]"
 
 _OWN_FRAMES: Final = "/aiogpu/worker/"
 _CO_COROUTINE: Final = 0x80
-
-
-class Outcome(NamedTuple):
-    """What a chunk gives.
-
-    Attributes:
-        values: the results so far.
-        seconds: that they took.
-        failure: the fields of a `Failed`, if the item after them has raised.
-    """
-
-    values: list[Any]
-    seconds: float
-    failure: tuple[Any, ...] | None
 
 
 class Chunk:

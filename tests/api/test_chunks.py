@@ -17,8 +17,8 @@ from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.payload import dump_result, load_arguments
-from aiogpu.worker.chunk import Outcome
 from tests.api.paper_engine import PaperEngine
 
 

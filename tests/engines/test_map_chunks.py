@@ -138,6 +138,21 @@ async def test_what_is_no_exception_comes_in_its_place(address: str) -> None:
             await anext(results)
 
 
+async def test_a_result_that_cannot_be_pickled_fails_in_its_place(
+    address: str,
+) -> None:
+    @aiogpu.remote
+    def lock_at_2(number: int) -> Any:
+        return threading.Lock() if number == 2 else [number]
+
+    async with aiogpu.init(address=address, num_cpus=1):
+        results = lock_at_2.map(range(5), chunk=5)
+        assert [await anext(results), await anext(results)] == [[0], [1]]
+        told = r"lock_at_2 ran, but the result cannot be pickled: result \(a lock\): "
+        with pytest.raises(aiogpu.SerializationError, match=told):
+            await anext(results)
+
+
 async def test_options_and_names_are_the_functions_own(address: str) -> None:
     @aiogpu.remote(
         num_cpus=0.5, name="own", runtime_env={"env_vars": {"OWN_VARIABLE": "x"}}

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
+from aiogpu.errors import SerializationError
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
-from aiogpu.wire.payload import dump_function, load_function
+from aiogpu.wire.outcome import Outcome
+from aiogpu.wire.payload import (
+    dump_function,
+    dump_result,
+    load_function,
+    load_result,
+)
 from aiogpu.worker import chunk
-from aiogpu.worker.chunk import CHUNKED, Chunk, Outcome, Sent, method_of
+from aiogpu.worker.chunk import CHUNKED, Chunk, Sent, method_of
 from aiogpu.worker.context import current
 
 
@@ -160,6 +167,30 @@ def test_a_function_on_its_way() -> None:
 def test_an_outcome_travels() -> None:
     outcome = run(double, 0, 1, -2)
     assert pickle.loads(pickle.dumps(outcome)) == outcome
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("never")
+
+
+def test_a_value_that_cannot_be_pickled_fails_in_its_place() -> None:
+    values = [1, [2], Unpicklable(), 4, Unpicklable()]
+    outcome = load_result(dump_result(Outcome(list(values), 1.0, None)))
+    assert (outcome.values, outcome.seconds) == ([1, [2]], 1.0)
+    error = error_in(outcome)
+    assert isinstance(error, SerializationError)
+    assert str(error).startswith("double ran, but the result cannot be pickled: result")
+
+
+def test_it_is_not_looked_for_where_all_can_be() -> None:
+    def dump(value: object) -> None:
+        dumped.append(value)
+
+    dumped: list[object] = []
+    outcome = Outcome([1, 2], 1.0, None)
+    assert outcome.before_culprit(dump) is outcome
+    assert dumped == [1, 2]
 
 
 def test_methods_by_name() -> None:
