@@ -190,7 +190,7 @@ class Window(Generic[R]):
             return
         self.ahead += 1
         packing.partial.append(item)
-        if len(packing.partial) >= packing.size:
+        if len(packing.partial) >= packing.size or self.ahead == self.limit:
             self._flush()
         elif self._plain is None and self._filling is None:
             self._filling = self.loop.call_later(FILL_TIME, self._flush_late)

@@ -16,7 +16,7 @@ from aiogpu.api.map import Results
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.runtime.call import Receiver, Site
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.failure import RAISED, UNSENDABLE, pack_failure
 from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.payload import dump_result, load_arguments
 from tests.api.paper_engine import PaperEngine
@@ -39,6 +39,7 @@ class Paper(PaperEngine):
         super().__init__()
         self.calls: list[tuple[Any, ...]] = [()]
         self.retries = [0]
+        self.kind = RAISED
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         args, kwargs = load_arguments(payload)
@@ -61,7 +62,7 @@ class Paper(PaperEngine):
     ) -> None:
         """Answer a call, for all its items or for some and what the next raises."""
         values = list(self.calls[call][1:])[:after]
-        failure = error and tuple(pack_failure(0, RAISED, error, ""))
+        failure = error and tuple(pack_failure(0, self.kind, error, ""))
         outcome = Outcome(values, seconds, failure or None)
         self.receivers[call].receive(dump_result(outcome))
 
@@ -311,6 +312,43 @@ async def test_others_are_not_tried_again(paper: Paper) -> None:
         paper.end(len(paper.calls) - 1, error, after=0)
         with pytest.raises(type(error)):
             await asked
+
+
+async def test_what_the_item_did_not_raise_is_no_reason_to_try_again(
+    paper: Paper,
+) -> None:
+    """As with single calls: its result could not be sent."""
+    paper.kind = UNSENDABLE
+    asked = await asking(retried.options(retry_exceptions=True).map([1, 2], chunk=2))
+    paper.end(1, TypeError("no pickle"), after=0)
+    with pytest.raises(SerializationError, match="no pickle"):
+        await asked
+
+
+async def test_a_chunk_that_shall_be_larger_goes_where_the_limit_is_reached(
+    paper: Paper,
+) -> None:
+    """Sizes may change while an async iterable fills one."""
+    queue: asyncio.Queue[int] = asyncio.Queue()
+
+    async def later() -> AsyncIterator[int]:
+        while True:
+            yield await queue.get()
+
+    async with train.map(later(), chunk="auto", limit=32) as results:
+        packing = results._window._packing
+        assert packing is not None
+        packing._sizes.size = 3
+        queue.put_nowait(1)
+        task = await asking(results)
+        packing._sizes.size = 40
+        for number in range(2, 40):
+            queue.put_nowait(number)
+        for _ in range(10):
+            await settled()
+        assert paper.items == [list(range(1, 33))]
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def test_automatic_chunks_grow_with_what_is_known(paper: Paper) -> None:
