@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.pool import ActorPool as ActorPool
+    from aiogpu.api.put import put as put
     from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
     from aiogpu.api.task import RemoteFunction as RemoteFunction
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
+    from aiogpu.errors import AiogpuWarning as AiogpuWarning
     from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
     from aiogpu.errors import DeviceError as DeviceError
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import NodeRunningError as NodeRunningError
     from aiogpu.errors import NodeStartError as NodeStartError
     from aiogpu.errors import NoLoopError as NoLoopError
+    from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
     from aiogpu.errors import PreloadError as PreloadError
@@ -85,6 +88,7 @@ _ROOMS = {
         "status",
     ),
     "api.pool": ("ActorPool",),
+    "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.task": ("RemoteFunction", "remote"),
@@ -94,6 +98,7 @@ _ROOMS = {
         "ActorDiedError",
         "ActorNameError",
         "AiogpuError",
+        "AiogpuWarning",
         "DeadlockError",
         "DeserializationError",
         "DeviceError",
@@ -105,6 +110,8 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
+        "ObjectMemoryError",
+        "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",
         "PreloadError",

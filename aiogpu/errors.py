@@ -1,4 +1,4 @@
-"""Every exception that aiogpu raises, in one tree.
+"""Every exception that aiogpu raises, in one tree; and its one warning.
 
 Each is an `AiogpuError` and also the builtin that it specialises, so that
 `except ValueError` and `except TimeoutError` keep meaning what a reader expects.
@@ -186,6 +186,10 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         return type(self), (str(self),), vars(self).copy()
 
 
+class ObjectMemoryError(AiogpuError, MemoryError):
+    """A value has no room: neither in the object memory nor in a spill directory."""
+
+
 class SerializationError(AiogpuError, TypeError):
     """A function, an argument or a result cannot be pickled."""
 
@@ -200,6 +204,10 @@ class ProtocolError(AiogpuError, ConnectionError):
 
 class InternalError(AiogpuError, AssertionError):
     """aiogpu found itself in a state that it rules out; please report it."""
+
+
+class AiogpuWarning(UserWarning):
+    """Something works, but wastes time or memory; the text says what to do."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a cause that carries text, not an error

@@ -20,7 +20,12 @@ KINDS = [
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, BaseException)
 ]
-ERRORS = [kind for kind in KINDS if kind not in (AiogpuError, RemoteTraceback)]
+ERRORS = [
+    kind
+    for kind in KINDS
+    if kind not in (AiogpuError, RemoteTraceback)
+    if not issubclass(kind, Warning)
+]
 PLAIN = (BaseException, Exception, object)
 
 
@@ -126,3 +131,8 @@ class OutOfMemory(TaskError):
 
 def test_a_remote_traceback_prints_as_a_block():
     assert str(RemoteTraceback("Traceback ...\n")) == '\n"""\nTraceback ...\n"""'
+
+
+def test_the_warning_is_one_that_users_see_by_default():
+    assert issubclass(errors.AiogpuWarning, UserWarning)
+    assert not issubclass(errors.AiogpuWarning, AiogpuError)

@@ -28,6 +28,7 @@ from aiogpu.api.method import (
 )
 from aiogpu.api.task import Decorated, Definition
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
+from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments
 from aiogpu.worker.context import ActorExit, current
 
@@ -145,6 +146,10 @@ class RemoteClass(Decorated, Generic[P, A]):
         self._face.parameters.check(args, kwargs)
         site = self._site or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
+        if isinstance(payload, Outgoing):
+            from aiogpu.api.packing import packed
+
+            payload = packed(payload)
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
         asked = site, payload, key, options.get_if_exists

@@ -7,13 +7,13 @@ since plain functions need none.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 from weakref import WeakValueDictionary
 
 from aiogpu.api.blocking import BlockingHandle, get
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
-from aiogpu.errors import MisuseError, NodeError
+from aiogpu.errors import InternalError, MisuseError, NodeError
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -29,6 +29,8 @@ from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
+    from aiogpu.api.several import Several
+    from aiogpu.engines.nested import LoopLink
     from aiogpu.runtime.call import Site
 
 _links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
@@ -103,6 +105,10 @@ class FarLink:
             raise MisuseError(f"{label}.remote() was called after the task had ended.")
         return handle
 
+    def several(self, method: str, payload: bytes) -> FarSeveral:
+        """How to call a method that has several results."""
+        return FarSeveral(self.actor, method, payload)
+
     def ready(self) -> Any:
         """Settled when the constructor has returned."""
         return self.call(f"{self.name}()", READY, NOTHING)
@@ -145,3 +151,36 @@ def find(name: str, namespace: str) -> tuple[FarLink, object]:
     actor, of_class, face = get(cast("Any", handle))
     link = _links.get(actor) or FarLink(of_class, actor)
     return link, face
+
+
+class FarSeveral(NamedTuple):
+    """A call with several results, from a worker; see `several.Start`.
+
+    Attributes:
+        actor: its id.
+        method: what is called.
+        payload: the pickled arguments.
+    """
+
+    actor: int
+    method: str
+    payload: bytes
+
+    def in_program(self, _session: object, _several: object) -> NoReturn:
+        """Nobody but a worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a worker")
+
+    def by_host(self, _host: object, _several: object) -> NoReturn:
+        """Nobody but a worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a worker")
+
+    def on_loop(self, link: LoopLink, several: Several) -> None:
+        """Make it for a task's event loop."""
+        several.stop, several.ask = link.cancel, link.why
+        several.note(link.ask(self.actor, self.method, self.payload, several))
+
+    def in_plain_code(self, several: Several) -> None:
+        """Make it for a plain task."""
+        family = nested.family()
+        several.stop = family.withdraw
+        several.note(family.ask(self.actor, self.method, self.payload, several))

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from aiogpu.api.blocking import handle_by
 from aiogpu.api.caller import host_beside_loop
 from aiogpu.core.why import Why
-from aiogpu.errors import MisuseError
+from aiogpu.errors import InternalError, MisuseError
 from aiogpu.runtime.child import Carrying, Then
-from aiogpu.wire.payload import dump_result
+from aiogpu.wire.payload import dump_whole
 from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
+    from aiogpu.api.several import Several
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
+    from aiogpu.engines.family import Host
     from aiogpu.runtime.call import Receiver, Site
 
 UNCHECKED: Final = 1 << 20
@@ -53,7 +55,7 @@ class ActorLink:
         self._actors: ActorsPort | None = None
         self._error: Exception | None = None
         self._early: list[Callable[[ActorPort], object]] = []
-        self._early_handles: list[Handle[Any]] = []
+        self._early_fails: list[Callable[[Exception], None]] = []
 
     def __repr__(self) -> str:
         return f"<ActorLink {self.name} {self._actor!r}>"
@@ -121,16 +123,16 @@ class ActorLink:
         # It may be one of that name that lives already, and of another class.
         self.site, self.name = actor.site, actor.site.spec.name
         early, self._early = self._early, []
-        self._early_handles.clear()
+        self._early_fails.clear()
         for ask in early:
             ask(actor)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._early.clear()
-        handles, self._early_handles = self._early_handles, []
-        for handle in handles:
-            handle.fail(error)
+        fails, self._early_fails = self._early_fails, []
+        for fail in fails:
+            fail(error)
 
     def call(self, label: str, method: str, payload: bytes) -> Handle[Any]:
         """Call a method.
@@ -157,6 +159,25 @@ class ActorLink:
             self._ask(handle, partial(_call_early, method, payload, handle, receiver))
         return handle
 
+    def several(self, method: str, payload: bytes) -> NearSeveral:
+        """How to call a method that has several results."""
+        return NearSeveral(self, method, payload)
+
+    def ask_actor(
+        self, ask: Callable[[ActorPort], object], fail: Callable[[Exception], None]
+    ) -> None:
+        """Ask something of the actor, now or as soon as it is known.
+
+        `fail` is told why it never will be.
+        """
+        if self._actor is not None:
+            ask(self._actor)
+        elif self._error is not None:
+            fail(self._error)
+        else:
+            self._early.append(ask)
+            self._early_fails.append(fail)
+
     def ready(self) -> Handle[None]:
         """Settled when the constructor has returned."""
         return self._asked(lambda actor, handle: actor.await_ready(handle))
@@ -169,7 +190,7 @@ class ActorLink:
         """How many actors of its kind can live at once."""
 
         def ask(actor: ActorPort, receiver: Receiver) -> None:
-            receiver.receive(dump_result(self._known_actors().room(actor.id)))
+            receiver.receive(dump_whole(self._known_actors().room(actor.id)))
 
         return self._asked(ask)
 
@@ -194,13 +215,7 @@ class ActorLink:
     def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
         if self._session.is_forked:
             raise self._session.unusable()
-        if self._actor is not None:
-            ask(self._actor)
-        elif self._error is not None:
-            handle.fail(self._error)
-        else:
-            self._early.append(ask)
-            self._early_handles.append(handle)
+        self.ask_actor(ask, handle.fail)
 
     def kill(self, no_restart: bool) -> None:
         """End its process at once."""
@@ -273,3 +288,44 @@ class _Watcher:
     def why(self, name: str, number: int) -> Why:
         """What the actor does."""
         return self._link.why(name, number)
+
+
+class NearSeveral(NamedTuple):
+    """A call with several results, in a program's process; see `several.Start`.
+
+    Attributes:
+        link: the tie to the actor.
+        method: what is called.
+        payload: the pickled arguments.
+    """
+
+    link: ActorLink
+    method: str
+    payload: bytes
+
+    def in_program(self, _session: object, several: Several) -> None:
+        """Make it on the program's node."""
+        several.stop, several.ask = self.link.cancel, self.link.why
+        self.link.ask_actor(partial(self._call, several), several.fail)
+
+    def _call(self, several: Several, actor: ActorPort) -> None:
+        if not several.done():
+            several.note(actor.call(self.method, self.payload, several))
+
+    def by_host(self, host: Host, several: Several) -> None:
+        """Make it for a task that shares its program's process."""
+        several.stop, several.ask = host.cancel, host.why
+        self.link.ask_actor(
+            lambda actor: several.note(
+                host.call(actor.id, self.method, self.payload, several)
+            ),
+            several.fail,
+        )
+
+    def on_loop(self, _link: object, _several: object) -> NoReturn:
+        """No worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a program")
+
+    def in_plain_code(self, _several: object) -> NoReturn:
+        """No worker has such a tie."""
+        raise InternalError(f"{self!r} belongs to a program")

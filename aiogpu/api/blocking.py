@@ -25,14 +25,19 @@ from aiogpu.errors import (
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
-from aiogpu.worker.context import passing
+from aiogpu.wire.sharing import Discard
+from aiogpu.worker.context import current, passing
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiogpu.api.handle import Handle
+    from aiogpu.api.several import Several
     from aiogpu.engines.family import Family, Host
     from aiogpu.runtime.call import Site
+    from aiogpu.runtime.values import Value
+    from aiogpu.wire.outgoing import Reference
+    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
 
@@ -46,9 +51,13 @@ class BlockingHandle(Generic[T]):
         task_name: name of the task.
         child: its number among the children of the task that has started it.
         family: all of these.
+        owner: stops the work; None for the family itself.
+        shared: what others refer to who were given it, None for nobody.
+        raw: the value pickled, if it is there.
         on_end: are called with it when it has ended or was cancelled.
     """
 
+    __aiogpu_handle__ = True
     __slots__ = (
         "__weakref__",
         "_error",
@@ -59,6 +68,9 @@ class BlockingHandle(Generic[T]):
         "child",
         "family",
         "on_end",
+        "owner",
+        "raw",
+        "shared",
         "task_name",
     )
 
@@ -66,6 +78,9 @@ class BlockingHandle(Generic[T]):
         self.task_name = task_name
         self.child = 0
         self.family = family
+        self.owner: Several | Borrowed | None = None
+        self.shared: Reference | None = None
+        self.raw: bytes | None = None
         self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
         self._state = "pending"
         self._payload: bytes | None = None
@@ -88,11 +103,18 @@ class BlockingHandle(Generic[T]):
             f"event loop runs; wait by aiogpu.get(handle)."
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError(
-            f"the handle of {self.task_name} cannot be pickled in this version; "
-            f"aiogpu.get() it and pass the value."
-        )
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Late: only a handle within something that is sent comes here.
+        from aiogpu.api.borrow import borrow
+        from aiogpu.wire.outgoing import refer
+
+        return borrow, (refer(self.task_name, self.share), self.task_name)
+
+    def share(self) -> Reference:
+        """What others refer to who are given this handle; it is a holder as well."""
+        if self.shared is None:
+            self.shared = share(self)
+        return self.shared
 
     def done(self) -> bool:
         """Whether the task has ended or was cancelled."""
@@ -106,7 +128,10 @@ class BlockingHandle(Generic[T]):
         """Stop the work; False if it had ended before."""
         if self.done():
             return False
-        nested.current_family().withdraw(self.child)
+        if self.owner is not None:
+            self.owner.cancel(self.child)
+        else:
+            nested.current_family().withdraw(self.child)
         self._end("cancelled")
         return True
 
@@ -120,11 +145,15 @@ class BlockingHandle(Generic[T]):
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
-        self._payload = payload
+        self._payload = self.raw = payload
+        if self.shared is not None:
+            self._tell("receive", payload)
         self._end("finished")
 
     def reject(self, failed: Failed) -> None:
         """Take what the child's worker says of its failure; called by the engine."""
+        if self.shared is not None:
+            self._tell("reject", failed)
         self._refuse(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
@@ -137,6 +166,8 @@ class BlockingHandle(Generic[T]):
         self._refuse(abandoned(self.task_name))
 
     def _refuse(self, error: Exception) -> None:
+        if self.shared is not None:
+            self._tell("fail", error)
         self._error, self._trace = error, error.__traceback__
         self._end("failed")
 
@@ -144,6 +175,26 @@ class BlockingHandle(Generic[T]):
         self._state = state
         for tell in self.on_end:
             tell(self)
+
+    def stand_for(self, value: Value) -> None:
+        """It has come from elsewhere: others know it by that value already."""
+        self.shared = value
+        self.child = value.task
+
+    def _tell(self, how: str, told: object) -> None:
+        """In the program's own process others may wait for it as well."""
+        tell = getattr(self.shared, how, None)
+        if tell is not None:
+            tell(told)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there will be no result, None if there is one or may be."""
+        return self._error
+
+    def exception(self) -> Exception | None:
+        """Why there is no result, None if there is one."""
+        return self._error
 
     @property
     def has_failed(self) -> bool:
@@ -173,6 +224,34 @@ class BlockingHandle(Generic[T]):
                 self._state, self._error = "failed", error
                 raise
         return self._value  # type: ignore[return-value]
+
+
+def share(handle: BlockingHandle[Any]) -> Reference:
+    """What others refer to who are given a handle of plain code."""
+    if current.loans is not None:
+        return nested.family().shares.share(handle)
+    from aiogpu.api.borrow import value_of
+
+    return value_of(handle)
+
+
+class Borrowed:
+    """Owns a handle that has come from elsewhere, and asks for its value when needed.
+
+    Attributes:
+        loan: of that value.
+    """
+
+    def __init__(self, loan: Loan) -> None:
+        self.loan = loan
+
+    def fetch(self, handle: BlockingHandle[Any]) -> None:
+        """Ask for the value."""
+        handle.child = nested.family().fetch(self.loan.id, handle)
+
+    def cancel(self, _child: int) -> None:
+        """Stop whoever makes the value."""
+        nested.family().tell(Discard(self.loan.id))
 
 
 def abandoned(task_name: str) -> TaskCancelledError:
@@ -213,17 +292,7 @@ def handle_by(host: Host, name: str, start: Callable[[Any], int]) -> Any:
         name: what the handle is called.
         start: is given who waits for the end; gives a number.
     """
-    handle: Any
-    if is_loop_running():
-        import asyncio
-
-        from aiogpu.api.nested import ChildHandle
-
-        loop = asyncio.get_running_loop()
-        handle = ChildHandle(name, host, loop, host.waits)
-    else:
-        handle = BlockingHandle(name, host)
-    receiver = handle
+    receiver = handle = handle_for(host, name)
     if passing:
         from aiogpu.api.actor_link import carrying
 
@@ -233,6 +302,23 @@ def handle_by(host: Host, name: str, start: Callable[[Any], int]) -> Any:
         handle.child = number
     else:
         handle.task_id = number
+    return handle
+
+
+def handle_for(host: Host, name: str, owner: Any = None) -> Any:
+    """The kind of handle that fits, for a host's code.
+
+    `owner` stops the work and is asked about it; None for the host.
+    """
+    if is_loop_running():
+        import asyncio
+
+        from aiogpu.api.nested import ChildHandle
+
+        loop = asyncio.get_running_loop()
+        return ChildHandle(name, owner or host, loop, host.waits)
+    handle: BlockingHandle[Any] = BlockingHandle(name, host)
+    handle.owner = owner
     return handle
 
 
@@ -260,6 +346,8 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
         TaskTimeoutError: time was up; what was waited for goes on.
         DeadlockError: the wait could never end.
     """
+    if type(handle).__name__ == "Putting":
+        return handle.handle
     if is_loop_running():
         raise MisuseError(
             "aiogpu.get() would block the event loop that runs here; write `await "
@@ -284,6 +372,9 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
 
 def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
     """Until all have ended or one has failed; False if time is up before."""
+    for one in handles:
+        if not one.child and isinstance(one.owner, Borrowed):
+            one.owner.fetch(one)
     pending = [one for one in handles if not one.done()]
     if not pending or any(one.has_failed for one in handles):
         return True

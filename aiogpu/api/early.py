@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
+    from aiogpu.api.several import Several
     from aiogpu.engines.base import Engine
     from aiogpu.runtime.call import Receiver, Site
 
@@ -50,7 +51,7 @@ class EarlyRequests:
 def submit_early(
     site: Site,
     payload: bytes,
-    handle: Handle[Any],
+    handle: Handle[Any] | Several,
     receiver: Receiver,
     engine: Engine,
 ) -> None:

@@ -25,7 +25,9 @@ from aiogpu.wire.payload import load_result
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.engines.base import Waits
+    from aiogpu.runtime.values import Value
     from aiogpu.wire.messages import Failed
+    from aiogpu.wire.outgoing import Reference
 
 T = TypeVar("T")
 
@@ -53,11 +55,14 @@ class Handle(asyncio.Future[T]):
         task_name: name of the task.
     """
 
+    __aiogpu_handle__ = True
     __slots__ = (
         "_callbacks_added",
         "_error",
         "_owner",
         "_payload",
+        "_raw",
+        "_shared",
         "_value",
         "_waiters",
         "task_id",
@@ -74,6 +79,8 @@ class Handle(asyncio.Future[T]):
         self._waiters: list[asyncio.Future[None]] | None = None
         self._callbacks_added = 0
         self._payload: bytes | None = None
+        self._raw: bytes | None = None
+        self._shared: Value | None = None
         self._value: T | None = None
         self._error: DeserializationError | None = None
 
@@ -83,17 +90,48 @@ class Handle(asyncio.Future[T]):
         )
         return f"<Handle {self.task_name} {self.task_id} {state}>"
 
+    @property
+    def child(self) -> int:
+        """The number of its task."""
+        return self.task_id
+
+    @property
+    def raw(self) -> bytes | None:
+        """The value pickled, if it is there."""
+        return self._payload or self._raw
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there will be no result, None if there is one or may be."""
+        return self.exception() if self.done() and not self.cancelled() else None
+
+    def stand_for(self, value: Value) -> None:
+        """It has come from elsewhere: others know it by that value already."""
+        self._shared = value
+        self.task_id = value.task
+
     def __bool__(self) -> NoReturn:
         raise MisuseError(
             f"a Handle is not its result and has no truth value; "
             f"write `await` before {self.task_name}.remote(...)."
         )
 
-    def __reduce__(self) -> NoReturn:
-        raise MisuseError(
-            f"the handle of {self.task_name} cannot be pickled in this version; await "
-            f"it and pass the value."
-        )
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Late: only a handle within something that is sent comes here.
+        from aiogpu.api.borrow import borrow
+        from aiogpu.wire.outgoing import refer
+
+        return borrow, (refer(self.task_name, self.share), self.task_name)
+
+    def share(self) -> Reference:
+        """What others refer to who are given this handle; it is a holder as well."""
+        if self._shared is None:
+            from aiogpu.api.borrow import value_of
+
+            # Somebody wants it from here on, whoever withdraws.
+            self._callbacks_added += 1
+            self._shared = value_of(self)
+        return self._shared
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -150,6 +188,8 @@ class Handle(asyncio.Future[T]):
         if owner is not None:
             owner.cancel(self.task_id)
         self._wake()
+        if self._shared is not None:
+            self._shared.fail(TaskCancelledError(f"{self.task_name} was cancelled."))
         return True
 
     async def why(self) -> Why:
@@ -191,11 +231,15 @@ class Handle(asyncio.Future[T]):
             _set_result(self, None)
             if self._waiters:
                 self._wake()
+            if self._shared is not None:
+                self._shared.receive(payload)
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""
         from aiogpu.wire.failure import unpack_failure
 
+        if self._shared is not None:
+            self._shared.reject(failed)
         self.fail(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:
@@ -208,6 +252,9 @@ class Handle(asyncio.Future[T]):
                 # has said that he wants none of its results.
                 super().exception()
             self._wake()
+            if self._shared is not None:
+                self._shared.fail(error)
+                super().exception()  # whoever needs it tells of it
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, None
@@ -239,6 +286,7 @@ class Handle(asyncio.Future[T]):
     def _decode(self) -> None:
         assert self._payload is not None, self
         payload, self._payload = self._payload, None
+        self._raw = payload
         try:
             self._value = load_result(payload)
         except DeserializationError as error:
@@ -264,3 +312,12 @@ def handle_maker(waits: Waits | None) -> HandleMaker:
     from aiogpu.api.nested import ChildHandle
 
     return partial(ChildHandle, waits=waits)
+
+
+def check_loop(handle: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Raise `MisuseError` if a handle belongs to another event loop than this."""
+    if isinstance(handle, Handle) and handle.get_loop() is not loop:
+        raise MisuseError(
+            f"the handle of {handle.task_name} belongs to another event loop, and to "
+            f"its node; await it there and pass the value."
+        )

@@ -27,17 +27,18 @@ from aiogpu.api.mapper import Mapper
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
 from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
+    from aiogpu.api.several import Start
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 MARK: Final = "__aiogpu_method__"
-NO_ARGUMENTS: Final = dump_arguments("", (), {})
 
 
 class Method:
@@ -46,6 +47,7 @@ class Method:
     Attributes:
         label: how handles and errors call it.
         group: its concurrency group.
+        returns: how many results its calls have, 0 for the usual one.
     """
 
     def __init__(self, owner: str, name: str, found: Any) -> None:
@@ -54,6 +56,7 @@ class Method:
         self.name = name
         self.label = f"{owner}.{name}"
         self.group = options.concurrency_group or DEFAULT_GROUP
+        self.returns = options.num_returns if options.num_returns > 1 else 0
         self.is_coroutine = inspect.iscoroutinefunction(function)
         self.is_generator = inspect.isgeneratorfunction(
             function
@@ -75,14 +78,24 @@ class Method:
         """
         parameters = self._parameters or self._look()
         parameters.check(args, kwargs)
-        if not args and not kwargs:
+        if not args and not kwargs and not self.returns:
             return NO_ARGUMENTS
-        return dump_arguments(self.label, args, kwargs)
+        return self._packed(args, kwargs, self.returns)
+
+    def _packed(
+        self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
+    ) -> bytes:
+        payload = dump_arguments(self.label, args, kwargs, returns)
+        if isinstance(payload, Outgoing):
+            from aiogpu.api.packing import packed_call
+
+            return packed_call(self.label, args, kwargs, payload)
+        return payload
 
     def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
         """Pickle the arguments of a `Chunk`; raises as `pack` does."""
         (self._parameters or self._look()).check(arguments[:1], {})
-        return dump_arguments(self.label, arguments, {})
+        return self._packed(arguments, {}, 0)
 
     def _look(self) -> Parameters:
         if self.is_generator:
@@ -141,6 +154,10 @@ class Link(Protocol):
         """Call a method; gives the call's handle."""
         ...
 
+    def several(self, method: str, payload: bytes) -> Start:
+        """How to call a method that has several results."""
+        ...
+
     def ready(self) -> Any:
         """A handle that is settled when the actor was made."""
         ...
@@ -189,6 +206,11 @@ class RemoteMethod(Mapper, Generic[P, R]):
         """
         method = self._method
         payload = method.pack(args, kwargs)
+        if method.returns:
+            from aiogpu.api.several import call_several
+
+            start = self._link.several(method.name, payload)
+            return call_several(method.label, method.returns, start)  # type: ignore[return-value]
         handle: Handle[R] = self._link.call(method.label, method.name, payload)
         return handle
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.blocking import abandoned
 from aiogpu.api.handle import Handle
-from aiogpu.engines.nested import LoopLink
+from aiogpu.engines.nested import LoopLink, family
+from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Waits
     from aiogpu.runtime.call import Site
+    from aiogpu.wire.outgoing import Reference
+    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ class ChildHandle(Handle[T]):
     child has ended: then nobody is left to be told.
     """
 
-    __slots__ = ("_waits",)
+    __slots__ = ("_loan", "_waits")
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class ChildHandle(Handle[T]):
     ) -> None:
         super().__init__(task_name, owner, loop)
         self._waits = waits
+        self._loan: Loan | None = None
 
     def __await__(self) -> Generator[Any, None, T]:
         if self.done():
@@ -66,6 +70,16 @@ class ChildHandle(Handle[T]):
         for _ in range(removed):
             self._waits.end_wait(self.task_id)
         return removed
+
+    def share(self) -> Reference:
+        """What others refer to who are given this handle; it is a holder as well."""
+        if current.loans is None:
+            return super().share()
+        if self._loan is None:
+            # Somebody wants it from here on, whoever withdraws.
+            self._callbacks_added += 1
+            self._loan = family().shares.share(self)
+        return self._loan
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
@@ -97,12 +111,60 @@ class ChildHandle(Handle[T]):
             self.get_loop().call_soon_threadsafe(tell, *told)
 
 
+class BorrowedHandle(ChildHandle[T]):
+    """A handle that has come from elsewhere; asks for its value when it is wanted."""
+
+    __slots__ = ("_link",)
+
+    def __init__(self, task_name: str, link: LoopLink, loan: Loan) -> None:
+        super().__init__(task_name, link, link.loop, link)
+        self._link = link
+        self._loan: Loan = loan
+
+    def settle_with(self, payload: bytes) -> None:
+        """The value is here already."""
+        super().receive(payload)
+
+    def _fetch(self) -> None:
+        if not self.task_id and not super().done():
+            self.task_id = self._link.fetch(self._loan.id, self)
+
+    def done(self) -> bool:
+        """Whether the value is here; whoever asks has it fetched."""
+        self._fetch()
+        return super().done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._fetch()
+        return super().__await__()
+
+    __iter__ = __await__
+
+    def add_done_callback(
+        self, fn: Callable[[Any], object], /, *, context: Context | None = None
+    ) -> None:
+        """Call `fn(handle)` soon after the end; see `asyncio.Future`."""
+        self._fetch()
+        super().add_done_callback(fn, context=context)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Stop whoever makes the value; False if it was here before."""
+        if not super().cancel(msg):
+            return False
+        self._link.discard(self._loan.id)
+        return True
+
+
 class TaskSession:
-    """The running loop's tie to the node of which this process is a worker."""
+    """The running loop's tie to the node of which this process is a worker.
+
+    Attributes:
+        link: to the children of the task that runs.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._link = LoopLink(loop)
+        self.link = self._link = LoopLink(loop)
 
     @property
     def is_current(self) -> bool:
@@ -134,3 +196,11 @@ def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
             del _sessions[other]
         session = _sessions[loop] = TaskSession(loop)
     return session
+
+
+def put_on_loop(loan: Loan, payload: bytes) -> Handle[Any]:
+    """The handle of a value that this worker has put."""
+    link = session_of_task(asyncio.get_running_loop()).link
+    handle: BorrowedHandle[Any] = BorrowedHandle("put", link, loan)
+    handle.settle_with(payload)
+    return handle

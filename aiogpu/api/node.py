@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
@@ -99,6 +100,8 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
     spare_workers: int = 2,
     memory: int | str | None = None,
     memory_guard: bool = True,
+    object_memory: int | str | None = None,
+    spill_directory: str | os.PathLike[str] | None = None,
     ignore_reinit_error: bool = False,
 ) -> Opening:
     """Open a node for this event loop: `await` it, or `async with` it.
@@ -115,6 +118,8 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         spare_workers: processes kept ready, once tasks want one of their own.
         memory: bytes or "64GiB" for tasks that ask; 95 % of what is there else.
         memory_guard: end who uses most before memory runs out, and try him alone.
+        object_memory: bytes or "8GiB" for large values; 30 % of what is there else.
+        spill_directory: where values go beyond that; the temporary directory else.
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
@@ -133,6 +138,8 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         spare_workers=spare_workers,
         memory=memory,
         memory_guard=memory_guard,
+        object_memory=object_memory,
+        spill_directory=spill_directory,
     )
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(check_text("address", address) or default_address(), options, shared)

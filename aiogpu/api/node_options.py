@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -29,6 +30,8 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     spare_workers: object,
     memory: object,
     memory_guard: object,
+    object_memory: object,
+    spill_directory: object,
 ) -> NodeOptions:
     """Check the options of a node; raises `OptionError`."""
     modules = _check_preload(preload)
@@ -44,6 +47,12 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         spare_workers=_check_spares(spare_workers),
         memory=None if memory is None else parse_size("memory", memory),
         memory_guard=check_flag("memory_guard", memory_guard),
+        object_memory=(
+            None
+            if object_memory is None
+            else parse_size("object_memory", object_memory)
+        ),
+        spill_directory=_check_directory("spill_directory", spill_directory),
     )
 
 
@@ -101,6 +110,22 @@ def _check_preload(value: object) -> tuple[str, ...]:
             f"preload=() is for no module at all."
         )
     return tuple(value)
+
+
+def _check_directory(option: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(f"{option}={value!r} must be the path of a directory.")
+    path = os.fspath(value)
+    if not isinstance(path, str) or not os.path.isdir(path):
+        raise OptionError(
+            f"{option}={value!r}: there is no such directory; make it, or leave the "
+            f"option out for the system's temporary one."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OptionError(f"{option}={value!r}: this user may not write there.")
+    return os.path.abspath(path)
 
 
 def check_flag(option: str, value: object) -> bool:

@@ -244,11 +244,13 @@ def _check_lifetime(option: str, value: object) -> Lifetime:
 
 
 def _check_num_returns(option: str, value: object) -> int:
-    if value in (None, 1) and not isinstance(value, bool):
+    if value is None:
         return 1
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
     raise OptionError(
-        f"{option}={value!r}: this version gives one handle a call; return a tuple "
-        f"and leave {option} at 1."
+        f"{option}={value!r} must be a whole number, 1 or more: how many objects the "
+        f"function returns, each of which then has a handle of its own."
     )
 
 

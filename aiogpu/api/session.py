@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.early import EarlyRequests, submit_early
-from aiogpu.api.handle import Handle, Owner, handle_maker
+from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
 from aiogpu.engines.family import host_of_task
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.wire.outgoing import Outgoing
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
@@ -93,6 +94,20 @@ class Session:
             start = partial(submit_early, site, payload, handle, receiver)
             self.when_open(start, handle.fail)
         return handle
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload of arguments that are more than a pickle.
+
+        Raises:
+            MisuseError: a handle among them belongs to another event loop.
+            NodeError: the node is closed, or belongs to another process.
+            ObjectMemoryError: there is no room for them.
+        """
+        if self._state not in (SessionState.OPEN, SessionState.OPENING):
+            raise self.unusable()
+        for handle in outgoing.handles:
+            check_loop(handle, self._loop)
+        return self._engine.pack(outgoing)
 
     def when_open(
         self, start: Callable[[Engine], None], fail: Callable[[Exception], None]

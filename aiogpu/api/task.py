@@ -27,7 +27,9 @@ from typing import (
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.errors import MisuseError, OptionError
+from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
+    HEAVY,
     dump_arguments,
     dump_function,
     dump_reference,
@@ -71,6 +73,8 @@ class Definition:
     def sent(self) -> Function:
         """The function as workers get it; pickled when it is first needed.
 
+        A warning tells of one that takes much with it.
+
         Raises:
             SerializationError: with the path to what cannot be pickled.
         """
@@ -84,6 +88,10 @@ class Definition:
                 else dump_reference(*reference)
             )
             self._sent = Function(new_function_id(), payload)
+            if len(payload) > HEAVY:
+                from aiogpu.wire.weight import advise_on_function
+
+                advise_on_function(self.name, self.function, len(payload))
         return self._sent
 
     def reference(self) -> Reference | None:
@@ -127,6 +135,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         super().__init__(definition)
         self._options = options
+        self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
         self._in_chunks: RemoteFunction[..., Any] | None = None
 
@@ -139,7 +148,12 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             SerializationError: the function or an argument cannot be pickled.
         """
         site = self._site or self._prepare()
-        return self._submit(site, dump_arguments(site.spec.name, args, kwargs))
+        payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
+        if isinstance(payload, Outgoing):
+            from aiogpu.api.packing import packed_call
+
+            payload = packed_call(site.spec.name, args, kwargs, payload)
+        return self._submit(site, payload)
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:
@@ -155,7 +169,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         options, definition = self._options, self._definition
         function = definition.sent()
         spec = options.spec(definition.name, function.id)
-        self._submit = _way_to_node()
+        self._submit = _way_to_node(self._returns)
         self._site = Site(
             id=new_site_id(),
             function=function,
@@ -190,10 +204,19 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         return _rebuild, (definition.reference() or definition.function, self._options)
 
 
-def _way_to_node() -> Callable[[Site, bytes], Any]:
-    """Who takes this process's calls: a program's session, or a worker's task."""
+def _way_to_node(returns: int) -> Callable[[Site, bytes], Any]:
+    """Who takes this process's calls: a program's session, or a worker's task.
+
+    `returns` is how many results they have, 0 for the usual one.
+    """
     from aiogpu.worker.context import current
 
+    if returns:
+        from functools import partial
+
+        from aiogpu.api.several import submit_several
+
+        return partial(submit_several, returns)
     if current.children is not None:
         from aiogpu.api.blocking import submit_child
 

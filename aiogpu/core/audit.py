@@ -8,7 +8,7 @@ from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
 
-WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.DELAYED)
+WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.EXPECTING, TaskState.DELAYED)
 ON_A_BUSY_ONE: Final = (
     TaskState.QUEUED,
     TaskState.RUNNING,
@@ -29,6 +29,8 @@ def check(node: Node) -> None:
     assert len(node.ready) == len(waiting), node.ready
     delayed = [record for record in records if record.state is TaskState.DELAYED]
     assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
+    expecting = [r.id for r in records if r.state is TaskState.EXPECTING]
+    assert sorted(expecting) == sorted(node.expecting), node.expecting
     blocked = {r.id for r in records if r.state is TaskState.BLOCKED}
     assert blocked <= node.blocked.keys(), node.blocked
     assert all(id_ in node.tasks for id_ in node.blocked), node.blocked

@@ -8,6 +8,7 @@ from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
+from aiogpu.core.records import TaskRecord
 from aiogpu.core.stopping import doom
 from aiogpu.core.timers import AlarmKind
 
@@ -39,9 +40,16 @@ def kill_all(node: Node, effects: list[Effect]) -> None:
 def abandon_some(node: Node, now: float, effects: list[Effect]) -> None:
     """Tell some of those that wait, and more of them a moment later."""
     for _ in range(ABANDONED):
-        record = node.ready.some() or next(iter(node.delayed.values()), None)
+        record = node.ready.some() or _aside(node)
         if record is None:
             return
         effects.append(Abandon(record.id))
         stop(node, record, now, effects)
     node.timers.set(now + ABANDON_EVERY, AlarmKind.CLOSE, 0)
+
+
+def _aside(node: Node) -> TaskRecord | None:
+    """Any task that is not in the queue yet, or not again; None without one."""
+    for id_ in node.expecting:
+        return node.tasks[id_]
+    return next(iter(node.delayed.values()), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 
+from aiogpu.core.expecting import with_expected
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
@@ -46,7 +47,8 @@ def _reduce(
     """Let all end that can; give the tasks that are waited for and do not fit."""
 
     def awaited(record: TaskRecord) -> Iterator[TaskRecord]:
-        children = record.kin.waits_for.values() if record.kin else ()
+        waits_for = record.kin.waits_for if record.kin else {}
+        children = with_expected(node, iter(waits_for.values()))
         return (child for child in children if child.id not in failed)
 
     rest = _Rest(node, blocked.values())
@@ -148,9 +150,11 @@ def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
     while record is not None and record not in chain:
         chain.insert(0, record)
         record = _waiter(record)
+    # Nobody waits for one by itself whose result another expects.
+    following = [*chain[1:], child] if chain else []
     told = [
         f"{one.spec.name} holds {_lease(one).request} and waits for {other.spec.name}"
-        for one, other in zip(chain, [*chain[1:], child], strict=True)
+        for one, other in zip(chain, following, strict=True)
     ]
     others = [
         f"{one.spec.name} holds {_lease(one).request} and waits as well"

@@ -10,11 +10,23 @@ from aiogpu.core.specs import Environment, TaskSpec
 
 @dataclass(slots=True)
 class Submitted:
-    """A new task is to run. Ids count up. `parent` is the task that started it."""
+    """A new task is to run. Ids count up. `parent` is the task that started it.
+
+    `needs`: the tasks whose results are its arguments, if some of these are not there
+    yet; it waits for `Supplied` then. None if all are.
+    """
 
     task: TaskId
     spec: TaskSpec
     parent: TaskId | None = None
+    needs: tuple[TaskId, ...] | None = None
+
+
+@dataclass(slots=True)
+class Supplied:
+    """All arguments of a task are there that were not."""
+
+    task: TaskId
 
 
 @dataclass(slots=True)
@@ -66,6 +78,16 @@ class TaskWaits:
     task: TaskId
     children: tuple[TaskId, ...]
     elsewhere: bool = False
+
+
+@dataclass(slots=True)
+class Detached:
+    """The result of the one that has started this task has a handle to it.
+
+    So it does not end with that one.
+    """
+
+    task: TaskId
 
 
 @dataclass(slots=True)
@@ -171,11 +193,13 @@ class Closing:
 
 Event = (
     Submitted
+    | Supplied
     | Cancelled
     | WorkerStarted
     | TaskFinished
     | WorkerSpoilt
     | TaskWaits
+    | Detached
     | Resides
     | TaskSkipped
     | Revoked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.resources import written
 from aiogpu.core.wording import SHOWN, listing, span, terms
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from aiogpu.core.holding import Holder
     from aiogpu.core.shortage import Shortage
     from aiogpu.core.why import Why
+
+
+_PLAIN: Final = {
+    "opening": "waits for its node, which is being opened",
+    "delayed": "has failed before, and is tried again in a while",
+}
 
 
 def explain(why: Why) -> str:
@@ -29,8 +35,8 @@ def _standing(why: Why) -> str:
     """What a task does that does not wait in the queue."""
     request = terms(why.request.items())
     match why.state:
-        case "opening":
-            return "waits for its node, which is being opened"
+        case "opening" | "delayed":
+            return _PLAIN[why.state]
         case "starting":
             return f"holds {request}; a worker is being forked for it"
         case "queued":
@@ -39,8 +45,8 @@ def _standing(why: Why) -> str:
             return f"runs on {_worker(why)}{_for(why.runs_for)}"
         case "blocked":
             return f"waits for {_children(why)}; meanwhile it holds no CPU"
-        case "delayed":
-            return "has failed before, and is tried again in a while"
+        case "expecting":
+            return f"waits for its arguments: the result of {_results(why)}"
         case "stopping":
             return f"is being stopped; its code on {_worker(why)} has not ended yet"
     return f"has ended: {why.outcome}" if why.outcome else "has ended"
@@ -63,6 +69,10 @@ def _children(why: Why) -> str:
         return "an actor"
     word = "its child" if why.count == 1 else "its children"
     return f"{word} {listing(why.children, why.count)}"
+
+
+def _results(why: Why) -> str:
+    return listing(why.children, why.count) if why.count else "an actor's call"
 
 
 def _waiting(why: Why) -> Iterator[str]:

@@ -28,6 +28,15 @@ def adopt(parent: TaskRecord, child: TaskRecord) -> None:
         parent.kin.children[child.id] = child
 
 
+def detach(child: TaskRecord) -> None:
+    """A task does not end any more with the one that has started it."""
+    kin = child.kin
+    if kin is not None and kin.parent is not None:
+        assert kin.parent.kin is not None, kin.parent
+        kin.parent.kin.children.pop(child.id, None)
+        kin.parent = None
+
+
 def part(node: Node, record: TaskRecord, now: float, effects: list[Effect]) -> None:
     """A task has ended, or begins anew: nothing that it has started goes on."""
     _wait_for(record, {})

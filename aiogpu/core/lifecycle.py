@@ -16,6 +16,8 @@ class TaskState(Enum):
 
     WAITING = "waiting"
     """In the queue; holds nothing."""
+    EXPECTING = "expecting"
+    """Results of others are its arguments, and not there yet; holds nothing."""
     STARTING = "starting"
     """Holds a lease; its worker is being forked. No code of it has run."""
     QUEUED = "queued"
@@ -55,11 +57,13 @@ class WorkerState(Enum):
 
 TASK_LEADS_TO: Final = {
     TaskState.WAITING: (
+        TaskState.EXPECTING,
         TaskState.STARTING,
         TaskState.QUEUED,
         TaskState.RUNNING,
         TaskState.ENDED,
     ),
+    TaskState.EXPECTING: (TaskState.WAITING, TaskState.ENDED),
     TaskState.STARTING: (TaskState.RUNNING, TaskState.WAITING, TaskState.ENDED),
     TaskState.QUEUED: (
         TaskState.RUNNING,

@@ -34,6 +34,8 @@ class Node:
 
     Attributes:
         delayed: tasks that have failed and will wait again some time later.
+        expecting: tasks whose arguments are not all there yet, and whose results
+            those are, as far as they are tasks of this node.
         restarts: of what is endless.
         blocked: tasks that wait for others, and some that did so a moment ago.
         reservation: what is kept for a task that has waited long, None for none.
@@ -50,6 +52,7 @@ class Node:
         self.workers = Workers()
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
+        self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None

@@ -1,10 +1,10 @@
 """The node's mind: events in, effects out, nothing else.
 
-`handle(event, now)` brings every record up to date, then matches what waits with
-what is free. `deadline()` says when it wants to be asked again. Two things hold always:
-a lease ends only when the code that it was taken for has stopped, and every task ends
-in exactly one of `Settle`, `Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when
-its owner has cancelled it, `Forget` alone.
+`handle(event, now)` brings every record up to date, then matches what waits with what
+is free; `deadline()` says when to ask again. Two things hold always: a lease ends only
+when the code that it was taken for has stopped, and every task ends in exactly one of
+`Settle`, `Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when its owner has
+cancelled it, `Forget` alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from aiogpu.core.dispatch import (
 )
 from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
-from aiogpu.core.family import adopt, end_deadlocks, on_waits, part, stop
+from aiogpu.core.expecting import expect, supply
+from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
+from aiogpu.core.finish import end_specially
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -36,8 +38,6 @@ from aiogpu.core.node import Node
 from aiogpu.core.placement import note_stuck, place
 from aiogpu.core.policy import Patience
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.retry import may_retry
-from aiogpu.core.retry import retry as retry_later
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
@@ -59,9 +59,11 @@ class Scheduler(Node):
         super().__init__(ledger, patience)
         self._ways: Final[dict[type[Event], Callable[..., Sequence[Effect]]]] = {
             events.Submitted: self._on_submitted,
+            events.Supplied: self._on_supplied,
             events.TaskFinished: self._on_finished,
             events.WorkerSpoilt: self._on_spoilt,
             events.TaskWaits: self._on_waits,
+            events.Detached: self._on_detached,
             events.Resides: self._on_resides,
             events.TaskSkipped: self._on_skipped,
             events.Revoked: self._on_revoked,
@@ -94,10 +96,15 @@ class Scheduler(Node):
         return self._ways[type(event)](event, now)
 
     def _on_submitted(self, it: events.Submitted, now: float) -> Sequence[Effect]:
-        return self.submit(it.task, it.spec, now, it.parent)
+        return self.submit(it.task, it.spec, now, it.parent, it.needs)
 
     def submit(
-        self, task: TaskId, spec: TaskSpec, now: float, parent: TaskId | None = None
+        self,
+        task: TaskId,
+        spec: TaskSpec,
+        now: float,
+        parent: TaskId | None = None,
+        needs: tuple[TaskId, ...] | None = None,
     ) -> Sequence[Effect]:
         """`Submitted`, for those who call it a million times."""
         if self.is_closing:
@@ -111,6 +118,9 @@ class Scheduler(Node):
         self.tasks[task] = record
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
+        if needs is not None:
+            expect(self, record, needs)
+            return NOTHING
         effects: list[Effect] = []
         bucket = self.ready.by_shape.get(spec.shape) if self.ready.by_shape else None
         # Where others of its shape wait, it must wait as well, whatever is free;
@@ -124,6 +134,13 @@ class Scheduler(Node):
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
         return self._place(now, effects) if self.holds_back else NOTHING
+
+    def _on_supplied(self, event: events.Supplied, now: float) -> Sequence[Effect]:
+        effects: list[Effect] = []
+        if supply(self, event.task):
+            end_deadlocks(self, now, effects)
+            self._place(now, effects)
+        return effects
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(event.task, event.worker, event.retry, event.took, now)
@@ -148,7 +165,10 @@ class Scheduler(Node):
         if self.solitude.is_wanted:
             is_special = True
         if is_special:
-            self._end_specially(record, worker, retry, now, effects)
+            assert worker.lease is not None, worker
+            if worker.lease.is_lent:
+                self.ledger.resume(worker.lease)
+            end_specially(self, record, retry, now, effects)
         else:
             self.end(record)
             effects.append(Settle(task))
@@ -159,27 +179,6 @@ class Scheduler(Node):
             # It may wait again, and what it had started may have held something.
             self._place(now, effects)
         return effects
-
-    def _end_specially(
-        self,
-        record: TaskRecord,
-        worker: WorkerRecord,
-        retry: bool,
-        now: float,
-        effects: list[Effect],
-    ) -> None:
-        """End a task that is not the commonest kind, or try it again."""
-        was_wanted = record.state is not TaskState.STOPPING
-        assert worker.lease is not None, worker
-        if worker.lease.is_lent:
-            self.ledger.resume(worker.lease)
-        if was_wanted and retry and not self.is_closing and may_retry(record):
-            retry_later(self, record, now)
-        else:
-            self.end(record)
-            effects.append(Settle(record.id) if was_wanted else Forget(record.id))
-        if record.kin is not None:
-            part(self, record, now, effects)
 
     def _go_on(
         self, worker: WorkerRecord, spec: TaskSpec, now: float, effects: list[Effect]
@@ -201,11 +200,11 @@ class Scheduler(Node):
 
     def _on_spoilt(self, event: events.WorkerSpoilt, now: float) -> Sequence[Effect]:
         worker = self.workers.get(event.worker)
-        if worker is None or worker.state is not WorkerState.BUSY:
-            return NOTHING
         effects: list[Effect] = []
-        spoil(self, worker, effects)
-        return self._place(now, effects)
+        if worker is not None and worker.state is WorkerState.BUSY:
+            spoil(self, worker, effects)
+            self._place(now, effects)
+        return effects
 
     def _on_waits(self, event: events.TaskWaits, now: float) -> Sequence[Effect]:
         record = self.tasks.get(event.task)
@@ -214,6 +213,12 @@ class Scheduler(Node):
         effects: list[Effect] = []
         on_waits(self, record, event, now, effects)
         return self._place(now, effects)
+
+    def _on_detached(self, event: events.Detached, _: float) -> Sequence[Effect]:
+        record = self.tasks.get(event.task)
+        if record is not None:
+            detach(record)
+        return NOTHING
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:
         record = self.tasks.get(event.task)
@@ -279,26 +284,24 @@ class Scheduler(Node):
         depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
-    def _on_memory_short(
-        self, event: events.MemoryShort, now: float
-    ) -> Sequence[Effect]:
-        worker = self.workers.get(event.worker)
-        if worker is None or worker.state is not WorkerState.BUSY:
-            return NOTHING
+    def _on_memory_short(self, it: events.MemoryShort, now: float) -> Sequence[Effect]:
+        worker = self.workers.get(it.worker)
         effects: list[Effect] = []
-        starve(worker, effects)
-        return self._place(now, effects)
+        if worker is not None and worker.state is WorkerState.BUSY:
+            starve(worker, effects)
+            self._place(now, effects)
+        return effects
 
     def _on_settled(self, event: events.Settled, now: float) -> Sequence[Effect]:
         settle(self, event)
         return self._place(now, [])
 
-    def _on_set_aside(self, event: events.SetAside, now: float) -> Sequence[Effect]:
-        set_aside(self, event)
+    def _on_set_aside(self, it: events.SetAside, now: float) -> Sequence[Effect]:
+        set_aside(self, it)
         return self._place(now, [])
 
-    def _on_recovered(self, event: events.Recovered, now: float) -> Sequence[Effect]:
-        self.ledger.device_sets[event.kind].put_back(event.index)
+    def _on_recovered(self, it: events.Recovered, now: float) -> Sequence[Effect]:
+        self.ledger.device_sets[it.kind].put_back(it.index)
         return self._place(now, [])
 
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:

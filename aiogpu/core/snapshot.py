@@ -23,6 +23,7 @@ from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_wait
 from aiogpu.core.wording import listing
 
 DELAYED: Final = "has failed before, and is tried again in a while"
+EXPECTING: Final = "waits for results that are its arguments"
 LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
 
@@ -34,8 +35,8 @@ class TaskStatus:
     Attributes:
         id: the task's number.
         name: its name.
-        state: "waiting", "starting", "queued", "running", "blocked", "delayed" or
-            "stopping";
+        state: "waiting", "starting", "queued", "running", "blocked", "delayed",
+            "expecting" or "stopping";
             `aiogpu.core.lifecycle.TaskState` says what each means.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
@@ -197,6 +198,7 @@ def _queue_of(node: Node, now: float) -> Queue:
         first=[
             *((one, reasons.of(one)) for one in islice(ready.in_turn(), LISTED)),
             *((one, DELAYED) for one in islice(node.delayed.values(), LISTED)),
+            *((node.tasks[id_], EXPECTING) for id_ in islice(node.expecting, LISTED)),
         ],
         shapes=[
             shape_status(head, bucket.size, now - bucket.oldest(), reasons.of(head))

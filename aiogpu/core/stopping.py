@@ -32,6 +32,10 @@ def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) 
         del node.delayed[record.id]
         node.end(record)
         effects.append(Forget(record.id))
+    elif record.state is TaskState.EXPECTING:
+        del node.expecting[record.id]
+        node.end(record)
+        effects.append(Forget(record.id))
     elif record.state is TaskState.STARTING:
         _unclaim(node, record)
         node.end(record)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
+from aiogpu.core.expecting import awaited_results
 from aiogpu.core.explain import explain
 from aiogpu.core.holding import Holdings
 from aiogpu.core.lifecycle import TaskState
@@ -37,7 +38,8 @@ class Why:
         state: "opening" (the node is), "waiting", "starting" (its worker is being
             forked), "queued" (sent ahead to a worker that runs another), "running",
             "blocked" (it waits for tasks that it has started), "delayed" (it has
-            failed and is tried again soon), "stopping" or "ended".
+            failed and is tried again soon), "expecting" (results of others are its
+            arguments, and not there yet), "stopping" or "ended".
         seconds: since it was submitted; None where the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among those that wait for the same, 1 for the first;
@@ -58,7 +60,8 @@ class Why:
         runs_for: seconds since its code began; None where that is not known.
         behind: names of the tasks that go before it on its worker, the one that
             runs first; at most eight.
-        children: names of the tasks that it waits for; at most eight.
+        children: names of the tasks that it waits for, or whose results it expects;
+            at most eight.
         count: how many there are of `behind` or of `children`.
         outcome: how it has ended, in words: "it was cancelled"; None before.
     """
@@ -104,9 +107,24 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
             seconds=now - record.since,
             request=record.spec.shape.request.as_numbers(),
         )
+    if record.state is TaskState.EXPECTING:
+        return _expecting(node, record, now)
     if record.worker is None:
         return _waiting(node, record, Holdings(node.workers, pids, now))
     return _on_worker(record, record.worker, Holdings((), pids, now))
+
+
+def _expecting(node: Node, record: TaskRecord, now: float) -> Why:
+    needs = awaited_results(node, record)
+    return Why(
+        name=record.spec.name,
+        task=record.id,
+        state=record.state.value,
+        seconds=now - record.since,
+        request=record.spec.shape.request.as_numbers(),
+        children=_names(needs),
+        count=len(needs),
+    )
 
 
 def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.wire.outgoing import Outgoing
 
 
 class NodeOptions(NamedTuple):
@@ -28,6 +29,8 @@ class NodeOptions(NamedTuple):
         spare_workers: clean workers kept ready.
         memory: bytes to share out; None for what is safe.
         memory_guard: whether a task is ended before memory runs out.
+        object_memory: bytes of shared memory for values; None for a part of it.
+        spill_directory: where values beyond that go; None for the system's choice.
     """
 
     num_cpus: float | None = None
@@ -41,6 +44,8 @@ class NodeOptions(NamedTuple):
     spare_workers: int = 2
     memory: int | None = None
     memory_guard: bool = True
+    object_memory: int | None = None
+    spill_directory: str | None = None
 
 
 class Waits(Protocol):
@@ -169,6 +174,15 @@ class Engine(Protocol):
         Raises:
             NodeError: it cannot be.
             DeviceError: the devices asked for are not there.
+        """
+        ...
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload of what is to be sent; may be asked before it is open.
+
+        Raises:
+            SerializationError: it is too large.
+            ObjectMemoryError: there is no room for it.
         """
         ...
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.store import Store
+    from aiogpu.wire.outgoing import Outgoing
 
 REFILL_AFTER: Final = 2e-3
 """Seconds in which a task that has taken a spare is let alone by the next fork."""
@@ -38,6 +40,7 @@ class LocalEngine:
         self._loop = loop
         self._supervisor = Supervisor(loop)
         self._driver: Driver | None = None
+        self._store: Store | None = None
         # Left on sites that were found feasible; it outlives the node, so is small.
         self._mark = object()
 
@@ -49,7 +52,10 @@ class LocalEngine:
         options = self._options
         try:
             await self._supervisor.start_zygote(
-                options.preload, options.log_to_driver, options.learns
+                options.preload,
+                options.log_to_driver,
+                options.learns,
+                options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
             from aiogpu.engines import admission
@@ -58,6 +64,7 @@ class LocalEngine:
             self._driver = await self._supervisor.start_driver(
                 scheduler,
                 assignment,
+                self.store,
                 lambda site: admission.check_site(site, scheduler.ledger),
             )
             self._driver.guard.is_on = options.memory_guard
@@ -65,6 +72,22 @@ class LocalEngine:
         except BaseException:
             await self._supervisor.stop()
             raise
+
+    @property
+    def store(self) -> Store:
+        """Its values' shared memory; made when it is first needed."""
+        if self._store is None:
+            from aiogpu.runtime.object_memory import ObjectMemory
+            from aiogpu.runtime.store import Store
+
+            options = self._options
+            memory = ObjectMemory(options.object_memory, options.spill_directory)
+            self._store = Store(self._loop, memory)
+        return self._store
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload; see `Engine.pack`."""
+        return self.store.pack(outgoing)
 
     @property
     def _open_driver(self) -> Driver:
@@ -135,6 +158,8 @@ class LocalEngine:
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
         await self._supervisor.stop()
+        if self._store is not None:
+            self._store.close()
 
     def hasten(self) -> None:
         """Give nobody time to stop; see `Engine.hasten`."""

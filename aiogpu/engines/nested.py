@@ -17,6 +17,7 @@ from aiogpu.errors import MisuseError, NodeClosedError, NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.frames import LARGEST_PAYLOAD
 from aiogpu.wire.messages import Declare
+from aiogpu.wire.sharing import Discard
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -85,10 +86,13 @@ class LoopLink:
 
     The task waits as long as any of its code waits for a child; the driver is told
     once in a turn of the loop.
+
+    Attributes:
+        loop: that event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = self._loop = loop
         self._waits: dict[int, int] = {}
         self._is_told = True
         self._has_told = False
@@ -118,6 +122,14 @@ class LoopLink:
     def ask(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number."""
         return self._children.ask(actor, method, payload, receiver)
+
+    def fetch(self, value: int, receiver: Receiver) -> int:
+        """Ask for a value; gives the question's number."""
+        return self._children.fetch(value, receiver)
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        self._children.tell(Discard(value))
 
     def cancel(self, child: int) -> None:
         """Stop a child."""

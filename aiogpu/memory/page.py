@@ -16,13 +16,16 @@ _WORDS: Final = 5
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
-PAGE_SIZE: Final = SLOTS * _WORDS * 8
+_OF_SLOTS: Final = SLOTS * _WORDS * 8
+PAGE_SIZE: Final = _OF_SLOTS + 8
+PLENTY: Final = 1 << 62
+"""Bytes that are left for values where nobody has counted yet."""
 ALL: Final = 1 << 62
 """In place of how many calls were dropped: all, whatever is still to come."""
 
 
 class ControlPage:
-    """Five words for each slot.
+    """Five words for each slot, and one for the node.
 
     Who is to stop, who heard it, who began, who may not begin, and how many calls of
     an actor were dropped. Words are eight bytes, aligned, and written in one store
@@ -31,7 +34,9 @@ class ControlPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._words = memoryview(memory).cast("Q")
+        whole = memoryview(memory)
+        self._words = whole[:_OF_SLOTS].cast("Q")
+        self._left = whole[_OF_SLOTS:].cast("Q")
 
     @classmethod
     def open(cls, descriptor: int) -> ControlPage:
@@ -45,9 +50,18 @@ class ControlPage:
         os.ftruncate(descriptor, PAGE_SIZE)
         return descriptor
 
+    def note_left(self, left: int) -> None:
+        """Driver: so many bytes are left for values of all workers."""
+        self._left[0] = left + 1
+
+    def left(self) -> int:
+        """Worker: bytes that are left for values."""
+        return (self._left[0] or PLENTY) - 1
+
     def close(self) -> None:
         """Unmap the page."""
         self._words.release()
+        self._left.release()
         self._memory.close()
 
     def ask(self, slot: int, task: int) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.line import Lines
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Invoke, Leave
 from aiogpu.wire.failure import LEFT, unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.values import Value
 
 AHEAD: Final = 256
 """Calls that a process which runs one at a time may have before it."""
@@ -44,6 +48,7 @@ class ActorCall:
         receiver: None once nobody waits for it.
         retries_left: how often it is tried again whose process has died; -1 is
             without end.
+        known_as: the number under which its caller knows it, if that is another one.
     """
 
     method: str
@@ -51,6 +56,7 @@ class ActorCall:
     receiver: Receiver | None
     retries_left: int
     mailbox: Mailbox
+    known_as: CallId = 0
 
 
 class Actor:
@@ -104,6 +110,8 @@ class Actor:
         self.on_leaving: Callable[[Actor], None]
         self.on_dead: Callable[[Actor], None]
         self._unwanted = 0
+        self._lines: Lines | None = None
+        self._later: dict[CallId, CallId] = {}
         self._terms = terms
         self._new_number = new_number
         self._awaited_by: list[Receiver] = []
@@ -119,8 +127,13 @@ class Actor:
         """How logs and errors call it."""
         return self.site.spec.name
 
-    def call(self, method: str, payload: bytes, receiver: Receiver) -> CallId:
-        """Call a method; gives the call's number, 0 if it takes no more calls."""
+    def call(
+        self, method: str, payload: bytes, receiver: Receiver, caller: int = 0
+    ) -> CallId:
+        """Call a method; gives the call's number, 0 if it takes no more calls.
+
+        `caller` is the worker from which it comes, 0 for the program.
+        """
         if self._end is not None or self.is_ending:
             receiver.fail(self._death())
             return 0
@@ -133,13 +146,43 @@ class Actor:
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox
         )
+        if self._lines or type(payload) is not bytes:
+            lines = self._lines = self._lines or Lines(self._post_held, self._refuse)
+            if lines.holds_back(caller, payload):
+                lines.join(caller, number, payload)
+                return number
+        self._post(number, mailbox)
+        return number
+
+    def _post(self, number: CallId, mailbox: Mailbox) -> None:
         if self.worker is None or self.worker.peer is None:
             # It waits for a process; it may not count as lost with the last one.
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
-            self.worker.peer.post(Invoke(number, method, payload))
-        return number
+            call = self.calls[number]
+            payload = call.payload
+            if type(payload) is not bytes:
+                payload = self.worker.borrow(payload)
+            self.worker.peer.post(Invoke(number, call.method, payload))
+
+    def _post_held(self, number: CallId) -> None:
+        """A call that stood in line is on its way; its place is behind those sent."""
+        call = self.calls.pop(number, None)
+        if call is None:
+            return  # it was cancelled, or the actor has died
+        call.known_as = number
+        later = self._new_number()
+        self._later[number] = later
+        self.calls[later] = call
+        self._post(later, call.mailbox)
+
+    def _refuse(self, number: CallId, value: Value) -> None:
+        """An argument of a call has failed; so it never runs."""
+        call = self.calls.pop(number, None)
+        if call is not None and call.receiver is not None:
+            value.tell(call.receiver)
+            self.look_if_idle()
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
@@ -182,6 +225,8 @@ class Actor:
         call = self.calls.pop(answer.task, None)
         if call is None:
             return
+        if call.known_as:
+            self._later.pop(call.known_as, None)
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
@@ -211,7 +256,14 @@ class Actor:
             post, calls = self.worker.peer.post, self.calls
             for number in numbers:
                 call = calls[number]
-                post(Invoke(number, call.method, call.payload))
+                payload = call.payload
+                if type(payload) is not bytes:
+                    payload = self.worker.borrow(payload)
+                post(Invoke(number, call.method, payload))
+
+    def number_of(self, known_as: CallId) -> CallId:
+        """The number of a call now, by that under which its caller knows it."""
+        return self._later.get(known_as, known_as)
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""

@@ -107,6 +107,7 @@ class Actors(Register):
         if found is None:
             return
         worker = found.worker
+        number = found.number_of(number)
         if found.cancel(number) and worker is not None and worker.peer is not None:
             found.drops += 1
             self._orders.drop(worker, number, found.drops)

@@ -11,6 +11,7 @@ from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
     from aiogpu.runtime.slot import LiveWorker
+    from aiogpu.runtime.values import Value
 
 
 class Child:
@@ -18,20 +19,28 @@ class Child:
 
     Attributes:
         worker: the parent's.
+        value: tells others the same, None for nobody.
     """
 
-    __slots__ = ("_number", "worker")
+    __slots__ = ("_number", "value", "worker")
 
     def __init__(self, worker: LiveWorker, number: int) -> None:
         self.worker = worker
+        self.value: Value | None = None
         self._number = number
 
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
+        if self.value is not None:
+            self.value.receive(payload)
+        if type(payload) is not bytes:
+            payload = self.worker.borrow(payload)
         self._send(ChildDone(self._number, payload))
 
     def reject(self, failed: Failed) -> None:
         """Pass on what the child's worker said of its failure."""
+        if self.value is not None:
+            self.value.reject(failed)
         self._send(ChildFailed(self._number, *failed[1:]))
 
     def fail(self, error: Exception) -> None:
@@ -39,9 +48,12 @@ class Child:
         self.reject(pack_failure(0, RAISED, error, ""))
 
     def _send(self, message: Message) -> None:
-        self.worker.children.pop(self._number, None)
-        if self.worker.peer is not None:
-            self.worker.peer.post(message)
+        worker = self.worker
+        worker.children.pop(self._number, None)
+        if worker.fetched:
+            worker.fetched.pop(self._number, None)
+        if worker.peer is not None:
+            worker.peer.post(message)
 
 
 class Carrying:

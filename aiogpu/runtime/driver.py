@@ -16,6 +16,7 @@ from aiogpu.core.effects import Effect
 from aiogpu.core.events import (
     Cancelled,
     Closing,
+    Detached,
     Event,
     Outdated,
     Recovered,
@@ -40,7 +41,9 @@ from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
+from aiogpu.runtime.values import unfinished_in
 from aiogpu.wire.messages import Done, Failed, Skipped
 
 _log: Final = logging.getLogger(__name__)
@@ -121,10 +124,21 @@ class Driver:
         self._last_task += 1
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver)
-        self._carry_out(
-            self.scheduler.submit(task, site.spec, self._loop.time(), parent)
-        )
+        now = self._loop.time()
+        supply = None
+        if type(payload) is not bytes:
+            supply = Supply.of(self, task, payload)
+        if supply is None:
+            self._carry_out(self.scheduler.submit(task, site.spec, now, parent))
+        else:
+            needs = supply.tasks
+            self._carry_out(self.scheduler.submit(task, site.spec, now, parent, needs))
+            supply.watch()
         return task
+
+    def call_of(self, task: TaskId) -> Call | None:
+        """What is kept of a task that has not ended."""
+        return self._calls.get(task)
 
     def knows(self, task: int) -> bool:
         """Whether a task has not ended."""
@@ -203,12 +217,19 @@ class Driver:
             return
         call.answer = answer
         if type(answer) is Done:
+            if type(answer.payload) is not bytes:
+                self._keep_carried(answer.payload)
             retry, took = False, answer.took * 1e-6
         else:
             retry = type(answer) is Failed and call.is_retried(answer)
             took = 0.0
         now = self._loop.time()
         self._carry_out(self.scheduler.finish(task, WorkerId(worker), retry, took, now))
+
+    def _keep_carried(self, payload: bytes) -> None:
+        """What a result has handles to goes on, though who has started it ends."""
+        for task in unfinished_in(payload):
+            self.feed(Detached(TaskId(task)))
 
     def _on_skipped(self, worker: int, skipped: Skipped) -> None:
         call = self._calls.get(TaskId(skipped.task))

@@ -39,7 +39,7 @@ from aiogpu.wire.acting import (
 )
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed, Message
-from aiogpu.wire.payload import dump_result
+from aiogpu.wire.payload import dump_whole
 
 KINDS: Final = (Ask, Hold, Release, Carry, Make, Find, Stop)
 """The messages that concern actors."""
@@ -141,9 +141,9 @@ class Far:
             actor.await_end(receiver)
             return
         if message.method == ROOM:
-            receiver.receive(dump_result(self._actors.room(actor.id)))
+            receiver.receive(dump_whole(self._actors.room(actor.id)))
             return
-        number = actor.call(message.method, message.payload, receiver)
+        number = actor.call(message.method, message.payload, receiver, worker.id)
         if child in worker.asked:
             worker.asked[child] = message.actor, number
 
@@ -206,7 +206,7 @@ class Far:
         self._note_hold(worker, actor.id)
         terms = actor.site.actor
         assert terms is not None, actor
-        receiver.receive(dump_result((actor.id, actor.name, terms.face)))
+        receiver.receive(dump_whole((actor.id, actor.name, terms.face)))
 
     def _stop(self, _worker: LiveWorker, message: Stop) -> None:
         if message.how == AFTER_ALL:

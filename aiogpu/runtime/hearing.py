@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
+from aiogpu.errors import ProtocolError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import Created
+from aiogpu.runtime.store import Store
+from aiogpu.wire.acting import Ask, Created, Make
 from aiogpu.wire.messages import (
     Done,
     Failed,
@@ -16,7 +20,14 @@ from aiogpu.wire.messages import (
     Message,
     Skipped,
     Spoilt,
+    Submit,
 )
+from aiogpu.wire.parcel import is_parcel
+from aiogpu.wire.sharing import Put
+
+_log: Final = logging.getLogger(__name__)
+_CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
+"""The messages whose payload may refer to values or to shared memory."""
 
 
 class Hearing:
@@ -28,6 +39,7 @@ class Hearing:
         on_spoilt: told of a worker that ends after the task that it runs.
         on_nested: told what a task says of its children.
         on_acting: told what an actor's process says.
+        store: keeps what payloads refer to.
         on_imported: told what a worker has imported.
         name_of: gives the name of a task.
     """
@@ -40,6 +52,7 @@ class Hearing:
         self.on_acting: Callable[[int, Done | Failed | Created], None]
         self.on_imported: Callable[[LiveWorker, Imported], None]
         self.name_of: Callable[[int], str]
+        self.store: Store
         self._console = console
 
     def hear(self, worker: LiveWorker, messages: list[Message]) -> None:
@@ -50,6 +63,11 @@ class Hearing:
         on_done = self.on_answer if worker.actor is None else self.on_acting
         for message in messages:
             kind = type(message)
+            if kind in _CARRIERS and is_parcel(message.payload):  # type: ignore[union-attr, arg-type]
+                admitted = self._admit(worker, message)
+                if admitted is None:
+                    return
+                message = admitted  # noqa: PLW2901 - the same, with what it refers to
             if kind is Log:
                 self._show(worker, message)  # type: ignore[arg-type]
             elif output.number > console.written:
@@ -59,6 +77,17 @@ class Hearing:
                 on_done(worker.id, message)  # type: ignore[arg-type]
             else:
                 self._pass_on(worker, message)
+
+    def _admit(self, worker: LiveWorker, message: Message) -> Message | None:
+        """Take in what a message refers to; None if the worker has made that up."""
+        try:
+            payload = self.store.admit(worker, message.payload)  # type: ignore[union-attr, arg-type]
+        except (ProtocolError, OSError) as error:
+            _log.warning("! cut off worker %d: %s", worker.id, error)
+            if worker.peer is not None:
+                worker.peer.abort()
+            return None
+        return message._replace(payload=payload)  # type: ignore[call-arg]
 
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
         if worker.actor is not None and isinstance(message, Done | Failed | Created):

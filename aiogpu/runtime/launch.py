@@ -102,6 +102,7 @@ def _setup(
         learns=around.learns,
         learnt=list(modules.learnt),
         proven=list(modules.proven),
+        spill=around.spill,
     )
 
 
@@ -119,13 +120,20 @@ class Ground(NamedTuple):
     first: Launched
 
     @classmethod
-    def lay(cls, cgroup: NodeCgroup, preload: Sequence[str], learns: bool) -> Ground:
+    def lay(
+        cls,
+        cgroup: NodeCgroup,
+        preload: Sequence[str],
+        learns: bool,
+        spill: str = "",
+    ) -> Ground:
         """Make the directory and the socket, and start the zygote.
 
         Args:
             cgroup: the node's, which is chosen here.
             preload: modules that the zygote imports before it is forked.
             learns: whether workers report what they import.
+            spill: directory for values beyond the memory limit, "" for the system's.
 
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
@@ -138,7 +146,7 @@ class Ground(NamedTuple):
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(socket_path(directory))
             listening.listen(BACKLOG)
-            around = Surroundings.take(node, directory, cgroup, learns)
+            around = Surroundings.take(node, directory, cgroup, learns, spill)
             return cls(around, listening, launch(around, modules=Modules(preload)))
         except BaseException:
             if around is not None:

@@ -14,8 +14,10 @@ from aiogpu.errors import AiogpuError, InternalError
 from aiogpu.runtime.call import Function, Site
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.exchange import KINDS, Exchange
 from aiogpu.runtime.far import Far
 from aiogpu.runtime.slot import LiveWorker
+from aiogpu.runtime.store import Store
 from aiogpu.runtime.terms import Terms, new_function
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import (
@@ -37,7 +39,8 @@ Check = Callable[[Site], None]
 class Nest:
     """Hears what workers say of their tasks' children."""
 
-    def __init__(self, driver: Driver, check: Check) -> None:
+    def __init__(self, driver: Driver, store: Store, check: Check) -> None:
+        self._exchange = Exchange(driver, store, self._tell_waits)
         self._far = Far(driver.actors, driver.receiver_of, self._tell_waits)
         driver.actors.on_holder_gone = self._far.release_all
         self._driver = driver
@@ -59,7 +62,7 @@ class Nest:
             child = worker.children.pop(message.child, None)
             if child is not None:
                 self._driver.cancel(child)
-            else:
+            elif worker.fetched.pop(message.child, None) is None:
                 self._far.withdraw(worker, message.child)
         elif type(message) is Declare:
             declared = worker.declared
@@ -68,6 +71,8 @@ class Nest:
             if len(declared) > KEPT:
                 # The oldest; by now the worker would declare it anew.
                 del declared[next(iter(declared))]
+        elif type(message) in KINDS:
+            self._exchange.on_message(worker, message)
         else:
             self._far.on_message(worker, message)
 
@@ -79,7 +84,8 @@ class Nest:
         waits = worker.waits_for
         known = map(worker.children.get, waits)
         children = tuple(TaskId(child) for child in known if child is not None)
-        is_elsewhere = any(child in worker.asked for child in waits)
+        elsewhere = worker.asked, worker.fetched
+        is_elsewhere = any(child in due for child in waits for due in elsewhere)
         self._driver.wait(TaskId(task), children, is_elsewhere)
 
     def _declare(self, message: Declare) -> Site | Failed:

@@ -27,7 +27,10 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
-        run = Run(task, site.id, call.payload, is_last, call.number)
+        payload = call.payload
+        if type(payload) is not bytes:
+            payload = worker.borrow(payload)
+        run = Run(task, site.id, payload, is_last, call.number)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -39,6 +42,7 @@ class Orders:
         worker = self._workers[worker_id]
         if worker.peer is not None:
             first = [] if bind is None else [bind]
+            it = it._replace(payload=worker.borrow(it.payload))
             worker.peer.send(*first, *worker.introduce(call.site), it)
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
@@ -71,7 +75,10 @@ class Orders:
             site = call.site
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            messages.append(Run(task, site.id, call.payload, False, call.number))
+            payload = call.payload
+            if type(payload) is not bytes:
+                payload = worker.borrow(payload)
+            messages.append(Run(task, site.id, payload, False, call.number))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:

@@ -25,6 +25,7 @@ from aiogpu.runtime.hearing import Hearing
 from aiogpu.runtime.orders import Orders
 from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
+from aiogpu.runtime.store import Store
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.runtime.zygotes import Zygotes
@@ -86,6 +87,7 @@ class Pool:
         self._send_signal = send_signal
         self.slots = Slots(loop, console, directory)
         self._is_closing = False
+        self._store: Store | None = None
         zygotes.is_busy = self.slots.is_busy
         zygotes.on_lost_slot = self._on_lost_slot
         zygotes.on_death = self._on_zygote_death
@@ -93,6 +95,12 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {len(self.workers)} workers in {len(self.slots)} slots>"
+
+    def use(self, store: Store) -> None:
+        """Have values and shared memory kept by that."""
+        self._store = self.hearing.store = store
+        store.writer_of = self.workers.get
+        store.memory.show_on(self._zygotes.page)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -122,7 +130,7 @@ class Pool:
             self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
             return
         timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
-        worker = LiveWorker(worker_id, slot, timer, environment)
+        worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
         slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
         if slot.keeper is not None:
@@ -284,7 +292,9 @@ class Pool:
 
     def _tell_gone(self, worker_id: int, death: Death) -> None:
         # Not before: the core may speak of the worker until it is told.
-        del self.workers[worker_id]
+        lending = self.workers.pop(worker_id).lending
+        if lending is not None:
+            lending.close()
         if death.known == cause.CROWDED:
             self.slots.make_room()
         self.on_gone(worker_id, death)
@@ -326,6 +336,8 @@ class Pool:
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
+        if self._store is not None:
+            self._store.memory.show_on(None)
         for worker in self.workers.values():
             worker.start_timer.cancel()
         for slot in self.slots:

@@ -16,6 +16,9 @@ from aiogpu.wire.messages import Define, Failed, Forget, Message
 if TYPE_CHECKING:
     from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.call import Site
+    from aiogpu.runtime.lending import Lending
+    from aiogpu.runtime.store import Store
+    from aiogpu.runtime.values import Value
     from aiogpu.runtime.zygote import Zygote
 
 SITES_KEPT: Final = 1024
@@ -38,6 +41,9 @@ class LiveWorker:
         waits_for: for which of both its task waits.
         holds: how often it counts as a holder of an actor, by the actor's id.
         carried: actors to which what it says next holds handles.
+        store: lends it what its payloads refer to.
+        lending: what it was lent, None for nothing so far.
+        fetched: values that its task has asked for and that have not come.
         actor: what it is, None for a worker that runs tasks.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
@@ -59,6 +65,9 @@ class LiveWorker:
     waits_for: tuple[int, ...] = ()
     holds: dict[int, int] = field(default_factory=dict)
     carried: tuple[int, ...] = ()
+    store: Store | None = None
+    lending: Lending | None = None
+    fetched: dict[int, Value] = field(default_factory=dict)
     actor: Actor | None = None
     status: int | None = None
     reason: str = ""
@@ -84,6 +93,10 @@ class LiveWorker:
             self.cause,
             findings,
         )
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent; what that refers to is lent to it."""
+        return payload if self.store is None else self.store.dispatch(self, payload)
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""

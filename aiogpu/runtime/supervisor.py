@@ -15,6 +15,7 @@ from weakref import WeakSet
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
+from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
+    from aiogpu.runtime.passage import Passage
     from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.store import Store
     from aiogpu.runtime.transport import Peer
     from aiogpu.runtime.zygotes import Zygotes
 
@@ -52,10 +55,15 @@ class Supervisor:
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
         self._clearance: Clearance | None = None
+        self._passage: Passage | None = None
         self.driver: Driver | None = None
 
     async def start_zygote(
-        self, preload: Sequence[str], log_to_driver: bool, learns: bool = False
+        self,
+        preload: Sequence[str],
+        log_to_driver: bool,
+        learns: bool = False,
+        spill: str = "",
     ) -> None:
         """Make the directory and the socket, and start the zygote.
 
@@ -65,7 +73,7 @@ class Supervisor:
         Raises:
             NodeStartError: there is no place for the directory, or no interpreter.
         """
-        ground = Ground.lay(NodeCgroup(self._loop), preload, learns)
+        ground = Ground.lay(NodeCgroup(self._loop), preload, learns, spill)
         try:
             parts = self._build(ground, preload, log_to_driver)
         except BaseException:
@@ -108,7 +116,11 @@ class Supervisor:
         return Parts(directory, console, zygotes, pool, descriptor_limit)
 
     async def start_driver(
-        self, scheduler: Scheduler, assignment: Assignment, check: Check
+        self,
+        scheduler: Scheduler,
+        assignment: Assignment,
+        store: Store,
+        check: Check,
     ) -> Driver:
         """Wait for the zygote; from here on tasks can run.
 
@@ -128,11 +140,17 @@ class Supervisor:
         # Before the zygote is ready: a driver may take seconds to start.
         clearance = Clearance(self._loop, devices, assignment.accelerators)
         self._clearance = clearance
-        await self._parts.zygotes.ready()
         pool = self._parts.pool
+        pool.use(store)
+        from aiogpu.runtime.passage import Passage
+
+        self._passage = Passage(
+            self._loop, descriptor_path(self._parts.directory), pool, store
+        )
+        await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
-        pool.hearing.on_nested = Nest(self.driver, check).on_message
+        pool.hearing.on_nested = Nest(self.driver, store, check).on_message
         return self.driver
 
     async def stop(self) -> None:
@@ -149,6 +167,8 @@ class Supervisor:
         await parts.pool.close()
         parts.limit.release()
         parts.pool.autopsy.close()
+        if self._passage is not None:
+            self._passage.close()
         if parts.server is not None:
             parts.server.close()
         # Before the zygote is asked to end: if we are killed now, it does this.

@@ -26,6 +26,7 @@ class Surroundings:
             enter it.
         cgroup: the node's, chosen before the first start.
         learns: whether workers report what they import.
+        spill: directory for values beyond the memory limit, "" for the system's.
     """
 
     node: str
@@ -36,10 +37,16 @@ class Surroundings:
     learns: bool
     environ: Mapping[str, str]
     sys_path: Sequence[str]
+    spill: str = ""
 
     @classmethod
     def take(
-        cls, node: str, directory: str, cgroup: NodeCgroup, learns: bool
+        cls,
+        node: str,
+        directory: str,
+        cgroup: NodeCgroup,
+        learns: bool,
+        spill: str = "",
     ) -> Surroundings:
         """What they are now, with a new control page."""
         try:
@@ -53,6 +60,7 @@ class Surroundings:
             place=place,
             cgroup=cgroup,
             learns=learns,
+            spill=spill,
             environ=dict(os.environ),
             # Python ignores what else there may be, such as a Path.
             sys_path=[str(path) for path in sys.path if isinstance(path, str)],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
-from aiogpu.wire.payload import dump_result, load_result
+from aiogpu.wire.payload import dump_whole, load_result
 
 
 class Terms(NamedTuple):
@@ -53,7 +53,7 @@ class Terms(NamedTuple):
             cancel_grace=spec.cancel_grace,
             is_detached=spec.is_detached,
             is_coroutine=site.is_coroutine,
-            retried=dump_result(site.retry_exceptions),
+            retried=dump_whole(site.retry_exceptions),
             is_endless=spec.is_endless,
             acting=None if site.actor is None else _acting(site.actor),
         )
@@ -110,7 +110,7 @@ def _acting(terms: ActorTerms) -> tuple[Any, ...]:
         tuple(terms.groups.items()),
         terms.max_task_retries,
         terms.keeps_cpus,
-        dump_result(terms.face),
+        dump_whole(terms.face),
     )
 
 

@@ -41,8 +41,7 @@ class World(Onlooker):
 
     A forked worker starts, one that is to end goes, and what is to be taken back is
     back, at once. A test that wants to be there in between says `starts=False`,
-    `exits=False` or `revokes=False`, and then calls `start()`, `die()` or
-    `revoked()` itself.
+    `exits=False` or `revokes=False`, and calls `start()`, `die()` or `revoked()`.
 
     Attributes:
         clock: the time. Move it by `advance`, which wakes the scheduler on the way.
@@ -52,8 +51,7 @@ class World(Onlooker):
         settles: whether the devices of a worker that has gone must be seen free.
         took: seconds that each task says it took.
         effects: what the scheduler answered to the last call, in order.
-        retired: ids of workers that were told to exit, in order.
-        killed: ids of workers that were killed, in order.
+        retired, killed: ids of workers that were told to exit, or killed, in order.
     """
 
     def __init__(  # noqa: PLR0913 - the figures that a node is given
@@ -93,7 +91,7 @@ class World(Onlooker):
 
     @property
     def now(self) -> float:
-        """The time in seconds; a world of its own begins at 0."""
+        """The time in seconds."""
         return self.clock.now
 
     def submit(  # noqa: PLR0913 - the options that a task is given
@@ -115,6 +113,7 @@ class World(Onlooker):
         parent: str | None = None,
         is_detached: bool = False,
         is_endless: bool = False,
+        needs: Sequence[str] | None = None,
     ) -> None:
         """Submit a task by a new name; `InfeasibleError` if it could never run."""
         assert name not in self.tasks, f"{name!r} was submitted before"
@@ -133,8 +132,13 @@ class World(Onlooker):
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
-        starter = None if parent is None else self.tasks[parent].id
-        self._happen(events.Submitted(task.id, spec, starter))
+        starter = self.tasks[parent].id if parent else None
+        expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
+        self._happen(events.Submitted(task.id, spec, starter, expected))
+
+    def supply(self, name: str) -> None:
+        """All arguments of a task are there that were not."""
+        self._happen(events.Supplied(self.tasks[name].id))
 
     def start(self, whom: str | int) -> None:
         """A forked worker connects; named by its id or by the task it is for."""
@@ -191,7 +195,7 @@ class World(Onlooker):
         self._happen(events.Cancelled(task.id))
 
     def die(self, whom: str | int) -> None:
-        """A worker's process ends; named by its id or by the task it is for."""
+        """A worker's process ends; named as in `start`."""
         self._happen(self.workers[self.worker_of(whom)].gone(self.settles))
 
     def spoil(self, whom: str | int) -> None:
@@ -232,6 +236,7 @@ class World(Onlooker):
                 self._coming.append(events.WorkerStarted(worker.id))
             elif worker.is_ending and worker.task is None:
                 self._leave(worker)
+        self._coming.extend(map(events.Supplied, self.scheduler.expecting))
         self._go_on()
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:

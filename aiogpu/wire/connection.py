@@ -64,6 +64,15 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.sharing import (
+    Discard,
+    Fetch,
+    Put,
+    PutFailed,
+    Recycle,
+    Returned,
+    Share,
+)
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
@@ -79,6 +88,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
             *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
+            *(Returned, Put, PutFailed, Share, Fetch, Discard),
         }
     ),
 }
@@ -90,7 +100,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     WORKER: frozenset(
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
-            *(Create, Invoke, Drop, Leave),
+            *(Create, Invoke, Drop, Leave, Recycle),
         }
     ),
 }

@@ -87,6 +87,31 @@ def decode(body: bytes | memoryview) -> Message:
     return from_fields(fields)
 
 
+def pack(fields: tuple[object, ...]) -> bytes:
+    """An array of what messages carry, outside of a frame.
+
+    Raises:
+        SerializationError: it is too large.
+    """
+    try:
+        body: bytes = msgpack.Packer(unicode_errors=_SURROGATES).pack(fields)
+    except ValueError as error:
+        raise SerializationError(f"a value is too large for a frame: {error}") from None
+    return body
+
+
+def unpack(body: bytes | memoryview) -> object:
+    """Undo `pack`.
+
+    Raises:
+        ProtocolError: the bytes are no such array.
+    """
+    try:
+        return msgpack.unpackb(body, use_list=False, unicode_errors=_SURROGATES)
+    except ValueError as error:
+        raise ProtocolError(f"what was packed is no msgpack: {error}") from None
+
+
 class FrameReader:
     """Turns a stream of bytes, cut anywhere, into messages.
 

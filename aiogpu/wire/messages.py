@@ -22,8 +22,9 @@ from aiogpu.wire.forking import (
     Unfit,
     Unforked,
 )
+from aiogpu.wire.sharing import Sharing
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -271,6 +272,7 @@ Message = (
     | Spoilt
     | Unforked
     | Acting
+    | Sharing
 )
 
 TAGS: Final[dict[type[Message], int]] = {

@@ -1,59 +1,111 @@
-"""Objects to bytes and back. The only door to cloudpickle.
+"""Objects to bytes and back.
 
 Arguments that are plain scalars take the C pickler directly; all else goes by
-cloudpickle, which carries lambdas, closures and what lives in `__main__` by value.
+`pickler`, and so by cloudpickle, which carries lambdas, closures and what lives in
+`__main__` by value.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, SerializationError
 from aiogpu.wire.outcome import Outcome
+from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
+from aiogpu.wire.parcel import Parcel
 
 PROTOCOL: Final = 5
 _PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
+NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
+"""The payload of a call without any."""
+HEAVY: Final = 1 << 20
+"""Bytes above which a warning is due for what is sent more than once."""
 
 
 def dump_arguments(
-    function: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> bytes:
+    function: str,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    returns: int = 0,
+) -> bytes | Outgoing:
     """Pickle a call's arguments.
 
     Args:
         function: the function's name, for the message.
         args: positional arguments.
         kwargs: arguments by name.
+        returns: how many results the call shall have, 0 for the usual one.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        return pickle.dumps((args, _NO_NAMES), PROTOCOL)
+    if not kwargs and not returns and _PLAIN.issuperset(map(type, args)):
+        payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
+        return payload if len(payload) < APART else Outgoing(payload)
+    handles, places = take_out(args, kwargs)
+    named = dict(kwargs)
+    if handles:
+        args, named = _without(args, named, places)
     try:
-        return _cloud_dumps((args, dict(kwargs)))
+        outgoing = _dump((args, named))
     except Exception as error:
         roots: dict[str, object] = {f"args[{i}]": arg for i, arg in enumerate(args)}
-        roots |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+        roots |= {f"kwargs[{name!r}]": value for name, value in named.items()}
         raise _unpicklable(
             f"the arguments of {function}.remote()", roots, error
         ) from error
+    if handles or returns:
+        return outgoing._replace(handles=handles, places=places, returns=returns)
+    return outgoing.stream if outgoing.is_plain else outgoing
+
+
+def _without(
+    args: tuple[object, ...], named: dict[str, object], places: tuple[int | str, ...]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments, with nothing where handles are."""
+    positional = list(args)
+    for place in places:
+        if type(place) is int:
+            positional[place] = None
+        else:
+            named[place] = None  # type: ignore[index]
+    return tuple(positional), named
 
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Undo `dump_arguments`; raises whatever unpickling raises."""
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = pickle.loads(payload)
-    return arguments
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = load(payload)
+    if type(payload) is not Parcel or not payload.parts:
+        return arguments
+    args, kwargs = list(arguments[0]), arguments[1]
+    for place, part in zip(payload.contents.places, payload.parts, strict=True):
+        if type(place) is int:
+            args[place] = load(part)
+        else:
+            kwargs[place] = load(part)  # type: ignore[index]
+    return tuple(args), kwargs
 
 
-def dump_result(value: object) -> bytes:
+def load(payload: bytes) -> Any:
+    """The object that was pickled; raises whatever unpickling raises."""
+    if type(payload) is not Parcel:
+        return pickle.loads(payload)
+    stream, buffers = payload.open()
+    return pickle.loads(stream, buffers=buffers)
+
+
+def dump_result(value: object, what: str = "the result") -> bytes | Outgoing:
     """Pickle a task's result.
+
+    Args:
+        value: the result.
+        what: how errors call it.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
@@ -61,15 +113,57 @@ def dump_result(value: object) -> bytes:
     if value is None:
         return NOTHING
     if type(value) in _PLAIN:
-        return pickle.dumps(value, PROTOCOL)
+        payload = pickle.dumps(value, PROTOCOL)
+        return payload if len(payload) < APART else Outgoing(payload)
+    if type(value) is Results:
+        return Outgoing(parts=tuple(map(dump_result, value)))
     try:
-        return _cloud_dumps(value)
+        outgoing = _dump(value)
     except Exception as error:
         if type(value) is Outcome:
             kept = value.before_culprit(dump_result)
             if kept is not value:
                 return dump_result(kept)
-        raise _unpicklable("the result", {"result": value}, error) from error
+        raise _unpicklable(what, {"result": value}, error) from error
+    return outgoing.stream if outgoing.is_plain else outgoing
+
+
+def dump_whole(value: object) -> bytes:
+    """Pickle something of aiogpu's own, all in one; raises whatever pickling raises."""
+    return _cloud_dumps(value)
+
+
+class Results(tuple[object, ...]):
+    """The several results of one task, each of which is a value of its own."""
+
+    __slots__ = ()
+
+
+def several(value: object, payload: bytes) -> object:
+    """What a call has returned, taken apart if it was asked for several results.
+
+    Args:
+        value: what it has returned.
+        payload: its arguments.
+
+    Raises:
+        TypeError: it is no iterable.
+        ValueError: it has more, or fewer.
+    """
+    count = payload.contents.returns if type(payload) is Parcel else 0
+    if not count:
+        return value
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"the task returned a {type(value).__name__}, but num_returns={count} "
+            f"asks for {count} objects."
+        )
+    results = Results(value)
+    if len(results) != count:
+        raise ValueError(
+            f"the task returned {len(results)} objects, but num_returns={count}."
+        )
+    return results
 
 
 def load_result(payload: bytes) -> Any:
@@ -80,7 +174,7 @@ def load_result(payload: bytes) -> Any:
             in its text where it must not travel.
     """
     try:
-        return pickle.loads(payload)
+        return load(payload)
     except Exception as error:
         raise DeserializationError(_unreadable(error)) from error
     except BaseException as error:  # noqa: BLE001
@@ -144,17 +238,28 @@ def text_of(error: BaseException) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Whether the user asked cloudpickle to send what that module defines."""
-    from cloudpickle import list_registry_pickle_by_value
+    from aiogpu.wire.pickler import names_sent_by_value
 
-    names = list_registry_pickle_by_value()
-    return any(module == name or module.startswith(name + ".") for name in names)
+    return any(
+        module == name or module.startswith(name + ".")
+        for name in names_sent_by_value()
+    )
+
+
+def _dump(value: object) -> Outgoing:
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire.pickler import dump
+
+    with collecting() as references:
+        stream, buffers = dump(value)
+    return Outgoing(stream, buffers, references=tuple(references))
 
 
 def _cloud_dumps(value: object) -> bytes:
-    from cloudpickle import dumps
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire.pickler import dump_whole
 
-    payload: bytes = dumps(value, PROTOCOL)
-    return payload
+    return dump_whole(value)
 
 
 def _unpicklable(
@@ -162,8 +267,10 @@ def _unpicklable(
 ) -> SerializationError:
     # Only a failure pays for the import.
     from aiogpu.wire.culprit import find_culprit
+    from aiogpu.wire.pickler import measure
 
-    path = find_culprit(roots, _cloud_dumps)
+    with collecting():  # handles are not to blame
+        path = find_culprit(roots, measure)
     return SerializationError(
         f"{what} cannot be pickled: {path}: {_described(error)}. Create it inside the "
         f"task, or pass what it is made from."

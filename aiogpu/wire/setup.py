@@ -24,6 +24,7 @@ class Setup(NamedTuple):
         learns: whether workers are to say what they import.
         learnt: further modules to import, if that leaves the zygote fit.
         proven: those of them that were found fit before.
+        spill: directory for values for which there is no memory left.
     """
 
     sys_path: list[str]
@@ -37,11 +38,17 @@ class Setup(NamedTuple):
     learns: bool = False
     learnt: Sequence[str] = ()
     proven: Sequence[str] = ()
+    spill: str = ""
 
 
 def socket_path(directory: str) -> str:
     """Path of the node's socket."""
     return f"{directory}/node.sock"
+
+
+def descriptor_path(directory: str) -> str:
+    """Path of the socket over which the descriptors of shared memory go."""
+    return f"{directory}/memory.sock"
 
 
 def output_path(directory: str, slot: int, stream: int) -> str:

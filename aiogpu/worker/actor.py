@@ -69,7 +69,7 @@ class Stage:
         if self.channel.is_closed:
             self.end_fork()
         self._stdio.end_lines()
-        self._tell_rest()
+        self.tell_rest()
         if isinstance(actor, Failed):
             self.channel.send(actor)
             return False
@@ -80,7 +80,7 @@ class Stage:
             from aiogpu.worker.async_actor import AsyncActor
 
             # The zygote learns asyncio by it, also where nobody ever calls.
-            self._tell_rest()
+            self.tell_rest()
             AsyncActor(self, actor).play()
         else:
             from aiogpu.worker.threaded_actor import ThreadedActor
@@ -104,7 +104,7 @@ class Stage:
             self.channel.send(answer)
         except SerializationError as error:
             self.channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
-        self._tell_rest()
+        self.tell_rest()
 
     def answer_all(self, answers: list[Done | Failed]) -> None:
         """Send answers together after what was printed before them."""
@@ -119,9 +119,10 @@ class Stage:
         except SerializationError:
             for answer in answers:
                 self.answer(answer)
-        self._tell_rest()
+        self.tell_rest()
 
-    def _tell_rest(self) -> None:
+    def tell_rest(self) -> None:
+        """Say what was imported, and what is not needed any more."""
         if self._imports.found:
             self.channel.send(self._imports.take())
         if current.children is not None:
@@ -175,6 +176,10 @@ class SerialActor:
                     continue
                 answer = executor.call(call, _bound(methods, message), message.payload)
                 self._stage.answer(answer)
+                if current.loans is not None and current.loans.are_used:
+                    # It holds the arguments, of which the driver is to be told.
+                    del message
+                    self._stage.tell_rest()
                 if type(answer) is Failed and executor.has_left:
                     return
             elif type(message) is Drop:

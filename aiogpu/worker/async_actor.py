@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.wire.acting import Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, several
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.loans import packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -150,8 +152,12 @@ class AsyncActor:
             value = method(*args, **kwargs)
             if type(value) is CoroutineType:
                 value = await value
+            if type(message.payload) is not bytes:
+                value = several(value, message.payload)
             kind = UNSENDABLE
             result = dump_result(value)
+            if isinstance(result, Outgoing):
+                result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except asyncio.CancelledError as error:
             task = self._running[call]
@@ -162,6 +168,10 @@ class AsyncActor:
             answer = self._failure(call, kind, error)
         del self._running[call]
         self._answer(answer)
+        loans = current.loans
+        if loans is not None and loans.are_used:
+            # Not before this frame, which holds the arguments, has gone.
+            self._loop.call_soon(self._stage.tell_rest)
 
     def _failure(self, call: int, kind: str, error: BaseException) -> Failed:
         return self._stage.executor.describe(call, Raised(kind, error))

@@ -11,13 +11,14 @@ import sys
 from typing import Final
 
 from aiogpu.memory.page import ControlPage
-from aiogpu.wire.setup import Setup, socket_path
+from aiogpu.wire.setup import Setup, descriptor_path, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import seeds
 from aiogpu.worker.imports import Imports
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.loans import Loans
 from aiogpu.worker.loop import Worker
 from aiogpu.worker.rehearsal import Rehearsal
 from aiogpu.worker.threads import Threads
@@ -38,6 +39,9 @@ class Birth:
         self._interrupts = Interrupts(page)
         self._interrupts.install()
         self._channel = Channel(self._interrupts)
+        self._loans = Loans(
+            descriptor_path(setup.directory), setup.spill, page, self._interrupts
+        )
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()
@@ -55,6 +59,7 @@ class Birth:
             renew()
         current.worker = worker
         self._interrupts.attend(slot)
+        current.loans = self._channel.loans = self._loans
         process = self._worker
         process.begin()
         try:

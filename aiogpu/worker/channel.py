@@ -13,12 +13,15 @@ import time
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.wire.connection import WORKER, Connection, greeting
 from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from aiogpu.worker.loans import Loans
 
 CHUNK: Final = 65536
 LARGEST_CHUNK: Final = 1 << 20
@@ -37,11 +40,13 @@ class Channel:
 
     Attributes:
         on_child: takes what is said of the task's children; False for all else.
+        loans: takes in the payloads that name what this worker was lent.
         may_stay_awake: whether there is a core beside the driver's.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
         self.on_child: Callable[[Message], bool] | None = None
+        self.loans: Loans | None = None
         self._interrupts = interrupts
         self._connection = Connection.connecting(WORKER)
         self._received: deque[Message] = deque()
@@ -133,6 +138,8 @@ class Channel:
         except OSError:
             return False
         messages = self._connection.receive(data)
+        if self.loans is not None:
+            messages = self.loans.take_in(messages)
         if self.on_child is not None:
             messages = [message for message in messages if not self.on_child(message)]
         self._received.extend(messages)

@@ -25,7 +25,9 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.sharing import Fetch
 from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +66,7 @@ class Children:
         loop: the event loop that reads the socket for the task; None without one.
         wake: has that loop look at what another thread has read.
         upsets: how many children have ended without a result so far.
+        shares: their results, as others are given them.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -78,6 +81,7 @@ class Children:
         self._submitting = allocate_lock()
         self._has_any = False
         self._dropped: deque[int] = deque()
+        self.shares = Shares(channel, self.read, self._numbers.__next__)
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -163,6 +167,17 @@ class Children:
             self._channel.send(made(actor))
         return actor
 
+    def fetch(self, value: int, receiver: Receiver) -> int:
+        """Ask for a value; gives the question's number, 0 if no task runs any more."""
+        with self._submitting:
+            if not current.task:
+                return 0
+            self._begin()
+            child = next(self._numbers)
+            self._receivers[child] = receiver
+            self._channel.send(Fetch(current.task, child, value))
+        return child
+
     def tell(self, message: Message) -> None:
         """Say something that nobody answers."""
         self._channel.send(message)
@@ -172,9 +187,12 @@ class Children:
         self._dropped.append(actor)
 
     def tell_dropped(self) -> None:
-        """Say which handles are gone."""
+        """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
+        returned = current.loans.tell() if current.loans is not None else None
+        if returned is not None:
+            self._channel.send(returned)
 
     def _send_passed(self) -> None:
         if passing:
@@ -261,6 +279,8 @@ class Children:
             receiver.abandon()
 
     def _take(self, message: Message) -> bool:
+        if self.shares.due:
+            self.shares.pass_on(message)
         if type(message) is ChildDone:
             receiver = self._receivers.pop(message.child, None)
             if receiver is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiogpu.worker.children import Children
+    from aiogpu.worker.loans import Loans
 
 
 class ActorExit(BaseException):
@@ -23,6 +24,7 @@ class Context:
     Attributes:
         is_actor: whether this process is an actor.
         children: what the task has started; None in a process that is no worker.
+        loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
         worker: id of the worker, 0 in a process that is none.
         task: id of the running task, 0 between tasks.
@@ -35,6 +37,7 @@ class Context:
         "accelerators",
         "children",
         "is_actor",
+        "loans",
         "name",
         "node",
         "resources",
@@ -45,6 +48,7 @@ class Context:
     def __init__(self) -> None:
         self.children: Children | None = None
         self.is_actor = False
+        self.loans: Loans | None = None
         self.node = ""
         self.worker = 0
         self.task = 0

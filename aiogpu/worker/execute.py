@@ -19,8 +19,10 @@ from aiogpu.wire.failure import (
     pack_failure,
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
-from aiogpu.wire.payload import dump_result, load_arguments, load_function
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.loans import packed
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ class Executor:
             self._payloads[message.function] = message.payload
         self._sites[message.site] = message._replace(payload=b"")
 
+    def forget_error(self) -> None:
+        """Let go of what the last task has raised, and so of its frames."""
+        self._raised = None
+
     def forget(self) -> None:
         """Drop all sites and functions."""
         self._sites.clear()
@@ -82,7 +88,10 @@ class Executor:
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
-        return self.describe(message.task, outcome)
+        failed = self.describe(message.task, outcome)
+        # It refers to this frame, and so to itself and to the arguments.
+        del outcome
+        return failed
 
     def make(self, message: Create) -> object | Failed:
         """Make an actor, its class being known as a site; a failure is returned."""
@@ -103,7 +112,9 @@ class Executor:
         outcome = self._attempt(message.task, keep, 0, message.payload)
         if isinstance(outcome, tuple):
             return made[0]
-        return self.describe(message.task, outcome)
+        failed = self.describe(message.task, outcome)
+        del outcome
+        return failed
 
     def call(
         self, number: int, method: Callable[..., Any], payload: bytes
@@ -112,7 +123,9 @@ class Executor:
         outcome = self._attempt(number, method, 0, payload)
         if isinstance(outcome, tuple):
             return outcome
-        return self.describe(number, outcome)
+        failed = self.describe(number, outcome)
+        del outcome
+        return failed
 
     def describe(self, task: int, outcome: Raised) -> Failed:
         """What is to be sent of a failure."""
@@ -176,8 +189,12 @@ class Executor:
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
                 value = self._await(value, task)
+            if type(payload) is not bytes:
+                value = several(value, payload)
             kind = UNSENDABLE
             result = dump_result(value)
+            if isinstance(result, Outgoing):
+                result = packed(result)
             done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's

@@ -57,6 +57,9 @@ class Worker:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
         current.children = None
+        if current.loans is not None:
+            current.loans.leave()
+            current.loans = None
         self._channel.close()
         self._stdio.leave()
 
@@ -72,8 +75,11 @@ class Worker:
         while True:
             message = self._channel.next()
             if type(message) is Run:
-                has_run = self._run(message)
-                if has_run and (message.is_last or self._executor.is_spoilt):
+                has_run, is_last = self._run(message), message.is_last
+                # It holds the arguments, of which the driver is to be told.
+                del message
+                self._children.tell_dropped()
+                if has_run and (is_last or self._executor.is_spoilt):
                     return
             elif type(message) is Define:
                 self._executor.define(message)
@@ -107,7 +113,7 @@ class Worker:
         if self._imports.found:
             self._channel.send(self._imports.take())
         self._children.end_task()
-        self._children.tell_dropped()
+        self._executor.forget_error()
         restore()
         self.footing.restore()
         self._stdio.restore()

@@ -20,8 +20,8 @@ from aiogpu.worker.probe import DriverHasDied, probe
 from aiogpu.worker.reading import recorded_reads
 from aiogpu.worker.sentinel import watched_over
 
-NEEDED: Final = ("cloudpickle",)
-"""What nearly every worker would import to read its first function."""
+NEEDED: Final = ("cloudpickle", "aiogpu.wire.pickler")
+"""What nearly every worker would import for its first function and its result."""
 
 
 class Preload:

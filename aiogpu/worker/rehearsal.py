@@ -62,6 +62,7 @@ class Rehearsal:
         by_name = dump_reference(__name__, nothing.__name__)
         by_value = dump_function("nothing", lambda *_args: None)
         payload = dump_arguments("nothing", (1, "a"), {})
+        assert isinstance(payload, bytes)
         self._script = encode_all(
             [
                 Bind(dict.fromkeys(VARIABLES, "1"), {"GPU": (0,)}),

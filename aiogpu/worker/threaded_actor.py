@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, several
 from aiogpu.worker.actor import Methods, dropped, is_end
+from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.loans import packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -38,16 +41,22 @@ class ThreadedActor:
         while not is_over:
             self._channel.wait(None)
             is_over = not self._channel.read_ready()
-            for message in self._channel.take_all():
-                is_over |= self._obey(message)
+            is_over |= self._obey_all()
         has_left = self._stage.executor.has_left
         for pool in self._pools.values():
             pool.shutdown(wait=not has_left, cancel_futures=True)
 
+    def _obey_all(self) -> bool:
+        # In a frame that goes, for it holds on to the last one's arguments.
+        is_over = False
+        for message in self._channel.take_all():
+            is_over |= self._obey(message)
+        return is_over
+
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
-            begun = self._waiting[message.call] = pool.submit(self._call, message)
+            begun = self._waiting[message.call] = pool.submit(self._call, [message])
             begun.add_done_callback(partial(self._forget, message.call))
         elif type(message) is Drop:
             future = self._waiting.get(message.call)
@@ -56,22 +65,31 @@ class ThreadedActor:
                 self._channel.send(dropped(message.call))
         return is_end(message)  # type: ignore[arg-type]
 
-    def _call(self, message: Invoke) -> None:
-        call, kind = message.call, UNREADABLE
-        started = perf_counter()
-        answer: Done | Failed
+    def _call(self, held: list[Invoke]) -> None:
         if self._stage.executor.has_left:
             return  # the driver is told of all calls at once
+        self._stage.answer(self._outcome(held.pop()))
+        if current.loans is not None and current.loans.are_used:
+            # Not before the frame that held the arguments has gone.
+            self._stage.tell_rest()
+
+    def _outcome(self, message: Invoke) -> Done | Failed:
+        call, kind = message.call, UNREADABLE
+        started = perf_counter()
         try:
             args, kwargs = load_arguments(message.payload)
             kind = RAISED
             value = self._methods[message.method](*args, **kwargs)
+            if type(message.payload) is not bytes:
+                value = several(value, message.payload)
             kind = UNSENDABLE
             result = dump_result(value)
-            answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
+            if isinstance(result, Outgoing):
+                result = packed(result)
+            took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
-            answer = self._stage.executor.describe(call, Raised(kind, error))
-        self._stage.answer(answer)
+            return self._stage.executor.describe(call, Raised(kind, error))
+        return Done(call, result, took)
 
     def _forget(self, call: int, _future: Future[None]) -> None:
         self._waiting.pop(call, None)

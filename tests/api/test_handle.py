@@ -461,8 +461,9 @@ async def test_it_has_no_truth_value(work: Work) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-async def test_it_is_not_pickled(work: Work, protocol: int) -> None:
-    with pytest.raises(MisuseError, match="handle of train cannot be pickled"):
+async def test_it_is_pickled_by_aiogpu_alone(work: Work, protocol: int) -> None:
+    """[B16] It is a part of what tasks are given, and nothing to be stored."""
+    with pytest.raises(MisuseError, match="handle of train can only be pickled as"):
         pickle.dumps(work.handle, protocol)
 
 

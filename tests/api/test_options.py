@@ -114,6 +114,8 @@ GOOD = [
     ("retry_exceptions", [OSError, KeyError], (OSError, KeyError)),
     ("retry_exceptions", (ExceptionGroup,), (ExceptionGroup,)),
     ("num_returns", 1, 1),
+    ("num_returns", None, 1),
+    ("num_returns", 1000, 1000),
     ("name", "embed", "embed"),
     ("name", Flag("embed"), "embed"),
     ("priority", -5, -5),
@@ -170,7 +172,10 @@ BAD = [
     *(("max_calls", value, "0 for no limit") for value in (-1, 1.0, True, "1")),
     *(("max_retries", value, "-1 for no limit") for value in (-2, 1.0, False, "1")),
     *(("priority", value, "higher goes first") for value in (1.5, True, "high")),
-    *(("num_returns", value, "one handle a call") for value in (0, 2, True, "dynamic")),
+    *(
+        ("num_returns", value, "a handle of its own")
+        for value in (0, -1, True, 2.0, "2", "dynamic", [2])
+    ),
     *(("name", value, "a text") for value in ("", 1, b"a")),
     *(
         ("timeout", value, "seconds above 0")

@@ -170,6 +170,35 @@ def test_one_that_calls_itself_can_be_pickled() -> None:
     assert isinstance(copy(0), RemoteFunction)
 
 
+def test_one_that_takes_much_with_it_is_told_once() -> None:
+    table = bytes(2 << 20)
+
+    @aiogpu.remote
+    def lookup(index: int) -> int:
+        return table[index]
+
+    with pytest.warns(
+        aiogpu.AiogpuWarning, match=r"of which 2\.0 MiB are lookup\.__closure__\.table"
+    ) as caught:
+        lookup._definition.sent()
+    lookup.options(num_cpus=2)._definition.sent()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_class_that_takes_much_with_it_is_told() -> None:
+    table = bytes(2 << 20)
+
+    @aiogpu.remote
+    class Lookup:
+        def at(self, index: int) -> int:
+            return table[index]
+
+    with pytest.warns(
+        aiogpu.AiogpuWarning, match=r"are Lookup\.at\.__closure__\.table"
+    ):
+        Lookup._definition.sent()
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[PaperEngine]:
     """The running loop's node, of paper."""

@@ -5,6 +5,7 @@ All of it is [B12].
 
 import pytest
 
+from aiogpu.core import events
 from aiogpu.core.effects import Disown, Forget
 from aiogpu.core.policy import Patience
 from aiogpu.testing import World
@@ -368,3 +369,22 @@ def test_closing_ends_a_tree_and_tells_each_of_it_once():
     assert set(w.told) == {"parent", "child", "waits", "detached"}
     w.run_dry()
     assert w.scheduler.is_closed
+
+
+def test_a_child_whose_handle_is_in_the_result_goes_on():
+    w = World()
+    w.submit("parent")
+    w.submit("child", parent="parent")
+    w.submit("other", parent="parent")
+    child = w.tasks["child"].id
+    w.tell(events.Detached(child))
+    w.tell(events.Detached(child))
+    w.finish("parent")
+    assert "child" in w.running
+    assert w.told["other"] == "disowned"
+    w.finish("child")
+    assert w.told["child"] == "settled"
+    w.tell(events.Detached(child))
+    w.submit("alone")
+    w.tell(events.Detached(w.tasks["alone"].id))
+    assert "alone" in w.running

@@ -163,6 +163,23 @@ class NodeMachine(RuleBasedStateMachine):
             room = {None: 3, "A100": 2, "T4": 1, "H200": -1}
             assert asked[1] > room[asked[0]]
 
+    @rule(options=OPTIONS, data=st.data())
+    def submit_expecting(self, options, data):
+        parents = sorted(self.w.running | self.w.blocked)
+        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
+        known = st.sampled_from(sorted(self.w.tasks) or [""])
+        needs = data.draw(st.lists(known, max_size=3)) if self.w.tasks else []
+        options = {**options, "num_gpus": 0, "accelerator_type": None}
+        name = f"t{len(self.w.tasks)}"
+        self.w.submit(name, parent=parent, needs=needs, **options)
+
+    @precondition(lambda self: self.w.scheduler.expecting)
+    @rule(data=st.data())
+    def supply(self, data):
+        expecting = sorted(self.w.scheduler.expecting)
+        task = data.draw(st.sampled_from(expecting))
+        self.w.supply(self.w.scheduler.tasks[task].spec.name)
+
     @precondition(lambda self: any(not w.has_started for w in self.w.workers.values()))
     @rule(data=st.data())
     def start(self, data):

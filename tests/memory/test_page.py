@@ -1,4 +1,4 @@
-"""The control page: four words a slot, seen by every process that maps it."""
+"""The control page: five words a slot, seen by every process that maps it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def test_each_slot_has_words_of_its_own(descriptor: int) -> None:
     with pytest.raises(IndexError):
         page.revoke(SLOTS, 1)
     page.close()
+
+
+def test_what_is_left_for_values_is_plenty_until_somebody_counts(
+    descriptor: int,
+) -> None:
+    driver, worker = ControlPage.open(descriptor), ControlPage.open(descriptor)
+    assert worker.left() > 1 << 60
+    for left in (0, 5, 1 << 40):
+        driver.note_left(left)
+        assert worker.left() == left
+    driver.close()
+    worker.close()
 
 
 def test_two_mappings_share_their_words(descriptor: int) -> None:

@@ -65,13 +65,17 @@ class PaperDriver:
         return self.receivers.get(task)
 
 
+class PaperStore:
+    """Has lent nothing to anybody."""
+
+
 class House:
     """A nest between a paper driver and workers with paper peers."""
 
     def __init__(self) -> None:
         self.driver = PaperDriver()
         self.refusal: AiogpuError | None = None
-        self.nest = Nest(self.driver, self.check)  # type: ignore[arg-type]
+        self.nest = Nest(self.driver, PaperStore(), self.check)  # type: ignore[arg-type]
 
     def check(self, _site: Site) -> None:
         if self.refusal is not None:

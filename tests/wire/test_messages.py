@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import acting, messages
+from aiogpu.wire import acting, messages, sharing
 from aiogpu.wire.messages import (
     TAGS,
     Done,
@@ -28,7 +28,11 @@ def test_every_message_has_a_tag_of_its_own():
 def test_every_tuple_of_the_vocabulary_is_a_message():
     kinds = {
         kind
-        for kind in (*vars(messages).values(), *vars(acting).values())
+        for kind in (
+            *vars(messages).values(),
+            *vars(acting).values(),
+            *vars(sharing).values(),
+        )
         if isinstance(kind, type) and hasattr(kind, "_fields")
     }
     assert kinds == set(TAGS)

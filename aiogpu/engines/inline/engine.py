@@ -27,6 +27,9 @@ from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.object_memory import ObjectMemory
+from aiogpu.runtime.store import Store
+from aiogpu.wire.outgoing import Outgoing
 
 
 class InlineEngine:
@@ -36,6 +39,7 @@ class InlineEngine:
         self._options = options
         self._loop = loop
         self._runner: Runner | None = None
+        self._store: Store | None = None
 
     def __repr__(self) -> str:
         return f"<InlineEngine {self._runner!r}>"
@@ -62,6 +66,7 @@ class InlineEngine:
             Assignment(INSTALLED, ledger, os.environ),
             Executor(is_silent=not options.log_to_driver),
             options.cancel_grace,
+            self.pack,
             self._loop.time,
         )
         self._runner = Runner(self._loop, node)
@@ -87,6 +92,19 @@ class InlineEngine:
     def waits(self) -> InlineEngine:
         """A task that waits for another has to be told from one that does not."""
         return self
+
+    @property
+    def store(self) -> Store:
+        """The values' shared memory; made when it is first needed."""
+        if self._store is None:
+            options = self._options
+            memory = ObjectMemory(options.object_memory, options.spill_directory)
+            self._store = Store(self._loop, memory)
+        return self._store
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload; see `Engine.pack`."""
+        return self.store.pack(outgoing)
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Let a task wait for its turn; see `Engine.submit`."""
@@ -134,6 +152,8 @@ class InlineEngine:
         """Stop all tasks and leave nothing behind."""
         if self._runner is not None:
             await self._runner.close()
+        if self._store is not None:
+            self._store.close()
 
     def hasten(self) -> None:
         """Give nobody time to stop; see `Engine.hasten`."""

@@ -20,10 +20,12 @@ from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.offspring import end_started
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.silence import silence
+from aiogpu.engines.inline.supplies import supplied
 from aiogpu.runtime.call import Site
 from aiogpu.wire.failure import LEFT, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done
-from aiogpu.wire.payload import dump_result, load_arguments, load_function
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, take_kept
 
 AnyCoroutine = Coroutine[Any, Any, Any]
@@ -57,11 +59,12 @@ class Executor:
         try:
             with self._step(job):
                 function = job.function(self)
-                args, kwargs = load_arguments(job.call.payload)
+                args, kwargs = load_arguments(supplied(job.call.payload))
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
+                value = several(value, job.call.payload)
                 kind = UNSENDABLE
                 return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
@@ -79,6 +82,7 @@ class Executor:
         kind = RAISED
         try:
             value = await self.stepwise(job, begun)
+            value = several(value, job.call.payload)
             kind = UNSENDABLE
             with self._step(job):
                 return _packed(job, value)
@@ -151,5 +155,7 @@ class Executor:
 
 
 def _packed(job: Job, value: object) -> Outcome:
-    payload = dump_result(value)
-    return Outcome(Done(job.id, payload), carried=take_kept())
+    result = dump_result(value)
+    if isinstance(result, Outgoing):
+        result = job.runner.node.pack(result)
+    return Outcome(Done(job.id, result), carried=take_kept())

@@ -22,6 +22,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Site
+from aiogpu.wire.outgoing import Outgoing
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents
@@ -51,6 +52,7 @@ class InlineNode:
     assignment: Assignment
     executor: Executor
     cancel_grace: float
+    pack: Callable[[Outgoing], bytes]
     clock: Callable[[], float]
     jobs: dict[TaskId, Job] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)

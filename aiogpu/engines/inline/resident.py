@@ -19,6 +19,7 @@ from aiogpu.engines.inline.creation import Creation
 from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.raising import Raising
+from aiogpu.engines.inline.supplies import supplied
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.call import Call
@@ -111,6 +112,10 @@ class Resident:
         self._residents.waits.fail(self.actor, reason)
 
     # What its actor tells its process.
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent, with the values that it needs."""
+        return supplied(payload)
 
     def post(self, message: Message) -> None:
         """Have a call run when its turn comes."""

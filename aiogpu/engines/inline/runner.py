@@ -24,6 +24,7 @@ from aiogpu.engines.inline.job import Job, acting_job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.engines.inline.supplies import Expected, expect, expected
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.wire.messages import Failed
 
@@ -86,6 +87,7 @@ class Runner:
         if job.parent is not None:
             job.parent.brood[job.id] = job
         self._turns.add(job)
+        expect(job)
         self.wake()
 
     def wake(self) -> None:
@@ -101,24 +103,34 @@ class Runner:
             self.wake()  # there may be more, or a job
             self._play(call)
             return
-        too_large = []
+        too_large: list[Job] = []
         for job in self._turns.waiting():
-            if not job.is_waiting:
-                continue  # it was stopped
-            if self._is_overdue(job):
-                # A plain function before it has kept the loop from ringing.
-                self._expire(job)
+            if job.is_waiting and self._look(job, too_large):
                 return
-            if self.node.lend(job):
-                self._begin(job)
-                return
-            too_large.append(job)
         hopeless = self.node.hopeless(too_large, self)
         if hopeless is not None:
             if hopeless.fail_wait(self.node.why_hopeless(hopeless)):
                 self._end(hopeless)
             elif self._is_run:
                 self.loop.stop()
+
+    def _look(self, job: Job, too_large: list[Job]) -> bool:
+        """Begin a job, or end it; False if it has to wait on."""
+        if self._is_overdue(job):
+            # A plain function before it has kept the loop from ringing.
+            self._expire(job)
+            return True
+        arguments = expected(job)
+        if arguments is Expected.NEVER:
+            self._end(job)
+        elif arguments is Expected.LATER:
+            return False
+        elif self.node.lend(job):
+            self._begin(job)
+        else:
+            too_large.append(job)
+            return False
+        return True
 
     def _is_overdue(self, job: Job) -> bool:
         return job.due is not None and self.loop.time() >= job.due

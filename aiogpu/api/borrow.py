@@ -1,0 +1,90 @@
+"""Handles that have come from elsewhere, and what handles stand for that go there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.api.blocking import handle_for
+from aiogpu.errors import TaskCancelledError
+from aiogpu.runtime.values import Value, known
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.core.why import Why
+
+
+def value_of(handle: Any) -> Value:
+    """The value of a handle of this process, there or still to come.
+
+    The handle tells the value when it learns of it itself.
+    """
+    value = Value(handle.task_name, handle.child)
+    if handle.raw is not None:
+        value.receive(handle.raw)
+    elif handle.cancelled():
+        value.fail(TaskCancelledError(f"{handle.task_name} was cancelled."))
+    elif handle.error is not None:
+        value.fail(handle.error)
+    else:
+        value.stop = handle.cancel
+    return value
+
+
+def borrow(identity: int, name: str) -> Any:
+    """The handle that was pickled, in the process that it has come to.
+
+    Args:
+        identity: of the value that it stands for.
+        name: of its task.
+    """
+    if current.loans is not None:
+        from aiogpu.api.borrow_far import borrow_far
+
+        return borrow_far(current.loans.loan(identity), name)
+    from aiogpu.api.caller import host_beside_loop, session_of_caller
+
+    value = known(identity)
+    host = host_beside_loop()
+    if host is None:
+        handle = session_of_caller().new_handle(name, Lender(value))
+    else:
+        handle = handle_for(host, name, Lender(value))
+    handle.stand_for(value)
+    value.watch(lambda settled: settled.tell(handle))
+    return handle
+
+
+class Lender:
+    """Owns handles that have come from elsewhere; see `api.handle.Owner`."""
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    def cancel(self, _task: int) -> None:
+        """Stop whoever makes the value."""
+        if self._value.stop is not None:
+            self._value.stop()
+
+    def why(self, name: str, task: int) -> Why:
+        """Why that one waits."""
+        from aiogpu.api.session import current_session
+
+        return current_session().why(name, task)
+
+
+def put_here(payload: bytes, name: str = "put") -> Any:
+    """A handle of a value that is there.
+
+    Args:
+        payload: the value pickled.
+        name: what the handle is called.
+    """
+    from aiogpu.api.caller import host_beside_loop, session_of_caller
+
+    host, owner = host_beside_loop(), Lender(Value(name))
+    if host is None:
+        handle = session_of_caller().new_handle(name, owner)
+    else:
+        handle = handle_for(host, name, owner)
+    handle.receive(payload)
+    return handle

@@ -1,0 +1,64 @@
+"""From what was pickled to a payload, for whichever code sends it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiogpu.wire.payload import HEAVY
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.wire.repeats import Repeats
+
+
+_repeats: Repeats | None = None
+
+
+def packed_call(
+    name: str,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    outgoing: Outgoing,
+) -> bytes:
+    """The payload of a call's arguments that are more than a pickle.
+
+    Who passes the same large object again and again is told of `put`.
+
+    Args:
+        name: what is called.
+        args: positional arguments.
+        kwargs: arguments by name.
+        outgoing: the same, pickled.
+
+    Raises:
+        Exception: see `packed`.
+    """
+    payload = packed(outgoing)
+    size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
+    if size >= HEAVY:
+        global _repeats  # noqa: PLW0603 - most programs never need it
+        if _repeats is None:
+            from aiogpu.wire.repeats import Repeats
+
+            _repeats = Repeats()
+        _repeats.note(name, args, kwargs, size)
+    return payload
+
+
+def packed(outgoing: Outgoing) -> bytes:
+    """The payload of what is more than a pickle.
+
+    Raises:
+        MisuseError: a handle among them belongs to another event loop.
+        ObjectMemoryError: there is no room for them.
+        SerializationError: they are too large.
+        NoLoopError: no event loop is running here.
+    """
+    if current.loans is not None:
+        return current.loans.pack(outgoing)
+    from aiogpu.api.caller import session_of_caller
+
+    return session_of_caller().pack(outgoing)

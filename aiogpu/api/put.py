@@ -1,0 +1,73 @@
+"""`aiogpu.put`: a value that is kept once and handed to many by its handle."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from aiogpu.api.blocking import BlockingHandle
+from aiogpu.api.packing import packed
+from aiogpu.engines.family import is_loop_running
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.payload import dump_result
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.api.handle import Handle
+
+T = TypeVar("T")
+
+
+class Putting(Generic[T]):
+    """What `put` gives: awaited, or given to `get`, it is the value's handle."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        return f"<Putting {self.handle!r}>"
+
+    def __await__(self) -> Generator[Any, None, Handle[T]]:
+        yield from ()
+        return self.handle  # type: ignore[no-any-return]
+
+
+def put(value: T) -> Putting[T]:
+    """Keep a value, to hand it to many tasks without copying it for each.
+
+    `handle = await aiogpu.put(value)`; in a plain function of a task
+    `handle = aiogpu.get(aiogpu.put(value))`. The value is what it was at the call,
+    whatever becomes of the object. Large buffers (arrays) lie in shared memory, where
+    tasks on this machine see them read-only and without a copy. It is freed with the
+    last handle to it.
+
+    Args:
+        value: any object that can be pickled.
+
+    Raises:
+        SerializationError: with the path to what cannot be pickled.
+        ObjectMemoryError: there is no room for it.
+        NoLoopError: no event loop is running here, and this is no task.
+    """
+    payload = dump_result(value, "the value given to put()")
+    if isinstance(payload, Outgoing):
+        payload = packed(payload)
+    if current.loans is None:
+        from aiogpu.api.borrow import put_here
+
+        return Putting(put_here(payload))
+    from aiogpu.engines.nested import family
+
+    loan = family().shares.put(payload)
+    handle: Any
+    if is_loop_running():
+        from aiogpu.api.nested import put_on_loop
+
+        handle = put_on_loop(loan, payload)
+    else:
+        handle = BlockingHandle("put", family())
+        handle.shared = loan
+        handle.receive(payload)
+    return Putting(handle)

@@ -1,0 +1,224 @@
+"""The handles of one call that has several results, and who stops it.
+
+Each of them is a value of its own. The work goes on as long as somebody wants one of
+them; when all are cancelled, it is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from aiogpu.api.blocking import BlockingHandle, handle_for
+from aiogpu.api.caller import host_beside_loop, session_of_caller
+from aiogpu.api.early import submit_early
+from aiogpu.engines import nested
+from aiogpu.engines.family import is_loop_running
+from aiogpu.errors import InternalError
+from aiogpu.wire.parcel import Parcel
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiogpu.api.session import Session
+    from aiogpu.core.why import Why
+    from aiogpu.engines.family import Host
+    from aiogpu.engines.nested import LoopLink
+    from aiogpu.runtime.call import Site
+    from aiogpu.wire.messages import Failed
+
+
+class Part(Protocol):
+    """The handle of one of the results."""
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result."""
+        ...
+
+    def reject(self, failed: Failed) -> None:
+        """Take why there is none."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Take the error in place of a result."""
+        ...
+
+
+class Several:
+    """See above: the receiver of the call, and the owner of its handles.
+
+    Attributes:
+        task_id: the call's number.
+        handles: one for each result.
+        stop: stops the call, given its number.
+        ask: says why it waits, given its name and number.
+    """
+
+    def __init__(self) -> None:
+        self.task_id = 0
+        self.handles: tuple[Any, ...] = ()
+        self.stop: Callable[[int], object]
+        self.ask: Callable[[str, int], Why]
+        self._wanted = 0
+
+    def __repr__(self) -> str:
+        return f"<Several {len(self.handles)} results of task {self.task_id}>"
+
+    def begin(self, handles: tuple[Any, ...]) -> None:
+        """Serve these handles."""
+        self.handles = handles
+        self._wanted = len(handles)
+
+    def note(self, number: int) -> None:
+        """The call was made, under that number."""
+        self.task_id = number
+
+    def done(self) -> bool:
+        """Whether nobody wants a result any more, or all have come."""
+        return all(handle.done() for handle in self.handles)
+
+    def cancel(self, _task: int) -> None:
+        """One of them is not wanted; see `Owner`."""
+        self._wanted -= 1
+        if not self._wanted:
+            self.stop(self.task_id)
+
+    def why(self, name: str, _task: int) -> Why:
+        """Why the call waits."""
+        return self.ask(name, self.task_id)
+
+    def receive(self, payload: bytes) -> None:
+        """The call has ended; see `Receiver`."""
+        parts = payload.parts if type(payload) is Parcel else ()
+        if len(parts) != len(self.handles):
+            self.fail(InternalError(f"{self!r} came as {len(parts)}"))
+            return
+        for handle, part in zip(self.handles, parts, strict=True):
+            handle.receive(part)
+
+    def reject(self, failed: Failed) -> None:
+        """It has no results."""
+        for handle in self.handles:
+            handle.reject(failed)
+        self._quieten()
+
+    def fail(self, error: Exception) -> None:
+        """It has none, for that reason."""
+        for handle in self.handles:
+            handle.fail(error)
+        self._quieten()
+
+    def _quieten(self) -> None:
+        """One of them tells asyncio of the failure, if nobody looks at it."""
+        for handle in self.handles[1:]:
+            if not handle.cancelled():
+                handle.exception()
+
+    def abandon(self) -> None:
+        """The task that made the call has ended first."""
+        for handle in self.handles:
+            handle.abandon()
+
+
+def submit_several(count: int, site: Site, payload: bytes) -> tuple[Any, ...]:
+    """Start a task that has several results; gives the handle of each.
+
+    Args:
+        count: how many.
+        site: what is called.
+        payload: the pickled arguments.
+    """
+    return call_several(site.spec.name, count, Submission(site, payload))
+
+
+class Submission(NamedTuple):
+    """A task to be started for a `Several`, from wherever it is called.
+
+    Attributes:
+        site: what is called.
+        payload: the pickled arguments.
+    """
+
+    site: Site
+    payload: bytes
+
+    def in_program(self, session: Session, several: Several) -> None:
+        """Start it on the program's node."""
+        several.stop, several.ask = session.cancel, session.why
+        start = partial(submit_early, self.site, self.payload, several, several)
+        session.when_open(start, several.fail)
+
+    def on_loop(self, link: LoopLink, several: Several) -> None:
+        """Start it for a task's event loop."""
+        several.stop, several.ask = link.cancel, link.why
+        several.note(link.submit(self.site, self.payload, several))
+
+    def in_plain_code(self, several: Several) -> None:
+        """Start it for a plain task in a worker."""
+        several.stop = nested.cancel
+        several.note(nested.submit(self.site, self.payload, several))
+
+    def by_host(self, host: Host, several: Several) -> None:
+        """Start it for a task that shares its program's process."""
+        several.stop, several.ask = host.cancel, host.why
+        several.note(host.submit(self.site, self.payload, several))
+
+
+class Start(Protocol):
+    """How a call is made, from wherever it is called; see `Submission`."""
+
+    def in_program(self, session: Session, several: Several) -> None:
+        """Make it on the program's node."""
+        ...
+
+    def on_loop(self, link: LoopLink, several: Several) -> None:
+        """Make it for a task's event loop."""
+        ...
+
+    def in_plain_code(self, several: Several) -> None:
+        """Make it for a plain task in a worker."""
+        ...
+
+    def by_host(self, host: Host, several: Several) -> None:
+        """Make it for a task that shares its program's process."""
+        ...
+
+
+def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
+    """Make a call that has several results; gives the kind of handles that fit."""
+    several = Several()
+    names = [f"{name}[{index}]" for index in range(count)]
+    if current.children is not None:
+        _in_worker(names, start, several)
+    elif (host := host_beside_loop()) is not None:
+        several.begin(tuple(handle_for(host, one, several) for one in names))
+        start.by_host(host, several)
+    else:
+        session = session_of_caller()
+        several.begin(tuple(session.new_handle(one, several) for one in names))
+        start.in_program(session, several)
+    for handle in several.handles:
+        if isinstance(handle, BlockingHandle):
+            handle.child = several.task_id
+        else:
+            handle.task_id = several.task_id
+    return several.handles
+
+
+def _in_worker(names: list[str], start: Start, several: Several) -> None:
+    if is_loop_running():
+        from aiogpu.api.nested import ChildHandle, session_of_task
+
+        link = session_of_task(asyncio.get_running_loop()).link
+        several.begin(
+            tuple(ChildHandle(name, several, link.loop, link) for name in names)
+        )
+        start.on_loop(link, several)
+        return
+    handles = tuple(BlockingHandle[Any](name, nested.family()) for name in names)
+    for handle in handles:
+        handle.owner = several
+    several.begin(handles)
+    start.in_plain_code(several)

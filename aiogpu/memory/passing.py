@@ -1,0 +1,233 @@
+"""Passing descriptors to another process over a raw Unix socket, each with a number.
+
+A message is n numbers, eight bytes each, little-endian, with n descriptors
+(`SCM_RIGHTS`, unix(7)). The bytes of a message may arrive cut; its descriptors come
+with its first byte, and both keep their order: so the n-th number of the stream
+belongs to the n-th descriptor.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from array import array
+from collections import deque
+from struct import Struct
+from typing import Final
+
+from aiogpu.errors import ProtocolError
+
+MOST: Final = 253
+"""Descriptors that a message can carry: SCM_MAX_FD of Linux."""
+
+_READS: Final = 32
+"""Messages that one `DescriptorReceiver.read` takes, so that others get their turn."""
+_number: Final = Struct("<Q")
+_int: Final = Struct("i")
+
+
+class DescriptorSender:
+    """Sends descriptors, never waiting for the peer. Used by one thread at a time.
+
+    Attributes:
+        is_refused: the last `flush` ended since too many descriptors are under way, of
+            all this user's processes (ETOOMANYREFS, `RLIMIT_NOFILE`). The socket may
+            be writable all the same: try again when receivers have read some.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Begin to send.
+
+        Args:
+            sock: connected, AF_UNIX and SOCK_STREAM, blocking or not. It stays the
+                caller's, who closes it.
+        """
+        self.is_refused = False
+        self._sock = sock
+        # Copies of what could not be sent at once, each after its number's bytes.
+        self._queue: deque[tuple[bytes, int]] = deque()
+        # What is left of a message whose descriptors have been sent.
+        self._rest = b""
+
+    @property
+    def waiting(self) -> int:
+        """How many descriptors are queued."""
+        return len(self._queue)
+
+    def send(self, number: int, fd: int) -> bool:
+        """Send a descriptor now, or queue a copy of it; the caller may close his.
+
+        Args:
+            number: what the peer knows it by, 0 to 2**64 - 1.
+            fd: the descriptor.
+
+        Returns:
+            Whether nothing is left to `flush`.
+
+        Raises:
+            OSError: the peer is gone (EPIPE, ECONNRESET), or this process has too many
+                descriptors for a copy (EMFILE): then nothing is queued.
+        """
+        packed = _number.pack(number)
+        if not self._queue and self._send_rest() and self._send([(packed, fd)]):
+            return not self._rest
+        self._queue.append((packed, os.dup(fd)))
+        return False
+
+    def flush(self) -> bool:
+        """Send as much of the queue as the socket takes now.
+
+        Returns:
+            Whether nothing is left. If not, try again when the socket is writable; but
+            see `is_refused`.
+
+        Raises:
+            OSError: the peer is gone; what is queued can only be closed.
+        """
+        self.is_refused = False
+        while self._send_rest() and self._queue:
+            # One message at most: copies are closed when they have been sent.
+            batch = [self._queue[place] for place in range(min(MOST, self.waiting))]
+            if not self._send(batch):
+                return False
+            for _, fd in batch:
+                self._queue.popleft()
+                os.close(fd)
+        return not self._rest
+
+    def close(self) -> None:
+        """Close what is queued; the peer will not get it."""
+        while self._queue:
+            os.close(self._queue.popleft()[1])
+
+    def _send(self, batch: list[tuple[bytes, int]]) -> bool:
+        """Send one message, at least its first byte; else False."""
+        numbers = b"".join([packed for packed, _ in batch])
+        fds = array("i", [fd for _, fd in batch])
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+        sent = self._try(numbers, control)
+        if sent:
+            self._rest = numbers[sent:]
+        return sent > 0
+
+    def _send_rest(self) -> bool:
+        while self._rest:
+            sent = self._try(self._rest, [])
+            if not sent:
+                return False
+            self._rest = self._rest[sent:]
+        return True
+
+    def _try(self, data: bytes, control: list[tuple[int, int, array[int]]]) -> int:
+        """Give how many bytes the socket took."""
+        try:
+            return self._sock.sendmsg(
+                [data], control, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+            )
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            self.is_refused = True
+            return 0
+
+
+class DescriptorReceiver:
+    """Receives what a `DescriptorSender` sends. Used by one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Begin to receive.
+
+        Args:
+            sock: as the sender's. It stays the caller's, who closes it.
+        """
+        self._sock = sock
+        self._bytes = bytearray()
+        self._fds: deque[int] = deque()
+        self._is_out_of_step = False
+
+    def read(self, flags: int = 0) -> list[tuple[int, int]]:
+        """Give the numbers and descriptors that have come, in order.
+
+        Waits for the first message if the socket blocks, and for no other. It may give
+        nothing: nothing has come, or not yet a whole number; and not all that has come
+        if that is much (the socket stays readable). Each descriptor is then the
+        caller's to close; none is inherited by a program that he starts.
+
+        Args:
+            flags: of recv(2), for the first message, as `socket.MSG_DONTWAIT`.
+
+        Raises:
+            EOFError: the peer is gone, and all that it sent whole has been given.
+            OSError: this process has too many descriptors (EMFILE), so some are lost,
+                and with them which number is whose. What came is closed; the socket is
+                of no use any more.
+            ProtocolError: the peer sent numbers without descriptors. Likewise.
+        """
+        pairs: list[tuple[int, int]] = []
+        for _ in range(_READS):
+            try:
+                is_open = self._receive(flags)
+                pairs += self._matched()
+            except BlockingIOError:
+                break
+            except OSError:
+                for _, fd in pairs:
+                    os.close(fd)
+                self._is_out_of_step = True
+                self.close()
+                raise
+            if not is_open:
+                if pairs:
+                    break
+                self.close()
+                raise EOFError("the peer closed the socket for descriptors")
+            flags |= socket.MSG_DONTWAIT
+        return pairs
+
+    def close(self) -> None:
+        """Close the descriptors whose numbers have not come whole."""
+        self._bytes.clear()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _receive(self, flags: int) -> bool:
+        """Take in one message, or what there is of it; False if the peer is gone."""
+        if self._is_out_of_step:
+            raise ProtocolError("descriptors were lost: which is which is unknown")
+        try:
+            data, control, status, _ = self._sock.recvmsg(
+                MOST * _number.size,
+                socket.CMSG_SPACE(MOST * _int.size),
+                flags | socket.MSG_CMSG_CLOEXEC,
+            )
+        except ConnectionResetError:
+            return False
+        for level, kind, content in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) // _int.size * _int.size
+                self._fds.extend(fd for (fd,) in _int.iter_unpack(content[:whole]))
+        self._bytes += data
+        if status & socket.MSG_CTRUNC:
+            most = os.sysconf("SC_OPEN_MAX")
+            raise OSError(
+                errno.EMFILE,
+                f"descriptors of shared memory were lost on their way: process "
+                f"{os.getpid()} may have {most} open files (RLIMIT_NOFILE); raise the "
+                f"limit (ulimit -n), or keep fewer large values at a time",
+            )
+        return bool(data)
+
+    def _matched(self) -> list[tuple[int, int]]:
+        count = len(self._bytes) // _number.size
+        if count > len(self._fds):
+            raise ProtocolError(
+                f"{count} numbers came with only {len(self._fds)} descriptors"
+            )
+        whole = bytes(self._bytes[: count * _number.size])
+        del self._bytes[: count * _number.size]
+        return [
+            (number, self._fds.popleft()) for (number,) in _number.iter_unpack(whole)
+        ]

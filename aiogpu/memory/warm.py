@@ -1,0 +1,176 @@
+"""Warm segments: what one process writes, and what of it can be written again.
+
+A new page costs several times what it costs to write one that is there. So segments
+that nobody reads any more are kept, up to a limit, and written again.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Final
+
+from aiogpu.errors import ObjectMemoryError
+from aiogpu.memory.segment import Segment, whole_pages
+
+_LARGEST_FIT: Final = 2
+"""How many times what is asked a warm segment may have."""
+MOST_WARM: Final = 256
+"""Warm segments that are kept at most: each takes up two descriptors, or one from
+Python 3.13 on, and many processes may have 1024."""
+_SHORT_OF_OTHERS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_DISK_IS_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+
+class WarmSegments:
+    """The segments of one process as a writer, in use and warm.
+
+    Used by one thread at a time.
+
+    Attributes:
+        limit: bytes of warm segments that are kept at most.
+        bytes_warm: bytes of those that stand ready.
+        bytes_in_use: bytes of those in memory that were taken and not given back.
+        bytes_on_disk: the same of those on disk.
+    """
+
+    def __init__(
+        self, first_id: int, limit: int, disk: Callable[[], str | None]
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            first_id: the first segment's number; they count up from it.
+            limit: bytes of warm segments to keep.
+            disk: gives the directory for segments past the memory limit, None for
+                none; asked whenever one is needed.
+        """
+        self.limit = limit
+        self.bytes_warm = 0
+        self.bytes_in_use = 0
+        self.bytes_on_disk = 0
+        self._next_id = first_id
+        self._disk = disk
+        self._in_use: dict[int, Segment] = {}
+        # The longest unused first; and the same by size.
+        self._warm: dict[int, Segment] = {}
+        self._by_size: list[tuple[int, int]] = []
+
+    def take(self, size: int, is_scarce: bool = False) -> Segment:
+        """Give a segment of at least `size` bytes to write to.
+
+        The smallest warm one that has so much, and at most twice of it; else a new one.
+
+        Args:
+            size: bytes.
+            is_scarce: no more memory may be used than now. Where the warm ones that do
+                not fit are not enough to make room, the new one is on disk.
+
+        Raises:
+            ObjectMemoryError: `is_scarce`, and there is no directory, or no room in it.
+            OSError: this process has too many descriptors (EMFILE, ENFILE), or too
+                little memory (ENOMEM), for a new one.
+        """
+        segment = self._take_warm(size) or self._new(size, is_scarce)
+        self._in_use[segment.id] = segment
+        self._count(segment, segment.size)
+        return segment
+
+    def give_back(self, segment_id: int) -> bool:
+        """Nobody reads it any more: keep it warm, or close it.
+
+        It is closed if it is on disk, larger than the limit, or, as the kernel says,
+        still read after all (`Segment.is_read`): its readers keep what they see. To
+        make room for it, those that were unused the longest are closed. So close all
+        descriptors that `share` gave before.
+
+        Returns:
+            Whether it is kept.
+
+        Raises:
+            KeyError: no segment of that number is in use.
+        """
+        segment = self._in_use.pop(segment_id)
+        self._count(segment, -segment.size)
+        if segment.is_on_disk or segment.size > self.limit or segment.is_read:
+            segment.close()
+            return False
+        self._shrink(self.limit - segment.size, MOST_WARM - 1)
+        self._warm[segment_id] = segment
+        insort(self._by_size, (segment.size, segment_id))
+        self.bytes_warm += segment.size
+        return True
+
+    def discard(self, segment_id: int) -> None:
+        """Close a segment, in use or warm; nothing is done if there is none."""
+        if segment_id in self._warm:
+            self._pop_warm(segment_id).close()
+        segment = self._in_use.pop(segment_id, None)
+        if segment is not None:
+            self._count(segment, -segment.size)
+            segment.close()
+
+    def close(self) -> None:
+        """Close all of them; readers keep what they have mapped."""
+        for segment_id in [*self._warm, *self._in_use]:
+            self.discard(segment_id)
+
+    def _take_warm(self, size: int) -> Segment | None:
+        least = whole_pages(size)
+        place = bisect_left(self._by_size, (least, -1))
+        if place == len(self._by_size):
+            return None
+        found, segment_id = self._by_size[place]
+        return self._pop_warm(segment_id) if found <= least * _LARGEST_FIT else None
+
+    def _pop_warm(self, segment_id: int) -> Segment:
+        segment = self._warm.pop(segment_id)
+        del self._by_size[bisect_left(self._by_size, (segment.size, segment_id))]
+        self.bytes_warm -= segment.size
+        return segment
+
+    def _shrink(self, most_bytes: int, most: int = MOST_WARM) -> None:
+        """Close warm ones until at most so many are left."""
+        while self.bytes_warm > most_bytes or len(self._warm) > most:
+            self._pop_warm(next(iter(self._warm))).close()
+
+    def _new(self, size: int, is_scarce: bool) -> Segment:
+        least = whole_pages(size)
+        if not is_scarce:
+            segment = Segment.create(self._next_id, size)
+        elif self.bytes_warm >= least:
+            self._shrink(self.bytes_warm - least)
+            segment = Segment.create(self._next_id, size)
+        else:
+            segment = self._spilled(size)
+        self._next_id += 1
+        return segment
+
+    def _spilled(self, size: int) -> Segment:
+        directory = self._disk()
+        if directory is None:
+            raise ObjectMemoryError(self._told(size, "nothing may be spilled to disk"))
+        try:
+            return Segment.create(self._next_id, size, directory)
+        except OSError as error:
+            if error.errno in _SHORT_OF_OTHERS:
+                raise
+            why = "is full" if error.errno in _DISK_IS_FULL else "cannot be written"
+            text = self._told(size, f"{directory} {why} ({error.strerror})")
+            raise ObjectMemoryError(text) from error
+
+    def _told(self, size: int, why: str) -> str:
+        return (
+            f"a value of {size} bytes ({size / 2**20:.1f} MiB) has no room: the object "
+            f"memory is used up, {self.bytes_in_use} bytes by this process, which may "
+            f"keep {self.limit} more for values to come, and {why}. Raise "
+            f"object_memory= of init(), drop handles that are not needed any more, or "
+            f"give init() a spill_directory= with room."
+        )
+
+    def _count(self, segment: Segment, change: int) -> None:
+        if segment.is_on_disk:
+            self.bytes_on_disk += change
+        else:
+            self.bytes_in_use += change

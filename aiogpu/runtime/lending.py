@@ -1,0 +1,144 @@
+"""What one worker was lent: values and segments, and the way for their descriptors.
+
+A thing is kept alive as long as a worker may use it. It is lent as often as a payload
+that names it is sent, and counts as returned when the worker says so as often, or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.runtime.segment import SharedSegment
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.values import Value
+
+
+REFUSED: Final = 5e-3
+"""Seconds after which descriptors are sent again that the kernel would not take."""
+
+
+class Lending:
+    """See above.
+
+    Attributes:
+        worker: id of the worker.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, worker: int) -> None:
+        self.worker = worker
+        self._loop = loop
+        self._things: dict[int, SharedSegment | Value] = {}
+        self._counts: dict[int, int] = {}
+        self._socket: socket.socket | None = None
+        self._sender: DescriptorSender | None = None
+        self._receiver: DescriptorReceiver | None = None
+        self._unsent: list[SharedSegment] = []
+        self._arrived: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lending {len(self._things)} things to worker {self.worker}>"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker has connected for descriptors."""
+        return self._socket is not None
+
+    def lend(self, thing: SharedSegment | Value) -> None:
+        """Lend a thing, once more if it has it already."""
+        identity = thing.id
+        if identity in self._things:
+            self._counts[identity] += 1
+            return
+        self._things[identity], self._counts[identity] = thing, 1
+        if isinstance(thing, SharedSegment):
+            self._unsent.append(thing)
+            self._send()
+
+    def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        """The worker has returned these things that often."""
+        for identity, count in zip(things, counts, strict=False):
+            left = self._counts.get(identity, 0) - count
+            if left > 0:
+                self._counts[identity] = left
+            else:
+                self._counts.pop(identity, None)
+                self._things.pop(identity, None)
+
+    def connect(self, connected: socket.socket) -> None:
+        """The worker has connected for descriptors."""
+        self._socket = connected
+        self._sender = DescriptorSender(connected)
+        self._receiver = DescriptorReceiver(connected)
+        self._send()
+
+    def _send(self) -> None:
+        sender, connected = self._sender, self._socket
+        if sender is None or connected is None:
+            return
+        unsent, self._unsent = self._unsent, []
+        try:
+            for segment in unsent:
+                sender.send(segment.id, segment.fd)
+        except OSError:
+            return  # it has ended, which is told elsewhere
+        if sender.waiting or sender.is_refused:
+            self._flush()
+
+    def _flush(self) -> None:
+        assert self._sender is not None, self
+        assert self._socket is not None, self
+        try:
+            is_through = self._sender.flush()
+        except OSError:
+            is_through = True  # it has ended, which is told elsewhere
+        if is_through or self._sender.is_refused:
+            self._loop.remove_writer(self._socket.fileno())
+        else:
+            self._loop.add_writer(self._socket.fileno(), self._flush)
+        if not is_through and self._sender.is_refused:
+            # Writable all the same: too many are under way, until others read theirs.
+            self._loop.call_later(REFUSED, self._flush_again)
+
+    def _flush_again(self) -> None:
+        if self._socket is not None:
+            self._flush()
+
+    def receive(self, segment: int) -> int:
+        """The descriptor of a segment that the worker has written; it was sent first.
+
+        Raises:
+            ProtocolError: it was not.
+        """
+        receiver = self._receiver
+        while segment not in self._arrived and receiver is not None:
+            try:
+                found = receiver.read(socket.MSG_DONTWAIT)
+            except EOFError:
+                break
+            self._arrived.update(found)
+            if not found:
+                break
+        if segment not in self._arrived:
+            raise ProtocolError(f"worker {self.worker} has passed no segment {segment}")
+        return self._arrived.pop(segment)
+
+    def close(self) -> None:
+        """The worker has ended: it has nothing any more."""
+        self._things.clear()
+        self._counts.clear()
+        self._unsent.clear()
+        for descriptor in self._arrived.values():
+            os.close(descriptor)
+        self._arrived.clear()
+        if self._sender is not None:
+            self._sender.close()
+        if self._socket is not None:
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+        self._sender = self._receiver = self._socket = None

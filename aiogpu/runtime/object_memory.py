@@ -1,0 +1,83 @@
+"""How much shared memory the values of a node take, and where they go beyond that."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.runtime.memory_bounds import MemoryBounds
+
+if TYPE_CHECKING:
+    from aiogpu.memory.page import ControlPage
+
+PART: Final = 0.3
+"""The part of the memory that may be used here that values take unless told."""
+
+
+class ObjectMemory:
+    """Counts the segments that somebody reads, whoever has written them.
+
+    Attributes:
+        limit: bytes; beyond it values are written to disk.
+        used: bytes in memory now.
+    """
+
+    def __init__(self, limit: int | None = None, directory: str | None = None) -> None:
+        self.limit = limit
+        self._directory = directory
+        self.used = 0
+        self._page: ControlPage | None = None
+
+    def __repr__(self) -> str:
+        return f"<ObjectMemory {self.used} of {self.limit} bytes>"
+
+    def show_on(self, page: ControlPage | None) -> None:
+        """Have workers see how much is left, who do not ask before they write.
+
+        None: there are no workers any more.
+        """
+        self._page = page
+        self._show()
+
+    @property
+    def directory(self) -> str:
+        """Where values are written that have no room in memory."""
+        if self._directory is None:
+            # Seldom needed, and not cheap.
+            from tempfile import gettempdir
+
+            self._directory = gettempdir()
+        return self._directory
+
+    @property
+    def left(self) -> int:
+        """Bytes to the limit; below zero beyond it."""
+        if self.limit is None:
+            self.limit = int(MemoryBounds().safe_limit() * PART)
+        return self.limit - self.used
+
+    def _show(self) -> None:
+        if self._page is not None:
+            self._page.note_left(max(0, self.left))
+
+    def take(self, descriptor: int, size: int) -> int:
+        """Count a segment; gives the bytes that it takes in memory."""
+        if not is_memory(descriptor):
+            return 0
+        self.used += size
+        self._show()
+        return size
+
+    def give_back(self, size: int) -> None:
+        """Count a segment no more that took so much."""
+        self.used -= size
+        self._show()
+
+
+def is_memory(descriptor: int) -> bool:
+    """Whether it is of memory, not of a file on disk, which knows no seals."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""The second socket of a node: over it go the descriptors of shared memory.
+
+asyncio's transports cannot carry them, so its connections are raw ones, made by those
+workers alone that have to do with shared memory. A worker says its id, and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.store import Store
+
+BACKLOG: Final = 64
+ID: Final = 8
+"""Bytes of a worker's id, the lowest first."""
+_CREDENTIALS: Final = struct.Struct("iII")
+
+
+class Passage:
+    """Accepts workers' connections and hands them to what keeps their loans."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, path: str, pool: Pool, store: Store
+    ) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._store = store
+        self._greeting: set[socket.socket] = set()
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.setblocking(False)
+        self._listening.bind(path)
+        self._listening.listen(BACKLOG)
+        loop.add_reader(self._listening.fileno(), self._accept)
+        store.catch_up = self.catch_up
+
+    def _accept(self) -> bool:
+        try:
+            connected, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        connected.setblocking(False)
+        raw = connected.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
+            connected.close()
+            return True
+        self._greeting.add(connected)
+        self._loop.add_reader(connected.fileno(), partial(self._greet, connected))
+        return True
+
+    def catch_up(self) -> None:
+        """Take in who has connected, before the loop comes to tell of it.
+
+        What a worker says of a segment may come first by the other socket.
+        """
+        while self._accept():
+            pass
+        for connected in list(self._greeting):
+            self._greet(connected)
+
+    def _greet(self, connected: socket.socket) -> None:
+        told = b""
+        try:
+            told = connected.recv(ID)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # it has gone
+        self._greeting.discard(connected)
+        self._loop.remove_reader(connected.fileno())
+        worker = self._pool.workers.get(int.from_bytes(told, "little"))
+        if worker is None or len(told) != ID:
+            connected.close()
+            return
+        self._store.lending(worker).connect(connected)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for sock in (*self._greeting, self._listening):
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._greeting.clear()

@@ -1,0 +1,240 @@
+"""The values' shared memory on one node: what is written, read and lent to workers.
+
+Payloads of the program leave by `pack`, those of workers come in by `admit`, and all
+that goes to a worker goes by `dispatch`. What a payload refers to lives as long as the
+payload does, which is an object for that reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.memory.mappings import Mappings
+from aiogpu.memory.segment import Segment
+from aiogpu.memory.warm import WarmSegments
+from aiogpu.runtime.lending import Lending
+from aiogpu.runtime.object_memory import ObjectMemory
+from aiogpu.runtime.segment import SharedSegment
+from aiogpu.runtime.values import Value, known
+from aiogpu.wire.outgoing import APART, Outgoing
+from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
+from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.slot import LiveWorker
+
+WARM: Final = 1 << 30
+"""Bytes of segments that stand ready to be written again."""
+
+
+class Store:
+    """See above. Made for the running loop, used on it alone.
+
+    Attributes:
+        writer_of: gives the live worker of an id, None without one.
+        memory: how much it takes and may take.
+        catch_up: takes in the workers that have connected for descriptors.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
+        self.writer_of: Callable[[int], LiveWorker | None] = _nobody
+        self.catch_up: Callable[[], object] = _nothing
+        self.memory = memory
+        self._loop = loop
+        self._warm = WarmSegments(SEGMENTS + 1, WARM, lambda: memory.directory)
+        self._mappings = Mappings(self._on_unmapped)
+        self._mapped: dict[int, SharedSegment] = {}
+        self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
+            weakref.WeakValueDictionary()
+        )
+        self._unused: deque[Callable[[], object]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Store {len(self._segments)} segments>"
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make the payload of what the program sends.
+
+        Raises:
+            SerializationError: it is too large for a frame, and there is no memory to
+                share.
+            ObjectMemoryError: there is no room for it.
+        """
+        values = tuple(handle.share() for handle in outgoing.handles)
+        parts = tuple(
+            part if type(part) is bytes else self.pack(part) for part in outgoing.parts
+        )
+        contents = Contents(
+            stream=outgoing.stream,
+            needs=tuple(value.id for value in values),
+            places=outgoing.places,
+            parts=parts,
+            values=tuple(reference.id for reference in outgoing.references),
+            returns=outgoing.returns,
+        )
+        size = outgoing.size
+        segment = None
+        if size >= APART:
+            segment, contents = self._write(outgoing, contents)
+        elif size:
+            contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
+        return Parcel.of(contents, (segment, *outgoing.references), self, values)
+
+    def _write(
+        self, outgoing: Outgoing, contents: Contents
+    ) -> tuple[SharedSegment | None, Contents]:
+        buffers = list(outgoing.buffers)
+        if len(outgoing.stream) >= APART:
+            buffers.insert(0, memoryview(outgoing.stream))
+            contents = contents._replace(stream=b"")
+        room = Segment.room_for(buffer.nbytes for buffer in buffers)
+        try:
+            is_scarce = room + self._warm.bytes_warm > self.memory.left
+            segment = self._warm.take(room, is_scarce)
+        except OSError:
+            # No descriptor, or no memory: then it travels as a whole.
+            whole = tuple(map(bytes, outgoing.buffers))
+            return None, contents._replace(stream=outgoing.stream, buffers=whole)
+        try:
+            spans = segment.write(buffers)
+            shared = self._shared(segment.id, segment.share(), segment.size)
+        except BaseException:
+            self._warm.discard(segment.id)
+            raise
+        return shared, contents._replace(
+            segment=segment.id,
+            size=segment.size,
+            spans=tuple(number for span in spans for number in span),
+        )
+
+    def _shared(self, identity: int, descriptor: int, size: int) -> SharedSegment:
+        counted = self.memory.take(descriptor, size)
+        on_free = partial(self._on_free, counted)
+        shared = SharedSegment(identity, descriptor, size, on_free)
+        self._segments[identity] = shared
+        return shared
+
+    def lending(self, worker: LiveWorker) -> Lending:
+        """What a worker was lent."""
+        if worker.lending is None:
+            worker.lending = Lending(self._loop, worker.id)
+        return worker.lending
+
+    def admit(self, worker: LiveWorker, payload: bytes) -> bytes:
+        """Take in the payload of a worker: what it refers to is kept from here on.
+
+        Raises:
+            ProtocolError: it refers to what is not there.
+        """
+        if not is_parcel(payload):
+            return payload
+        contents = unpack(payload)
+        segment = None
+        if contents.segment:
+            segment = self._segments.get(contents.segment)
+            if segment is None:
+                segment = self._adopt(worker, contents)
+        values = tuple(map(known, contents.values))
+        needs = tuple(map(known, contents.needs))
+        parcel = Parcel.of(contents, (segment, *values), self, needs, payload)
+        parcel.parts = tuple(self.admit(worker, part) for part in contents.parts)
+        return parcel
+
+    def _adopt(self, worker: LiveWorker, contents: Contents) -> SharedSegment:
+        owner = (contents.segment - SEGMENTS) >> OWNER
+        if owner != worker.id:
+            raise ProtocolError(f"nobody has the segment {contents.segment} any more")
+        lending = self.lending(worker)
+        if not lending.is_connected:
+            self.catch_up()
+        descriptor = lending.receive(contents.segment)
+        return self._shared(contents.segment, descriptor, contents.size)
+
+    def dispatch(self, worker: LiveWorker, payload: bytes) -> bytes:
+        """Give the payload that a worker is sent, and lend it what that refers to."""
+        if type(payload) is not Parcel:
+            return payload
+        parcel = filled(payload)
+        self._lend(self.lending(worker), parcel)
+        return parcel
+
+    def _lend(self, lending: Lending, parcel: Parcel) -> None:
+        for thing in parcel.holds:
+            if isinstance(thing, SharedSegment | Value):
+                lending.lend(thing)
+        for part in parcel.parts:
+            if type(part) is Parcel:
+                self._lend(lending, part)
+
+    def views(self, contents: Contents) -> list[memoryview]:
+        """The buffers of a parcel, for this process to read."""
+        segment = self._segments[contents.segment]
+        self._mapped[segment.id] = segment
+        flat = contents.spans
+        spans = list(zip(flat[::2], flat[1::2], strict=True))
+        found: list[memoryview] = self._mappings.views(
+            segment.id, segment.fd, segment.size, spans
+        )
+        return found
+
+    def _on_unmapped(self, identity: int) -> None:
+        self._unused.append(lambda: self._forget_mapping(identity))
+        self._look_soon()
+
+    def _on_free(self, counted: int, identity: int) -> None:
+        self._unused.append(lambda: self._reclaim(identity, counted))
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        while self._unused:
+            self._unused.popleft()()
+
+    def _forget_mapping(self, identity: int) -> None:
+        if not self._mappings.is_mapped(identity):
+            self._mapped.pop(identity, None)
+
+    def _reclaim(self, identity: int, counted: int) -> None:
+        """Nobody reads it: its writer may write it again."""
+        self.memory.give_back(counted)
+        owner = (identity - SEGMENTS) >> OWNER
+        if not owner:
+            with suppress(KeyError):  # the store was closed
+                self._warm.give_back(identity)
+            return
+        writer = self.writer_of(owner)
+        if writer is not None and writer.peer is not None:
+            writer.peer.send(Recycle((identity,)))
+
+    def close(self) -> None:
+        """Give up this process's hold on all of it; what is mapped stays until read."""
+        self._look()
+        self._warm.close()
+
+
+def filled(parcel: Parcel) -> Parcel:
+    """Arguments, with the values that they need if they need some."""
+    if not parcel.needs:
+        return parcel
+    parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
+    contents = parcel.contents._replace(parts=parts)
+    return Parcel.of(contents, parcel.holds, parcel.source)
+
+
+def _nobody(_worker: int) -> LiveWorker | None:
+    """There are no workers yet."""
+    return None
+
+
+def _nothing() -> None:
+    """Nobody can connect yet."""

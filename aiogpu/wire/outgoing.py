@@ -1,0 +1,120 @@
+"""What is to be sent and is no payload yet: a pickle, its buffers, and handles.
+
+Whoever sends it has shared memory, or not, and knows by which ids the other side will
+know the values; so he makes the payload.
+"""
+
+from __future__ import annotations
+
+from _thread import _local
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Protocol
+
+from aiogpu.errors import MisuseError
+
+HANDLE: Final = "__aiogpu_handle__"
+"""What the classes of handles have, so that nobody here needs to import them."""
+APART: Final = 1 << 18
+"""Bytes of buffers, or of a pickle, from which on they go into shared memory: below
+it, copying them through a socket costs less than passing and mapping a descriptor."""
+
+
+class Reference(Protocol):
+    """What a handle in a pickle stands for.
+
+    Attributes:
+        id: by which the other side asks for it.
+    """
+
+    id: int
+
+
+class Outgoing(NamedTuple):
+    """See above.
+
+    Attributes:
+        stream: the pickle.
+        buffers: what was left out of it, flat.
+        handles: those that are arguments by themselves.
+        places: where among the arguments they are: index, or name.
+        references: what the handles in the pickle stand for.
+        parts: of several results each.
+        returns: how many results the call shall have, 0 for the usual one.
+    """
+
+    stream: bytes = b""
+    buffers: Sequence[memoryview] = ()
+    handles: tuple[Any, ...] = ()
+    places: tuple[int | str, ...] = ()
+    references: tuple[Reference, ...] = ()
+    parts: tuple[Any, ...] = ()
+    returns: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pickle says it all."""
+        return len(self.stream) < APART and not any(self[1:])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffers and, if it is large, of the pickle."""
+        size = sum(buffer.nbytes for buffer in self.buffers)
+        return size + len(self.stream) if len(self.stream) >= APART else size
+
+
+class _Collecting(_local):
+    """The references that the pickle of this thread has come across."""
+
+    into: list[Reference] | None = None
+
+
+_collecting: Final = _Collecting()
+
+
+@contextmanager
+def collecting() -> Iterator[list[Reference]]:
+    """Handles that are pickled meanwhile, in this thread, are listed."""
+    before = _collecting.into
+    into: list[Reference] = []
+    _collecting.into = into
+    try:
+        yield into
+    finally:
+        _collecting.into = before
+
+
+def refer(name: str, share: Callable[[], Reference]) -> int:
+    """A handle is pickled; gives the id as which it is.
+
+    Args:
+        name: of its task, for the message.
+        share: gives what it stands for.
+
+    Raises:
+        MisuseError: nothing of aiogpu's is being sent.
+    """
+    into = _collecting.into
+    if into is None:
+        raise MisuseError(
+            f"the handle of {name} can only be pickled as a part of what a task or "
+            f"an actor is given, or of what it returns. Await it, and pickle the value."
+        )
+    reference = share()
+    into.append(reference)
+    return reference.id
+
+
+def take_out(
+    args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[tuple[Any, ...], tuple[int | str, ...]]:
+    """The handles among arguments, and where they are."""
+    found: list[tuple[int | str, object]] = [
+        (index, arg) for index, arg in enumerate(args) if hasattr(type(arg), HANDLE)
+    ]
+    if kwargs:
+        found += [it for it in kwargs.items() if hasattr(type(it[1]), HANDLE)]
+    if not found:
+        return (), ()
+    places, handles = zip(*found, strict=True)
+    return handles, places

@@ -1,0 +1,174 @@
+"""Any object to a stream, with its large buffers beside it. cloudpickle's only door.
+
+Importing this file brings cloudpickle along; whoever must stay light imports it late.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from io import BytesIO
+from sys import modules
+from typing import Any, ClassVar, Final
+
+import cloudpickle
+
+APART: Final = 65536
+"""Bytes from which on one buffer stays beside the stream."""
+
+_PROTOCOL: Final = 5
+_CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
+
+
+def dump(value: object) -> tuple[bytes, list[memoryview]]:
+    """Pickle an object, and leave its large buffers where they are.
+
+    What was one object is one again when it is loaded; two arrays that share memory
+    become two.
+
+    Returns:
+        The stream; and flat views of bytes of the buffers left out of it, in the
+        order in which `load` wants them. They keep what they show alive.
+
+    Raises:
+        Exception: whatever the reducers of the object's parts raise.
+    """
+    apart: list[memoryview] = []
+
+    def is_kept(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < APART:
+            return True
+        apart.append(view)
+        return False
+
+    return _pickled(value, is_kept), apart
+
+
+def dump_whole(value: object) -> bytes:
+    """Pickle an object with all its buffers within the stream.
+
+    Raises:
+        Exception: whatever the reducers of the object's parts raise.
+    """
+    return _pickled(value, None)
+
+
+def load(stream: bytes | memoryview, buffers: Iterable[memoryview] = ()) -> Any:
+    """Undo `dump` or `dump_whole`.
+
+    Args:
+        stream: what was pickled.
+        buffers: those left out of it, in their order. Arrays and tensors become
+            views of them, and arrays read-only ones, whether or not these are.
+
+    Raises:
+        Exception: whatever unpickling raises.
+    """
+    return pickle.loads(stream, buffers=[buffer.toreadonly() for buffer in buffers])
+
+
+def measure(value: object) -> int:
+    """Bytes that an object takes when pickled, its buffers included.
+
+    Keeps nothing of what it counts, so that it needs no memory of that size.
+
+    Raises:
+        Exception: whatever the reducers of the object's parts raise.
+    """
+    scale = _Scale()
+    _pickler(scale, scale.weigh).dump(value)
+    return scale.total
+
+
+def names_sent_by_value() -> Iterable[str]:
+    """Modules of which the user asked cloudpickle to send what they define."""
+    names: Iterable[str] = cloudpickle.list_registry_pickle_by_value()
+    return names
+
+
+def view(buffer: memoryview | bytes, kind: str, shape: tuple[int, ...]) -> memoryview:
+    """A memoryview as it was pickled: read-only, of the same format and shape.
+
+    Args:
+        buffer: its bytes.
+        kind: the format of its items, as in `struct`.
+        shape: items along each dimension.
+    """
+    flat = memoryview(buffer).toreadonly()
+    if kind == "B" and len(shape) == 1:
+        return flat
+    return flat.cast(kind, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _reduced_view(seen: memoryview) -> tuple[object, ...]:
+    """What cloudpickle copies into `bytes`; here it arrives as what it was."""
+    kind = seen.format.removeprefix("@")
+    shape = seen.shape or ()
+    if kind not in _CASTABLE or 0 in shape:
+        kind, shape = "B", (seen.nbytes,)
+    # pickle takes no buffer with gaps, and a Fortran-ordered one would arrive turned.
+    source = seen if seen.c_contiguous else seen.tobytes()
+    return view, (pickle.PickleBuffer(source), kind, shape)
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """How aiogpu reduces some types; for the rest asks cloudpickle and the user.
+
+    One table would do, were the others' not changed at run time. A chain of all of
+    them is what cloudpickle has; it costs two exceptions for every object.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({memoryview: _reduced_view})
+        self.torch: object = None
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        for table in cloudpickle.Pickler.dispatch_table.maps:
+            if kind in table:
+                reducer: Callable[[Any], Any] = table[kind]
+                return reducer
+        raise KeyError(kind)
+
+    def learn(self, torch: object) -> None:
+        """Reduce tensors too, from the time on when torch is there."""
+        from aiogpu.wire.tensors import reducers
+
+        if known := reducers(torch):
+            self.update(known)
+            self.torch = torch
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar = _Reducers()
+
+
+class _Scale:
+    """A file that only counts what is written to it."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.total += len(data)
+
+    def weigh(self, buffer: pickle.PickleBuffer) -> bool:
+        self.total += buffer.raw().nbytes
+        return False
+
+
+def _pickled(
+    value: object, is_kept: Callable[[pickle.PickleBuffer], bool] | None
+) -> bytes:
+    stream = BytesIO()
+    _pickler(stream, is_kept).dump(value)
+    return stream.getvalue()
+
+
+def _pickler(
+    file: BytesIO | _Scale, is_kept: Callable[[pickle.PickleBuffer], bool] | None
+) -> _Pickler:
+    torch = modules.get("torch")
+    if torch is not None and torch is not _Pickler.dispatch_table.torch:
+        _Pickler.dispatch_table.learn(torch)
+    return _Pickler(file, _PROTOCOL, is_kept)

@@ -1,0 +1,74 @@
+"""What driver and worker say to each other of values and shared memory.
+
+Things that a worker was lent, segments and values, are counted: each time that a
+payload which names one comes to it, and each time that it has returned it. See
+`wire.parcel`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+SEGMENTS: Final = 1 << 60
+"""Ids of segments begin here; those of values are below."""
+OWNER: Final = 36
+"""Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
+
+
+class Recycle(NamedTuple):
+    """Driver to worker: nobody reads these segments of yours; write them again."""
+
+    segments: tuple[int, ...]
+
+
+class Returned(NamedTuple):
+    """Worker to driver: these things that came so often are not used any more."""
+
+    things: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class Put(NamedTuple):
+    """Worker to driver: keep this value, under an id of the worker's choice.
+
+    That is below zero, and the only one of its kind on the node. It counts as lent.
+    """
+
+    value: int
+    payload: bytes
+
+
+class PutFailed(NamedTuple):
+    """Worker to driver: the child whose result was to be this value has none."""
+
+    value: int
+    kind: str
+    type_name: str
+    message: str
+    traceback: str
+    payload: bytes | None
+
+
+class Share(NamedTuple):
+    """Worker to driver: the result of this child is a value as well, under that id."""
+
+    value: int
+    child: int
+
+
+class Fetch(NamedTuple):
+    """Worker to driver: tell a value, as the result of a child."""
+
+    task: int
+    child: int
+    value: int
+
+
+class Discard(NamedTuple):
+    """Worker to driver: nobody wants this value any more: stop who makes it."""
+
+    value: int
+
+
+Sharing = Recycle | Returned | Put | PutFailed | Share | Fetch | Discard
+"""Everything that concerns values and shared memory."""

@@ -1,0 +1,316 @@
+"""What this worker was lent, values and segments, and the segments that it writes.
+
+Each payload that comes and names things counts as a loan of them. A loan ends when no
+payload, no handle and no mapping in this process needs it any more; the driver is told
+so at the next opportunity. What the worker writes itself it writes again when nobody
+reads it any more, as the driver says.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from _thread import allocate_lock, get_ident
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+from aiogpu.errors import NodeClosedError
+from aiogpu.wire.outgoing import APART, Outgoing
+from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
+from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.memory.mappings import Mappings
+    from aiogpu.memory.page import ControlPage
+    from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+    from aiogpu.memory.segment import Segment
+    from aiogpu.memory.warm import WarmSegments
+    from aiogpu.wire.messages import Message
+    from aiogpu.worker.interrupts import Interrupts
+
+WARM: Final = 1 << 28
+"""Bytes of segments that stand ready to be written again."""
+
+
+REFUSED: Final = 5e-3
+"""Seconds after which a descriptor is sent again that the kernel would not take."""
+
+
+class Loan:
+    """One thing that was lent to this process. It is over when this object is.
+
+    Attributes:
+        id: of the thing.
+        count: how often it came.
+    """
+
+    __slots__ = ("__weakref__", "_loans", "count", "id")
+
+    def __init__(self, loans: Loans, identity: int, count: int = 1) -> None:
+        self.id = identity
+        self.count = count
+        self._loans = loans
+
+    def __repr__(self) -> str:
+        return f"<Loan of {self.id}, {self.count} times>"
+
+    def __del__(self) -> None:
+        # Wherever the collector runs: in another thread, or amid user code.
+        self._loans.over.append((self.id, self.count))
+
+
+class Loans:
+    """See above. Made in the zygote; connects when it is first needed.
+
+    Attributes:
+        over: loans that have ended and of which the driver was not told.
+        are_used: whether anything was ever lent to this process.
+    """
+
+    def __init__(
+        self, path: str, spill: str, page: ControlPage, interrupts: Interrupts
+    ) -> None:
+        self.over: deque[tuple[int, int]] = deque()
+        self.are_used = False
+        self._path = path
+        self._spill = spill
+        self._page = page
+        self._interrupts = interrupts
+        self._main = get_ident()
+        self._lock = allocate_lock()
+        self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
+        self._mapped: dict[int, Loan] = {}
+        self._arrived: dict[int, int] = {}
+        self._unwanted: dict[int, int] = {}
+        self._socket: socket.socket | None = None
+        self._sender: DescriptorSender
+        self._receiver: DescriptorReceiver
+        self._mappings: Mappings | None = None
+        self._warm: WarmSegments | None = None
+
+    def take_in(self, messages: list[Message]) -> list[Message]:
+        """What has come, its parcels opened so far that they count as loans."""
+        for index, message in enumerate(messages):
+            payload = getattr(message, "payload", None)
+            if payload and is_parcel(payload):
+                parcel = self.borrow(payload)
+                messages[index] = message._replace(payload=parcel)  # type: ignore[call-arg]
+            elif type(message) is Recycle:
+                self._recycle(message.segments)
+                messages = [one for one in messages if type(one) is not Recycle]
+                return self.take_in(messages)
+        return messages
+
+    def borrow(self, payload: bytes) -> Parcel:
+        """Take in a parcel: what it names was lent to this process, once more."""
+        contents = unpack(payload)
+        things = [*contents.values]
+        if contents.segment:
+            things.append(contents.segment)
+        holds = tuple(map(self._note, things))
+        parcel = Parcel.of(contents, holds, self, encoded=payload)
+        if contents.parts:
+            parcel.parts = tuple(
+                self.borrow(part) if is_parcel(part) else part
+                for part in contents.parts
+            )
+        return parcel
+
+    def _note(self, identity: int) -> Loan:
+        loan = self._loans.get(identity)
+        if loan is None:
+            self.are_used = True
+            loan = self._loans[identity] = Loan(self, identity)
+        else:
+            loan.count += 1
+        return loan
+
+    def own(self, identity: int) -> Loan:
+        """A loan of what this process has just put; it counts as lent once."""
+        return self._note(identity)
+
+    def loan(self, identity: int) -> Loan:
+        """The loan of a value to which a handle is being unpickled."""
+        return self._loans[identity]
+
+    def tell(self) -> Returned | None:
+        """What the driver is to be told of loans that have ended; None for nothing."""
+        if not self.over:
+            return None
+        ended: dict[int, int] = {}
+        while self.over:
+            identity, count = self.over.popleft()
+            ended[identity] = ended.get(identity, 0) + count
+            self._close_descriptor(identity)
+        return Returned(tuple(ended), tuple(ended.values()))
+
+    def _close_descriptor(self, identity: int) -> None:
+        if identity < SEGMENTS or identity in self._loans:
+            return
+        descriptor = self._arrived.pop(identity, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def views(self, contents: Contents) -> list[memoryview]:
+        """The buffers of a parcel, mapped and read-only; see `Source`."""
+        identity, flat = contents.segment, contents.spans
+        with self._lock:
+            if self._mappings is None:
+                from aiogpu.memory.mappings import Mappings
+
+                self._mappings = Mappings(self._on_unmapped)
+            if identity not in self._arrived:
+                self._receive(identity)
+            self._mapped[identity] = self._loans[identity]
+            return self._mappings.views(
+                identity,
+                self._arrived[identity],
+                contents.size,
+                list(zip(flat[::2], flat[1::2], strict=True)),
+            )
+
+    def _on_unmapped(self, identity: int) -> None:
+        if self._mappings is not None and not self._mappings.is_mapped(identity):
+            self._mapped.pop(identity, None)
+
+    def _receive(self, wanted: int) -> None:
+        """Read descriptors until that one is there."""
+        connected = self._connected()
+        poll = select.poll()
+        poll.register(connected, select.POLLIN)
+        while wanted not in self._arrived:
+            poll.poll()
+            with self._shielded():
+                try:
+                    found = self._receiver.read(socket.MSG_DONTWAIT)
+                except EOFError:
+                    raise NodeClosedError("the node has gone.") from None
+                for identity, descriptor in found:
+                    before = self._arrived.get(identity)
+                    if before is not None:
+                        os.close(before)  # of a loan that ended unread
+                    self._arrived[identity] = descriptor
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected.connect(self._path)
+            connected.sendall(current.worker.to_bytes(8, "little"))
+            self._sender = DescriptorSender(connected)
+            self._receiver = DescriptorReceiver(connected)
+            self._socket = connected
+        return self._socket
+
+    def _shielded(self) -> AbstractContextManager[object]:
+        if self._interrupts.entered and get_ident() == self._main:
+            return self._interrupts.shielded()
+        return nullcontext()
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make the payload of what this process sends.
+
+        Raises:
+            SerializationError: it is too large for a frame, and there is no memory to
+                share.
+            ObjectMemoryError: there is no room for it.
+        """
+        needs = tuple(handle.share().id for handle in outgoing.handles)
+        contents = Contents(
+            stream=outgoing.stream,
+            needs=needs,
+            places=outgoing.places,
+            parts=tuple(
+                part if type(part) is bytes else self.pack(part)
+                for part in outgoing.parts
+            ),
+            values=tuple(reference.id for reference in outgoing.references),
+            returns=outgoing.returns,
+        )
+        size = outgoing.size
+        if size >= APART:
+            contents = self._write(outgoing, contents)
+        elif size:
+            contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
+        return Parcel.of(contents, (*outgoing.handles, *outgoing.references))
+
+    def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
+        from aiogpu.memory.segment import Segment
+
+        buffers = list(outgoing.buffers)
+        if len(outgoing.stream) >= APART:
+            buffers.insert(0, memoryview(outgoing.stream))
+            contents = contents._replace(stream=b"")
+        room = Segment.room_for(buffer.nbytes for buffer in buffers)
+        with self._lock:
+            warm = self._own_segments()
+            try:
+                segment = warm.take(room, is_scarce=room > self._page.left())
+            except OSError:
+                # No descriptor, or no memory: then it travels as a whole.
+                whole = tuple(map(bytes, outgoing.buffers))
+                return contents._replace(stream=outgoing.stream, buffers=whole)
+            try:
+                spans = segment.write(buffers)
+                self._pass(segment)
+            except BaseException:
+                warm.discard(segment.id)
+                raise
+        return contents._replace(
+            segment=segment.id,
+            size=segment.size,
+            spans=tuple(number for span in spans for number in span),
+        )
+
+    def _own_segments(self) -> WarmSegments:
+        if self._warm is None:
+            from aiogpu.memory.warm import WarmSegments
+
+            first = SEGMENTS + (current.worker << OWNER) + 1
+            self._warm = WarmSegments(first, WARM, self._directory)
+        return self._warm
+
+    def _directory(self) -> str:
+        if self._spill:
+            return self._spill
+        # Seldom needed, and not cheap.
+        from tempfile import gettempdir
+
+        return gettempdir()
+
+    def _pass(self, segment: Segment) -> None:
+        """Send the driver a descriptor; it reads it when it hears of the segment."""
+        connected = self._connected()
+        descriptor = segment.share()
+        try:
+            with self._shielded():
+                is_sent = self._sender.send(segment.id, descriptor)
+                while not is_sent:
+                    # Not by `select` alone: it is writable where the kernel refuses.
+                    select.select([], [connected], [], REFUSED)
+                    is_sent = self._sender.flush()
+        finally:
+            os.close(descriptor)
+
+    def _recycle(self, segments: tuple[int, ...]) -> None:
+        with self._lock:
+            for identity in segments:
+                self._own_segments().give_back(identity)
+
+    def leave(self) -> None:
+        """This process is a fork of the worker: it must not speak for it."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def packed(outgoing: Outgoing) -> bytes:
+    """The payload of what this worker sends; see `Loans.pack`."""
+    loans = current.loans
+    if loans is None:
+        raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
+    return loans.pack(outgoing)

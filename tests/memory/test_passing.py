@@ -1,0 +1,413 @@
+"""Descriptors that pass a socket, each with its number."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from aiogpu.errors import ProtocolError
+from aiogpu.memory.passing import MOST, DescriptorReceiver, DescriptorSender
+from aiogpu.memory.segment import Segment, map_readonly
+
+Pairs = list[tuple[int, int]]
+
+
+class Ends:
+    """A sender, a receiver and their sockets."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.far.setblocking(False)
+        self.sender = DescriptorSender(self.near)
+        self.receiver = DescriptorReceiver(self.far)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self.near.close()
+        self.far.close()
+
+    def fill(self) -> int:
+        """Send until the socket takes no more; gives how many were sent or queued."""
+        sent = 1
+        with marked() as fd:
+            while self.sender.send(sent, fd):
+                sent += 1
+        return sent
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+@contextmanager
+def marked(text: bytes = b"") -> Iterator[int]:
+    """A descriptor of a file that is known by its text."""
+    fd = os.memfd_create("aiogpu-test", os.MFD_CLOEXEC)
+    os.pwrite(fd, text, 0)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def texts(pairs: Pairs) -> list[tuple[int, bytes]]:
+    """The numbers and what the files say; the descriptors are closed."""
+    found = [(number, os.pread(fd, 100, 0)) for number, fd in pairs]
+    for _, fd in pairs:
+        os.close(fd)
+    return found
+
+
+def numbered(first: int, count: int) -> list[tuple[int, bytes]]:
+    return [(number, b"%d" % number) for number in range(first, first + count)]
+
+
+def send(sender: DescriptorSender, first: int, count: int) -> None:
+    for number, text in numbered(first, count):
+        with marked(text) as fd:
+            sender.send(number, fd)
+
+
+def test_a_descriptor_comes_with_its_number(ends: Ends) -> None:
+    with marked(b"here") as fd:
+        assert ends.sender.send(2**64 - 1, fd)
+    assert ends.sender.waiting == 0
+    [(number, received)] = ends.receiver.read()
+    assert not os.get_inheritable(received)
+    assert texts([(number, received)]) == [(2**64 - 1, b"here")]
+
+
+def test_several_come_in_order(ends: Ends) -> None:
+    send(ends.sender, 1, 20)
+    assert texts(ends.receiver.read()) == numbered(1, 20)
+    assert ends.receiver.read() == []
+
+
+def test_who_reads_before_anything_came(ends: Ends) -> None:
+    assert ends.receiver.read() == []
+    send(ends.sender, 1, 1)
+    assert texts(ends.receiver.read()) == numbered(1, 1)
+
+
+def test_a_socket_that_blocks(ends: Ends) -> None:
+    ends.far.setblocking(True)
+    assert ends.receiver.read(socket.MSG_DONTWAIT) == []
+    send(ends.sender, 1, 3)
+    assert texts(ends.receiver.read()) == numbered(1, 3)
+
+
+def test_who_waits_is_woken_by_another_process(ends: Ends) -> None:
+    ends.far.setblocking(True)
+    pid = os.fork()
+    if pid == 0:
+        send(ends.sender, 5, 1)
+        os._exit(0)
+    assert texts(ends.receiver.read()) == numbered(5, 1)
+    os.waitpid(pid, 0)
+
+
+def test_what_the_socket_does_not_take_waits_as_a_copy(ends: Ends) -> None:
+    sent = ends.fill()
+    assert ends.sender.waiting == 1
+    send(ends.sender, sent + 1, 2 * MOST)
+    assert ends.sender.waiting == 2 * MOST + 1
+    assert not ends.sender.flush()
+    received: Pairs = []
+    while len(received) < sent + 2 * MOST:
+        received += ends.receiver.read()
+        ends.sender.flush()
+    assert ends.sender.flush()
+    assert ends.sender.waiting == 0
+    assert [number for number, _ in received] == [*range(1, sent + 2 * MOST + 1)]
+    assert texts(received)[sent:] == numbered(sent + 1, 2 * MOST)
+
+
+def test_a_message_carries_as_many_as_the_kernel_allows(ends: Ends) -> None:
+    sent = ends.fill()
+    send(ends.sender, sent + 1, MOST + 10)
+    while ends.sender.waiting > MOST + 10:
+        texts(ends.receiver.read())
+        ends.sender.flush()
+    sizes = []
+    while not ends.sender.flush() or not sizes or sizes[-1]:
+        pairs = ends.receiver.read()
+        sizes.append(len(pairs))
+        texts(pairs)
+    assert max(sizes) >= MOST
+
+
+def test_closing_gives_up_what_is_queued(ends: Ends) -> None:
+    sent = ends.fill()
+    send(ends.sender, sent + 1, 10)
+    ends.sender.close()
+    assert ends.sender.waiting == 0
+    received: Pairs = []
+    while pairs := ends.receiver.read():
+        received += pairs
+    assert [number for number, _ in texts(received)] == [*range(1, sent)]
+    assert ends.sender.flush()
+
+
+class Cut:
+    """A socket whose messages are cut as a stream's may be."""
+
+    def __init__(self, sock: socket.socket, sizes: list[int]) -> None:
+        self.sock = sock
+        self.sizes = sizes
+        self.calls = 0
+
+    def _size(self) -> int:
+        self.calls += 1
+        return self.sizes[self.calls % len(self.sizes)]
+
+    def sendmsg(self, data: list[bytes], control: list[object], flags: int) -> int:
+        size = self._size()
+        if not size:
+            raise BlockingIOError(errno.EAGAIN, "full")
+        return self.sock.sendmsg([data[0][:size]], control, flags)
+
+    def recvmsg(self, size: int, control: int, flags: int) -> object:
+        return self.sock.recvmsg(min(size, self._size()), control, flags)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [7, 0, 1], [0, 9], [8], [20, 5]])
+@pytest.mark.parametrize("reads", [[1], [5], [13, 2], [4000]])
+def test_a_message_cut_anywhere(ends: Ends, sizes: list[int], reads: list[int]) -> None:
+    ends.sender._sock = Cut(ends.near, sizes)
+    ends.receiver._sock = Cut(ends.far, reads)
+    received: Pairs = []
+    for number, text in numbered(1, 30):
+        with marked(text) as fd:
+            ends.sender.send(number, fd)
+        received += ends.receiver.read()
+    while not ends.sender.flush():
+        received += ends.receiver.read()
+    while len(received) < 30:
+        received += ends.receiver.read()
+    assert texts(received) == numbered(1, 30)
+
+
+def test_half_a_message_is_nothing_yet_and_closed_with_the_peer(ends: Ends) -> None:
+    ends.sender._sock = Cut(ends.near, [3, 0])
+    ends.sender._sock.calls = 1
+    with marked() as fd:
+        assert not ends.sender.send(1, fd)
+    assert ends.sender.waiting == 0
+    assert ends.receiver.read() == []
+    ends.near.close()
+    with pytest.raises(EOFError):
+        ends.receiver.read()
+
+
+def test_a_peer_that_is_gone_is_told_after_all_that_it_sent(ends: Ends) -> None:
+    send(ends.sender, 1, 3)
+    ends.near.close()
+    assert texts(ends.receiver.read()) == numbered(1, 3)
+    for _ in range(2):
+        with pytest.raises(EOFError, match="closed the socket"):
+            ends.receiver.read()
+
+
+def test_a_peer_that_left_unread_what_it_was_sent_is_gone_too(ends: Ends) -> None:
+    ends.far.send(b"never read")
+    send(ends.sender, 1, 2)
+    ends.near.close()
+    assert texts(ends.receiver.read()) == numbered(1, 2)
+    with pytest.raises(EOFError):
+        ends.receiver.read()
+
+
+def test_sending_to_a_peer_that_is_gone(ends: Ends) -> None:
+    sent = ends.fill()
+    ends.far.close()
+    with pytest.raises(BrokenPipeError):
+        ends.sender.flush()
+    assert ends.sender.waiting == 1
+    ends.sender.close()
+    assert sent > 1
+    with marked() as fd, pytest.raises(BrokenPipeError):
+        ends.sender.send(1, fd)
+    assert ends.sender.waiting == 0
+
+
+@contextmanager
+def open_files(spare: int) -> Iterator[None]:
+    """So many more descriptors may be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fds = [os.open("/dev/null", os.O_RDONLY)]
+    # Every number below the limit shall be taken.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fds[0] + 60, before[1]))
+    try:
+        while True:
+            try:
+                fds.append(os.dup(fds[0]))
+            except OSError:
+                break
+        for _ in range(spare):
+            os.close(fds.pop())
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 4, 7])
+@pytest.mark.parametrize("is_one_message", [True, False])
+def test_too_many_open_files_is_told_and_nothing_is_kept(
+    ends: Ends, spare: int, is_one_message: bool
+) -> None:
+    if is_one_message:
+        ends.sender._sock = Cut(ends.near, [0])
+    send(ends.sender, 1, 8)
+    ends.sender._sock = ends.near
+    assert ends.sender.flush()
+    with open_files(spare):
+        with pytest.raises(OSError, match=r"RLIMIT_NOFILE.*ulimit -n") as caught:
+            ends.receiver.read()
+        assert caught.value.errno == errno.EMFILE
+        # All that came was closed again.
+        for fd in [os.open("/dev/null", os.O_RDONLY) for _ in range(spare)]:
+            os.close(fd)
+    with pytest.raises(ProtocolError, match="lost"):
+        ends.receiver.read()
+
+
+def test_no_copy_can_be_made(ends: Ends) -> None:
+    ends.fill()
+    with marked() as fd, open_files(0), pytest.raises(OSError, match="open files"):
+        ends.sender.send(7, fd)
+    assert ends.sender.waiting == 1
+
+
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_a_number_of_more_than_eight_bytes_is_refused_at_once(
+    ends: Ends, number: int
+) -> None:
+    ends.fill()
+    with marked() as fd, pytest.raises(struct.error):
+        ends.sender.send(number, fd)
+    assert ends.sender.waiting == 1
+
+
+def test_numbers_without_descriptors_are_refused(ends: Ends) -> None:
+    send(ends.sender, 1, 1)
+    ends.near.send(bytes(8))
+    with pytest.raises(ProtocolError, match="numbers came with only 0"):
+        ends.receiver.read()
+
+
+def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
+    real = ends.near
+
+    class Refusing:
+        def sendmsg(self, *_: object) -> int:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    ends.sender._sock = Refusing()
+    send(ends.sender, 1, 2)
+    assert not ends.sender.flush()
+    assert ends.sender.is_refused
+    assert ends.sender.waiting == 2
+    ends.sender._sock = real
+    assert ends.sender.flush()
+    assert not ends.sender.is_refused
+    assert texts(ends.receiver.read()) == numbered(1, 2)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_the_kernel_lets_no_more_be_under_way_than_may_be_open(ends: Ends) -> None:
+    """Who may not exceed limits has so many under way: RLIMIT_NOFILE."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setresgid(54321, 54321, 54321)
+            os.setresuid(54321, 54321, 54321)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+            with marked() as fd:
+                count = 0
+                while ends.sender.send(count, fd):
+                    count += 1
+            assert (ends.sender.is_refused, ends.sender.waiting) == (True, 1)
+            assert not ends.sender.flush()
+            assert count >= 200
+            got = ends.receiver.read()
+            assert ends.sender.flush()
+            assert not ends.sender.is_refused
+            texts(got)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_segment_passes_and_outlives_its_writer(ends: Ends) -> None:
+    """Written in a process that is killed, read here, and free when unmapped."""
+    ends.far.setblocking(True)
+    pid = os.fork()
+    if pid == 0:
+        segment = Segment.create(77, 5000)
+        segment.write([memoryview(b"left behind")])
+        fd = segment.share()
+        ends.sender.send(segment.id, fd)
+        os.close(fd)
+        os.kill(os.getpid(), signal.SIGKILL)
+    [(number, fd)] = ends.receiver.read()
+    os.waitpid(pid, 0)
+    assert number == 77
+    with map_readonly(fd, 5000) as mapping:
+        os.close(fd)
+        assert mapping[:11] == b"left behind"
+
+
+def test_what_is_under_way_and_what_a_killed_reader_had_is_known(ends: Ends) -> None:
+    segment = Segment.create(1, 5000)
+    segment.write([memoryview(b"value")])
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ends.near.close()
+        ends.far.setblocking(True)
+        [(_, fd)] = ends.receiver.read()
+        mapping = map_readonly(fd, 5000)
+        os.close(fd)
+        os.write(tell, mapping[:5])
+        signal.pause()
+        os._exit(1)
+    ends.far.close()
+    fd = segment.share()
+    ends.sender.send(1, fd)
+    os.close(fd)
+    assert segment.is_read
+    assert os.read(told, 5) == b"value"
+    assert segment.is_read
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not segment.is_read
+    os.close(told)
+    os.close(tell)
+    segment.close()
+
+
+def test_under_way_it_is_read_until_the_socket_is_gone(ends: Ends) -> None:
+    segment = Segment.create(1, 5000)
+    fd = segment.share()
+    ends.sender.send(1, fd)
+    os.close(fd)
+    assert segment.is_read
+    ends.far.close()
+    assert not segment.is_read
+    segment.close()

@@ -1,0 +1,89 @@
+"""What cannot be pickled or read is named, among arrays and their like too."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.wire.culprit import find_culprit
+from aiogpu.wire.payload import dump_arguments, dump_function, dump_result, load_result
+from aiogpu.wire.pickler import APART, dump, dump_whole, measure
+from tests.wire.parcels import carried
+
+LARGE = np.zeros(APART)
+LOCK = threading.Lock()
+
+
+class Bad:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+    def __reduce__(self):
+        raise ZeroDivisionError("not today")
+
+
+class Trap:
+    """Pickles well, and raises when it is read."""
+
+    def __init__(self, *raised):
+        self.raised = raised
+
+    def __reduce__(self):
+        return raising, self.raised
+
+
+def raising(error):
+    raise error
+
+
+def released():
+    view = memoryview(bytes(9))
+    view.release()
+    return view
+
+
+CULPRITS = {
+    "beside an array": ([LARGE, LOCK], "it[1] (a lock)"),
+    "within an array": (np.array([1, LOCK], object), "(a lock)"),
+    "a reducer": ({"model": Bad()}, "it['model'] (a Bad)"),
+    "below arrays": (
+        {"a": LARGE, "b": [LARGE, {"c": Bad()}]},
+        "it['b'][1]['c'] (a Bad)",
+    ),
+    "a view": ([memoryview(b"a"), released()], "it[1] (a memoryview)"),
+    "many arrays": ([np.zeros(APART) for _ in range(99)] + [LOCK], "it[99] (a lock)"),
+}
+
+
+@pytest.mark.parametrize("case", CULPRITS)
+@pytest.mark.parametrize("pickled", [dump, dump_whole, measure])
+def test_the_culprit_is_found_by_each_way_of_pickling(case, pickled):
+    value, path = CULPRITS[case]
+    assert find_culprit({"it": value}, pickled).endswith(path)
+
+
+def test_the_culprit_stands_in_the_message():
+    with pytest.raises(
+        SerializationError, match=r"args\[1\]\['x'\] \(a lock\): TypeError: cannot"
+    ):
+        dump_arguments("f", (LARGE, {"x": LOCK}), {})
+    with pytest.raises(
+        SerializationError, match=r"kwargs\['bad'\] \(a Bad\): ZeroDivisionError: not t"
+    ) as caught:
+        dump_arguments("f", (LARGE,), {"bad": Bad(a=LARGE)})
+    assert type(caught.value.__cause__) is ZeroDivisionError
+    with pytest.raises(SerializationError, match=r"result\[1\] \(a Bad\)"):
+        dump_result([LARGE, Bad()])
+    bad = Bad()
+    with pytest.raises(SerializationError, match=r"f\.__closure__\.bad \(a Bad\)"):
+        dump_function("f", lambda: (LARGE, bad))
+
+
+def test_what_cannot_be_read_says_so():
+    for error in (KeyError("weights"), SystemExit(3)):
+        payload = carried(dump_result([LARGE, Trap(error)]))
+        with pytest.raises(DeserializationError, match=type(error).__name__):
+            load_result(payload)
