@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from typing import Any
@@ -464,3 +465,51 @@ async def test_its_length_is_that_of_the_items(paper: Paper) -> None:
     assert unknown
     with pytest.raises(TypeError, match=r"train is mapped over has no len\(\)"):
         len(unknown)
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_ends_first_each_item_gives_one_result(
+    paper: Paper, seed: int
+) -> None:
+    """Calls end in any order, some of them early, some with an error to try again."""
+    chance = random.Random(seed)
+    count, ordered = chance.randrange(60), chance.random() < 0.5
+    chunk: Any = chance.choice([2, 3, 7, "auto"])
+    limit = chance.choice([None, 7, 20, 64])
+
+    async def later() -> AsyncIterator[int]:
+        for number in range(count):
+            if chance.random() < 0.3:
+                await asyncio.sleep(0)
+            yield number
+
+    iterable: Any = later() if chance.random() < 0.5 else range(count)
+    results = retried.map(iterable, chunk=chunk, limit=limit, ordered=ordered)
+    task = asyncio.ensure_future(listed(results))
+    open_calls: set[int] = set()
+    seen = 0
+    async with asyncio.timeout(60):
+        while not task.done():
+            await settled()
+            open_calls |= set(range(seen + 1, len(paper.calls)))
+            seen = len(paper.calls) - 1
+            if limit is not None:
+                assert results._window.ahead <= limit
+            if open_calls:
+                call = chance.choice(sorted(open_calls))
+                open_calls.discard(call)
+                end(paper, call, chance)
+    assert (await task if ordered else sorted(await task)) == list(range(count))
+    assert paper.cancelled == []
+
+
+def end(paper: Paper, call: int, chance: random.Random) -> None:
+    arguments = paper.calls[call]
+    if not isinstance(arguments[0], float):
+        (item,) = arguments  # it is tried again, alone
+        paper.receivers[call].receive(dump_result(item))
+    elif chance.random() < 0.2:
+        paper.end(call, OSError("again"), after=chance.randrange(len(arguments) - 1))
+    else:
+        after = chance.choice([None, None, chance.randrange(1, len(arguments))])
+        paper.end(call, after=after, seconds=chance.choice([0.0, 1e-4, 1.0]))
