@@ -66,9 +66,16 @@ class Lending:
             left = self._counts.get(identity, 0) - count
             if left > 0:
                 self._counts[identity] = left
+                thing = self._things[identity]
+                if isinstance(thing, SharedSegment):
+                    # It has closed its descriptor, and another payload is under way.
+                    self._unsent.append(thing)
             else:
                 self._counts.pop(identity, None)
-                self._things.pop(identity, None)
+                over = self._things.pop(identity, None)
+                if isinstance(over, SharedSegment) and over in self._unsent:
+                    self._unsent.remove(over)
+        self._send()
 
     def connect(self, connected: socket.socket) -> None:
         """The worker has connected for descriptors."""
