@@ -98,6 +98,9 @@ class BlockingHandle(Generic[T]):
         )
 
     def __await__(self) -> Generator[Any, None, T]:
+        if is_loop_running() and hasattr(self.owner, "on_loop"):
+            # It came before the loop ran.
+            return self.owner.on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
         raise MisuseError(
             f"the handle of {self.task_name} was made in a plain function, where no "
             f"event loop runs; wait by aiogpu.get(handle)."
@@ -235,6 +238,13 @@ def share(handle: BlockingHandle[Any]) -> Reference:
     return value_of(handle)
 
 
+class Borrows(Protocol):
+    """Owns handles that have come from elsewhere."""
+
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+
+
 class Borrowed:
     """Owns a handle that has come from elsewhere, and asks for its value when needed.
 
@@ -244,6 +254,12 @@ class Borrowed:
 
     def __init__(self, loan: Loan) -> None:
         self.loan = loan
+
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+        from aiogpu.api.borrow_far import borrow_far
+
+        return borrow_far(self.loan, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle
+from aiogpu.api.blocking import BlockingHandle, Borrowed
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
@@ -293,6 +293,9 @@ def _check_here(what: str, handles: list[Any]) -> None:
                     f"{one.task_name} belongs to one: call it there."
                 )
             raise no_handle(what, one)
+        if not one.child and isinstance(one.owner, Borrowed):
+            # Nobody tells how it ends to whoever does not want its value.
+            one.owner.fetch(one)
     family = nested.current_family()
     for one in handles:
         if one.family is not family:

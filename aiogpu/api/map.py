@@ -51,6 +51,7 @@ class Results(AsyncIterator[R]):
         chunk: int | Literal["auto"] | None = None,
     ) -> None:
         self._name = remote.__name__
+        _check_returns(remote)
         self._ended: str | None = None
         self._values: Iterator[R] = iter(())
         self._held = 0
@@ -216,6 +217,16 @@ class Results(AsyncIterator[R]):
         raise MisuseError(
             f"these results of {self._name} {self._ended}, and are iterated once; "
             f"call {self._name}.map(...) again for others."
+        )
+
+
+def _check_returns(remote: Any) -> None:
+    method = getattr(remote, "_method", None)
+    returns = getattr(remote, "_returns", 0) or getattr(method, "returns", 0)
+    if returns:
+        raise MisuseError(
+            f"{remote.__name__} has num_returns={returns}, and a map gives one result "
+            f"for each item; say num_returns=1, and each is a tuple."
         )
 
 

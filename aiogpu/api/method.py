@@ -80,7 +80,12 @@ class Method:
         parameters.check(args, kwargs)
         if not args and not kwargs and not self.returns:
             return NO_ARGUMENTS
-        payload = dump_arguments(self.label, args, kwargs, self.returns)
+        return self._packed(args, kwargs, self.returns)
+
+    def _packed(
+        self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
+    ) -> bytes:
+        payload = dump_arguments(self.label, args, kwargs, returns)
         if isinstance(payload, Outgoing):
             from aiogpu.api.packing import packed_call
 
@@ -90,12 +95,7 @@ class Method:
     def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
         """Pickle the arguments of a `Chunk`; raises as `pack` does."""
         (self._parameters or self._look()).check(arguments[:1], {})
-        payload = dump_arguments(self.label, arguments, {})
-        if isinstance(payload, Outgoing):
-            from aiogpu.api.packing import packed
-
-            return packed(payload)
-        return payload
+        return self._packed(arguments, {}, 0)
 
     def _look(self) -> Parameters:
         if self.is_generator:

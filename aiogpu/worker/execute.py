@@ -20,6 +20,7 @@ from aiogpu.wire.failure import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.parcel import Parcel
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.loans import packed
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from aiogpu.worker.interrupts import Interrupts
     from aiogpu.worker.threads import Threads
 
+CO_COROUTINE: Final = 0x80
+"""The flag of an `async def`'s code (`inspect.CO_COROUTINE`)."""
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
@@ -184,7 +187,11 @@ class Executor:
                 function = self._functions.get(known_as)
                 if function is None:
                     function = self._load(known_as)
-            args, kwargs = load_arguments(payload)
+            if holds_handles(payload) and is_coroutine_function(function):
+                # On its loop the handles become those of a loop.
+                function, args, kwargs = load_and_call, (function, payload), {}
+            else:
+                args, kwargs = load_arguments(payload)
             kind = RAISED
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
@@ -214,6 +221,23 @@ class Executor:
 
             self._coroutines = Coroutines(self._channel, self._interrupts)
         return self._coroutines.run(coroutine, task)
+
+
+def holds_handles(payload: bytes) -> bool:
+    """Whether there are handles within the arguments."""
+    return type(payload) is Parcel and bool(payload.contents.values)
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether it was written as `async def`; asks without importing `inspect`."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return bool(getattr(code, "co_flags", 0) & CO_COROUTINE)
+
+
+async def load_and_call(function: Callable[..., Any], payload: bytes) -> Any:
+    """Call a coroutine function with arguments that are to be loaded on its loop."""
+    args, kwargs = load_arguments(payload)
+    return await function(*args, **kwargs)
 
 
 class Raised:

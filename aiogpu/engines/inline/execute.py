@@ -27,6 +27,7 @@ from aiogpu.wire.messages import Done
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, take_kept
+from aiogpu.worker.execute import holds_handles, is_coroutine_function
 
 AnyCoroutine = Coroutine[Any, Any, Any]
 
@@ -59,7 +60,7 @@ class Executor:
         try:
             with self._step(job):
                 function = job.function(self)
-                args, kwargs = load_arguments(supplied(job.call.payload))
+                args, kwargs = _arguments(job, function)
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
@@ -159,3 +160,17 @@ def _packed(job: Job, value: object) -> Outcome:
     if isinstance(result, Outgoing):
         result = job.runner.node.pack(result)
     return Outcome(Done(job.id, result), carried=take_kept())
+
+
+def _arguments(
+    job: Job, function: Callable[..., Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a job's function is called with; handles as they fit where it runs."""
+    payload = supplied(job.call.payload)
+    if not (holds_handles(payload) and is_coroutine_function(function)):
+        return load_arguments(payload)
+    asyncio._set_running_loop(job.runner.loop)
+    try:
+        return load_arguments(payload)
+    finally:
+        asyncio._set_running_loop(None)
