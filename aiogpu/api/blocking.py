@@ -98,9 +98,10 @@ class BlockingHandle(Generic[T]):
         )
 
     def __await__(self) -> Generator[Any, None, T]:
-        if is_loop_running() and hasattr(self.owner, "on_loop"):
+        on_loop = getattr(self.owner, "on_loop", None)
+        if on_loop is not None and is_loop_running():
             # It came before the loop ran.
-            return self.owner.on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
+            return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
         raise MisuseError(
             f"the handle of {self.task_name} was made in a plain function, where no "
             f"event loop runs; wait by aiogpu.get(handle)."
@@ -236,13 +237,6 @@ def share(handle: BlockingHandle[Any]) -> Reference:
     from aiogpu.api.borrow import value_of
 
     return value_of(handle)
-
-
-class Borrows(Protocol):
-    """Owns handles that have come from elsewhere."""
-
-    def on_loop(self, name: str) -> Any:
-        """The same handle for the event loop that runs."""
 
 
 class Borrowed:
@@ -396,6 +390,8 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
         return True
     family, waiter = nested.current_family(), get_ident()
     for one in pending:
+        if hasattr(one.owner, "on_loop"):
+            one.family = family  # it may have come to another task of this process
         if one.family is not family:
             raise MisuseError(
                 f"the handle of {one.task_name} belongs to another task; aiogpu.get() "

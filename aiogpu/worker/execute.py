@@ -189,11 +189,12 @@ class Executor:
                     function = self._load(known_as)
             if holds_handles(payload) and is_coroutine_function(function):
                 # On its loop the handles become those of a loop.
-                function, args, kwargs = load_and_call, (function, payload), {}
+                value = load_and_call(function, payload)
             else:
                 args, kwargs = load_arguments(payload)
+                kind = RAISED
+                value = _call(function, args, kwargs)
             kind = RAISED
-            value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
                 value = self._await(value, task)
             if type(payload) is not bytes:
