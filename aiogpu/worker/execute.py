@@ -189,7 +189,7 @@ class Executor:
                     function = self._load(known_as)
             if holds_handles(payload) and is_coroutine_function(function):
                 # On its loop the handles become those of a loop.
-                value = load_and_call(function, payload)
+                value: Any = load_and_call(function, payload)
             else:
                 args, kwargs = load_arguments(payload)
                 kind = RAISED
