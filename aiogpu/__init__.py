@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
+    from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.map import Results as Results
     from aiogpu.api.method import method as method
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aiogpu.api.pool import ActorPool as ActorPool
     from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
+    from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.task import RemoteFunction as RemoteFunction
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
@@ -71,6 +73,7 @@ _ROOMS = {
     "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
+    "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
     "api.method": ("method",),
@@ -84,6 +87,7 @@ _ROOMS = {
     "api.pool": ("ActorPool",),
     "api.run": ("run",),
     "api.session": ("Session",),
+    "api.stream": ("Stream",),
     "api.task": ("RemoteFunction", "remote"),
     "core.snapshot": ("NodeStatus",),
     "core.why": ("Why",),

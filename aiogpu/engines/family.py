@@ -27,6 +27,10 @@ class Family(Protocol):
 
     upsets: int
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        ...
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         ...

@@ -119,6 +119,10 @@ class LoopLink:
         """Call a method of an actor; gives the call's number."""
         return self._children.ask(actor, method, payload, receiver)
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        self._children.demand(child, limit)
+
     def cancel(self, child: int) -> None:
         """Stop a child."""
         cancel(child)

@@ -7,18 +7,19 @@ again as often as `max_restarts` says. This is that task's receiver.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, NodeClosedError
+from aiogpu.runtime.actor_call import ActorCall
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Invoke, Leave
+from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
 from aiogpu.wire.failure import LEFT, unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
+from aiogpu.wire.streaming import Demand
 
 AHEAD: Final = 256
 """Calls that a process which runs one at a time may have before it."""
@@ -34,23 +35,6 @@ class ActorState(Enum):
     LEAVING = "leaving"
     """It was told to end after what it was sent."""
     DEAD = "dead"
-
-
-@dataclass(slots=True, eq=False)
-class ActorCall:
-    """One call of a method.
-
-    Attributes:
-        receiver: None once nobody waits for it.
-        retries_left: how often it is tried again whose process has died; -1 is
-            without end.
-    """
-
-    method: str
-    payload: bytes
-    receiver: Receiver | None
-    retries_left: int
-    mailbox: Mailbox
 
 
 class Actor:
@@ -130,16 +114,26 @@ class Actor:
             groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
         ]
         number = self._new_number()
-        self.calls[number] = ActorCall(
-            method, payload, receiver, terms.max_task_retries, mailbox
+        limit = terms.windows.get(method, 0) if terms.windows else 0
+        self.calls[number] = call = ActorCall(
+            method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
         if self.worker is None or self.worker.peer is None:
             # It waits for a process; it may not count as lost with the last one.
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
-            self.worker.peer.post(Invoke(number, method, payload))
+            self.worker.peer.post(call.order(number))
         return number
+
+    def demand(self, number: CallId, limit: int) -> None:
+        """A call that is a stream may yield so many items in all."""
+        call = self.calls.get(number)
+        if call is None or not call.limit:
+            return
+        call.limit = limit
+        if number in call.mailbox.sent and self.worker and self.worker.peer:
+            self.worker.peer.post(Demand(number, limit))
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
@@ -210,8 +204,7 @@ class Actor:
         if numbers and self.worker is not None and self.worker.peer is not None:
             post, calls = self.worker.peer.post, self.calls
             for number in numbers:
-                call = calls[number]
-                post(Invoke(number, call.method, call.payload))
+                post(calls[number].order(number))
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""

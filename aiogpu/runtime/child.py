@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiogpu.runtime.call import pass_on
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
+from aiogpu.wire.streaming import ChildItems
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
@@ -29,6 +31,11 @@ class Child:
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
         self._send(ChildDone(self._number, payload))
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items of its stream."""
+        if self.worker.peer is not None:
+            self.worker.peer.post(ChildItems(self._number, payloads))
 
     def reject(self, failed: Failed) -> None:
         """Pass on what the child's worker said of its failure."""
@@ -63,6 +70,10 @@ class Carrying:
         """Pass on the result."""
         self.receiver.receive(payload)
         self._end()
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items; what was carried may still be asked for."""
+        pass_on(self.receiver, payloads)
 
     def reject(self, failed: Failed) -> None:
         """Pass on the failure."""

@@ -17,6 +17,7 @@ from aiogpu.wire.messages import (
     Skipped,
     Spoilt,
 )
+from aiogpu.wire.streaming import Items
 
 
 class Hearing:
@@ -24,6 +25,7 @@ class Hearing:
 
     Attributes:
         on_answer: told of a task's end, by the driver's wish.
+        on_items: told what a task's or a call's generator has yielded.
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
         on_nested: told what a task says of its children.
@@ -34,6 +36,7 @@ class Hearing:
 
     def __init__(self, console: Console) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]
+        self.on_items: Callable[[LiveWorker, Items], None]
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
@@ -61,7 +64,9 @@ class Hearing:
                 self._pass_on(worker, message)
 
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
-        if worker.actor is not None and isinstance(message, Done | Failed | Created):
+        if isinstance(message, Items):
+            self.on_items(worker, message)
+        elif worker.actor is not None and isinstance(message, Done | Failed | Created):
             self.on_acting(worker.id, message)
         elif isinstance(message, Done | Failed):
             self.on_answer(worker.id, message)

@@ -26,6 +26,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.streaming import ChildDemand
 
 KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
@@ -68,6 +69,9 @@ class Nest:
             if len(declared) > KEPT:
                 # The oldest; by now the worker would declare it anew.
                 del declared[next(iter(declared))]
+        elif type(message) is ChildDemand and message.child in worker.children:
+            child = worker.children[message.child]
+            self._driver.streams.demand(child, message.limit)
         else:
             self._far.on_message(worker, message)
 

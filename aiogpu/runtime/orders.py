@@ -9,7 +9,8 @@ from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Drop, Leave
-from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
+from aiogpu.wire.messages import Bind, Cancel, Message, Signal
+from aiogpu.wire.streaming import Demand
 
 
 class Orders:
@@ -27,7 +28,7 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
-        run = Run(task, site.id, call.payload, is_last, call.number)
+        run = call.run(task, is_last)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -40,6 +41,12 @@ class Orders:
         if worker.peer is not None:
             first = [] if bind is None else [bind]
             worker.peer.send(*first, *worker.introduce(call.site), it)
+
+    def demand(self, worker_id: int, task: int, limit: int) -> None:
+        """Let a task's generator yield so many items in all."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.peer is not None:
+            worker.peer.post(Demand(task, limit))
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
         """Tell an actor's process that nobody wants a call's answer any more."""
@@ -71,7 +78,7 @@ class Orders:
             site = call.site
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            messages.append(Run(task, site.id, call.payload, False, call.number))
+            messages.append(call.run(task, is_last=False))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:

@@ -64,6 +64,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
@@ -79,6 +80,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
             *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
+            *(Items, ChildDemand),
         }
     ),
 }
@@ -90,7 +92,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     WORKER: frozenset(
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
-            *(Create, Invoke, Drop, Leave),
+            *(Create, Invoke, Drop, Leave, Demand, ChildItems),
         }
     ),
 }

@@ -22,8 +22,9 @@ from aiogpu.wire.forking import (
     Unfit,
     Unforked,
 )
+from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -111,6 +112,8 @@ class Run(NamedTuple):
     """Driver to worker: run a site with these arguments; `is_last`: then end.
 
     `number` counts what is sent to workers; by it they tell what they have begun.
+    Where a generator runs, `limit` is as in `Demand`, and its first `skip` items are
+    not sent, since they came from an attempt before; else both are 0.
     """
 
     task: int
@@ -118,6 +121,8 @@ class Run(NamedTuple):
     payload: bytes
     is_last: bool
     number: int = 0
+    limit: int = 0
+    skip: int = 0
 
 
 class Cancel(NamedTuple):
@@ -271,6 +276,7 @@ Message = (
     | Spoilt
     | Unforked
     | Acting
+    | Streaming
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -292,6 +298,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
     "tuple[str, ...]": (tuple,),
+    "tuple[bytes, ...]": (tuple,),
 }
 
 

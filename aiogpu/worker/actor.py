@@ -172,7 +172,7 @@ class SerialActor:
                     self._dropped.discard(call)
                     self._channel.send(dropped(call))
                     continue
-                answer = executor.call(call, _bound(methods, message), message.payload)
+                answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
                 if type(answer) is Failed and executor.has_left:
                     return

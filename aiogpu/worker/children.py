@@ -25,6 +25,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
 
 if TYPE_CHECKING:
@@ -186,6 +187,11 @@ class Children:
         self._channel.send(declaration)
         self._declared.add(declaration.site)
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        if child in self._receivers:
+            self._channel.send(ChildDemand(child, limit))
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         if self._receivers.pop(child, None) is not None:
@@ -261,6 +267,11 @@ class Children:
             receiver.abandon()
 
     def _take(self, message: Message) -> bool:
+        if type(message) is ChildItems:
+            receiver = self._receivers.get(message.child)
+            if receiver is not None:
+                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
+            return True
         if type(message) is ChildDone:
             receiver = self._receivers.pop(message.child, None)
             if receiver is not None:

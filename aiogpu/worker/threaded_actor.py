@@ -11,8 +11,10 @@ from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.execute import Raised
+from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -31,6 +33,7 @@ class ThreadedActor:
             for group, limit in creation.limits.items()
         }
         self._waiting: dict[int, Future[None]] = {}
+        self._streams: dict[int, ThreadHolding] = {}
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
@@ -40,12 +43,17 @@ class ThreadedActor:
             is_over = not self._channel.read_ready()
             for message in self._channel.take_all():
                 is_over |= self._obey(message)
+        for stream in list(self._streams.values()):
+            stream.stop()
         has_left = self._stage.executor.has_left
         for pool in self._pools.values():
             pool.shutdown(wait=not has_left, cancel_futures=True)
 
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:
+            if message.limit:
+                flow = self._stage.executor.flow_of(message.call, message)
+                self._streams[message.call] = ThreadHolding(flow)
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
             begun = self._waiting[message.call] = pool.submit(self._call, message)
             begun.add_done_callback(partial(self._forget, message.call))
@@ -54,6 +62,12 @@ class ThreadedActor:
             # One that runs goes on: a thread cannot be interrupted safely.
             if future is not None and future.cancel():
                 self._channel.send(dropped(message.call))
+            elif message.call in self._streams:
+                self._streams[message.call].stop()
+        elif type(message) is Demand:
+            stream = self._streams.get(message.task)
+            if stream is not None:
+                stream.flow.rise(message.limit)
         return is_end(message)  # type: ignore[arg-type]
 
     def _call(self, message: Invoke) -> None:
@@ -66,12 +80,18 @@ class ThreadedActor:
             args, kwargs = load_arguments(message.payload)
             kind = RAISED
             value = self._methods[message.method](*args, **kwargs)
+            stream = self._streams.get(call)
+            if stream is not None:
+                pour(value, stream.flow, stream.hold)
+                value = None
             kind = UNSENDABLE
             result = dump_result(value)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            kind = UNSENDABLE if type(error) is UnsendableError else kind
             answer = self._stage.executor.describe(call, Raised(kind, error))
         self._stage.answer(answer)
 
     def _forget(self, call: int, _future: Future[None]) -> None:
         self._waiting.pop(call, None)
+        self._streams.pop(call, None)

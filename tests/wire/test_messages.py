@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import acting, messages
+from aiogpu.wire import acting, messages, streaming
 from aiogpu.wire.messages import (
     TAGS,
     Done,
@@ -28,7 +28,11 @@ def test_every_message_has_a_tag_of_its_own():
 def test_every_tuple_of_the_vocabulary_is_a_message():
     kinds = {
         kind
-        for kind in (*vars(messages).values(), *vars(acting).values())
+        for kind in (
+            *vars(messages).values(),
+            *vars(acting).values(),
+            *vars(streaming).values(),
+        )
         if isinstance(kind, type) and hasattr(kind, "_fields")
     }
     assert kinds == set(TAGS)
@@ -40,7 +44,7 @@ def test_every_message_says_who_tells_whom(kind):
 
 
 def test_fields_make_a_message():
-    run = from_fields((TAGS[Run], 7, 3, b"args", True, 9))
+    run = from_fields((TAGS[Run], 7, 3, b"args", True, 9, 0, 0))
     assert type(run) is Run
     assert run == Run(task=7, site=3, payload=b"args", is_last=True, number=9)
 

@@ -92,6 +92,10 @@ class TaskHost:
         """The loop of the program that has opened the node."""
         return self._node.actors.runner.loop
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        self._node.demand(child, limit)
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         self.upsets += 1
@@ -163,6 +167,9 @@ class TaskHost:
 
     def _end_strays(self) -> None:
         """End what was left unfinished by a loop of the user's that has stopped."""
+        for stray in list(self._node.beside.jobs.values()):
+            if stray.parent is None and stray.runner is self._home:
+                self._home.see_off(stray)
         while (last := self._node.turns.running[-1]) is not self._job:
             last.call.tell_disowned()
             last.runner.stop(last)

@@ -14,6 +14,7 @@ from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, Request
 from aiogpu.engines.admission import check_arguments, check_site
+from aiogpu.engines.inline.beside import Beside
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.surroundings import Surroundings
@@ -44,6 +45,7 @@ class InlineNode:
         runners: all that carry its jobs.
         actors: set by who makes it.
         is_closing: whether nothing more is taken.
+        beside: the generators that have begun.
         reservation: nothing is kept for anybody.
     """
 
@@ -57,10 +59,14 @@ class InlineNode:
     runners: WeakSet[Runner] = field(default_factory=WeakSet)
     actors: Residents = field(init=False)
     is_closing: bool = False
+    beside: Beside = field(init=False)
     reservation: None = None
     _last_task: int = 0
     # Left on sites that were found feasible.
     _mark: object = field(default_factory=object)
+
+    def __post_init__(self) -> None:
+        self.beside = Beside(self.turns)
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.turns!r}>"
@@ -131,6 +137,15 @@ class InlineNode:
             job.call.receiver = None
             job.waiters = 0
             job.runner.stop(job)
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a task or a call that is a stream yield so many items in all."""
+        job = self.jobs.get(TaskId(task))
+        if task >= FIRST_CALL:
+            self.actors.demand_call(task, limit)
+        elif job is not None:
+            job.call.limit = limit
+            self.beside.rise(task, limit)
 
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
@@ -203,6 +218,8 @@ class InlineNode:
         """
         if self.actors.are_there and runner is self.actors.runner:
             return None
+        if self.beside.jobs:
+            return None  # a generator may end, if its items are taken
         awaited = [job for job in waiting if job.waiters]
         if not awaited or not all(map(self._is_blocked, self.turns.running)):
             return None
