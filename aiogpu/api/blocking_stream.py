@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from aiogpu.worker.context import passing
 if TYPE_CHECKING:
     from aiogpu.engines.family import Family, Host
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.worker.children import Children
 
 T = TypeVar("T")
 _CLOSED: Final = "was closed"
@@ -162,9 +164,28 @@ def stream_child(site: Site, payload: bytes) -> Any:
         from aiogpu.api.nested import session_of_task
 
         return session_of_task(asyncio.get_running_loop()).stream(site, payload)
-    family = nested.family()
-    inflow = Inflow(site.spec.name, _Source(family), site.window)
-    inflow.task_id = nested.submit(site, payload, inflow)
+    submit = partial(nested.submit, site, payload)
+    return stream_of(site.spec.name, site.window, nested.family(), submit)
+
+
+def stream_of(
+    name: str, size: int, family: Children, start: Callable[[Inflow], int]
+) -> BlockingStream[Any]:
+    """A stream for plain code in a worker.
+
+    Args:
+        name: what it is called.
+        size: how many items it may be ahead.
+        family: what the task has started.
+        start: is given who receives; gives its number there.
+
+    Raises:
+        MisuseError: no task runs any more.
+    """
+    inflow = Inflow(name, _Source(family), size)
+    inflow.task_id = start(inflow)
+    if not inflow.task_id:
+        raise MisuseError(f"{name}.remote() was called after the task had ended.")
     return BlockingStream(inflow, family)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack
 
-from aiogpu.api.options import TaskOptions
+from aiogpu.api.mapper import no_map
+from aiogpu.api.options import TaskOptions, not_counted
 from aiogpu.api.task import Definition, RemoteFunction, merged
-from aiogpu.errors import MisuseError, OptionError
+from aiogpu.errors import MisuseError
 from aiogpu.wire.payload import dump_arguments
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ class RemoteGenerator(RemoteFunction[P, Any], Generic[P, T]):
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         if options.num_returns != 1:
-            raise OptionError(
-                f"num_returns={options.num_returns!r} is no option of a generator, "
-                f"whose items come one by one; leave it out of {definition.name}."
-            )
+            raise not_counted(definition.name, options.num_returns)
         super().__init__(definition, options)
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
@@ -78,11 +76,3 @@ class RemoteGenerator(RemoteFunction[P, Any], Generic[P, T]):
         from aiogpu.api.submission import stream
 
         return stream
-
-
-def no_map(name: str) -> MisuseError:
-    """The error for mapping a generator."""
-    return MisuseError(
-        f"{name} is a generator, and map() takes one result a call; write `async for "
-        f"item in {name}.remote(...)` for each argument."
-    )

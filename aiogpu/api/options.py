@@ -125,6 +125,14 @@ def not_buffered(name: str) -> OptionError:
     )
 
 
+def not_counted(name: str, value: int) -> OptionError:
+    """The error for `num_returns` on a generator."""
+    return OptionError(
+        f"num_returns={value!r} is no option of a generator, whose items come one by "
+        f"one; leave it out of {name}."
+    )
+
+
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
     """The error for an option that does not exist, with the likeliest that does."""
     from difflib import get_close_matches

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
+from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
 from aiogpu.errors import MisuseError, NoLoopError
 
@@ -75,7 +76,13 @@ class PoolMethod(Mapper):
         """
         crew = self._tie.crew
         member = crew.take()
-        handle: Handle[Any] = getattr(member.handle, self._name).remote(*args, **kwargs)
+        method = getattr(member.handle, self._name)
+        if isinstance(method, GeneratorMethod):
+            raise MisuseError(
+                f"{self.__name__} is a generator, and a pool counts calls that have "
+                f"one result; call it by the handle of one actor."
+            )
+        handle: Handle[Any] = method.remote(*args, **kwargs)
         crew.watch(member, handle)
         return handle
 

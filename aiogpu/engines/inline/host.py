@@ -160,6 +160,7 @@ class TaskHost:
             turns.resume(job)
             while (last := turns.running[-1]) is not job:
                 last.runner.see_off(last)
+            self._end_streams()
         finally:
             home, self._home = self._home, None
             if home is not None:
@@ -167,13 +168,18 @@ class TaskHost:
 
     def _end_strays(self) -> None:
         """End what was left unfinished by a loop of the user's that has stopped."""
-        for stray in list(self._node.beside.jobs.values()):
-            if stray.parent is None and stray.runner is self._home:
-                self._home.see_off(stray)
         while (last := self._node.turns.running[-1]) is not self._job:
             last.call.tell_disowned()
             last.runner.stop(last)
             last.runner.see_off(last)
+
+    def _end_streams(self) -> None:
+        """End the generators that run on the loop of plain code, which is closed."""
+        for stream in list(self._node.beside.jobs.values()):
+            if self._home is not None and stream.runner is self._home:
+                stream.call.tell_disowned()
+                self._home.stop(stream)
+                self._home.see_off(stream)
 
     def _at_home(self) -> Runner:
         """The runner for plain code that waits."""

@@ -55,7 +55,7 @@ class Invocation(Job):
         self.call.receiver = None if asked is None else asked.receiver
         if asked is not None:
             asked.passed += 1
-        super().pass_item(payload)
+        Job.pass_item(self, payload)  # slots have made this another class
 
     def on_end(self) -> None:
         """Its code has stopped: the next call may run."""
