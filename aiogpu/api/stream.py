@@ -252,7 +252,12 @@ class Stream(AsyncIterator[T]):
                 f"the stream of {self.task_name} belongs to another event loop; ask "
                 f"it for why() on the loop where .remote() was called."
             )
-        return self._owner.why(self.task_name, self.task_id)
+        why = self._owner.why(self.task_name, self.task_id)
+        if inflow.is_held and why.state == "running":
+            from dataclasses import replace
+
+            return replace(why, is_ahead=True)
+        return why
 
     def _why_ended(self) -> Why:
         from aiogpu.core.why import Why

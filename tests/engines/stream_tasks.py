@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import aiogpu
 from tests.gate import pass_gate, pass_gate_softly, say
@@ -201,3 +201,12 @@ def misuses() -> list[str]:
                 told.append(str(error))
     told.append(repr(list(stream)))  # type: ignore[call-overload]
     return told
+
+
+@aiogpu.remote(cancel_grace=0.1)
+def deaf(path: str) -> Iterator[int]:
+    """Stands at the gate after its first item, whatever it is told."""
+    yield 1
+    while True:
+        with suppress(KeyboardInterrupt):
+            pass_gate(path, "deaf")

@@ -183,7 +183,7 @@ class InlineNode:
             job.lease = self._lend_for_life(job)
             return job.lease is not None
         request = job.record.spec.shape.request
-        if self.turns.running:
+        if self.turns.running or (job.parent and job.parent.id in self.beside.jobs):
             # Its ancestors wait meanwhile: the CPUs that they hold are its own.
             scalars = tuple(part for part in request.scalars if part[0] != CPU)
             request = Request(

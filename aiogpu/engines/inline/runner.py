@@ -172,6 +172,7 @@ class Runner:
             return
         if job.flow is not None:
             self.node.beside.enter(job, context)
+            self.node.wake()  # the next one has its turn
         self.offspring.begin()
         job.main = self.loop.create_task(
             self.node.executor.finish(job, outcome), name=job.name, context=context
