@@ -14,6 +14,7 @@ import pytest
 
 import aiogpu
 from tests.engines import stream_tasks, tasks
+from tests.engines.draining import drained
 from tests.gate import Gate
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -24,17 +25,6 @@ async def idle(cpus: float) -> None:
     async with asyncio.timeout(30):
         while (await aiogpu.available_resources())["CPU"] != cpus:
             await asyncio.sleep(0)
-
-
-async def drained(stream: Any) -> tuple[list[Any], Exception]:
-    """Its items, and the error after them."""
-    found: list[Any] = []
-    try:
-        async for item in stream:
-            found.append(item)  # noqa: PERF401 - those before an error
-    except Exception as error:
-        return found, error
-    raise AssertionError("it has come to its end")
 
 
 @pytest.mark.parametrize("generator", stream_tasks.KINDS)
