@@ -128,8 +128,9 @@ class BlockingStream(Iterator[T]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._inflow.is_over:
-            self._inflow.cancel()
+        inflow = self._inflow
+        if not inflow.is_over and inflow.close():
+            self._family.withdraw_soon(inflow.task_id)
 
     def close(self) -> None:
         """Stop the generator and drop the items that were not taken; idempotent."""

@@ -93,12 +93,17 @@ class Inflow:
     def cancel(self) -> None:
         """Stop the producer, and drop what has come."""
         source = self._source
-        if not self.is_over:
+        if self.close() and source is not None:
+            source.cancel(self.task_id)
+
+    def close(self) -> bool:
+        """Drop what has come, and take no more; False if nothing would come."""
+        was_open = not self.is_over
+        if was_open:
             self.is_cancelled = True
             self._end(None)
-            if source is not None:
-                source.cancel(self.task_id)
         self.buffer.clear()
+        return was_open
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items; called by the engine."""

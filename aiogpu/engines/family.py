@@ -35,6 +35,10 @@ class Family(Protocol):
         """Nobody wants a child's result any more: stop it."""
         ...
 
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid anything."""
+        ...
+
     def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
         """A thread or loop of the task waits for these, or for none any more."""
         ...

@@ -79,6 +79,7 @@ class Children:
         self._submitting = allocate_lock()
         self._has_any = False
         self._dropped: deque[int] = deque()
+        self._unwanted: deque[int] = deque()
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -178,6 +179,7 @@ class Children:
             self._channel.send(Release(self._dropped.popleft()))
 
     def _send_passed(self) -> None:
+        self._tell_unwanted()
         if passing:
             self._channel.send(Carry(0, take_passing()))
 
@@ -198,11 +200,23 @@ class Children:
             self.upsets += 1
             self._channel.send(Withdraw(current.task, child))
 
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid a send."""
+        if self._channel.is_busy:
+            self._unwanted.append(child)
+        else:
+            self.withdraw(child)
+
+    def _tell_unwanted(self) -> None:
+        while self._unwanted:
+            self.withdraw(self._unwanted.popleft())
+
     def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
         """A thread or loop of the task waits for these, or for none any more.
 
         The task as a whole waits for what any of them waits for.
         """
+        self._tell_unwanted()
         self.end_wait(waiter)
         if children:
             self._waits[waiter] = children

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from aiogpu.core.ids import TaskId
@@ -100,6 +101,12 @@ class TaskHost:
         """Nobody wants a child's result any more: stop it."""
         self.upsets += 1
         self._node.cancel(child)
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs."""
+        with suppress(RuntimeError):  # the loop is closed, and the child has ended
+            loop = (self._home or self._job.runner).loop
+            loop.call_soon_threadsafe(self._node.cancel, child)
 
     def cancel(self, task: int) -> None:
         """Stop a child that is awaited on an event loop."""
