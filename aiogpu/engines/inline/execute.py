@@ -164,6 +164,7 @@ def _packed(job: Job, value: object) -> Outcome:
     result = dump_result(value)
     if isinstance(result, Outgoing):
         result = job.runner.node.pack(result)
+        job.let_go(result)
     return Outcome(Done(job.id, result), carried=take_kept())
 
 

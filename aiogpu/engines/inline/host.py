@@ -136,6 +136,8 @@ class TaskHost:
             self._node.begin_wait(call)
         for job in self._awaited:
             job.waiters = 1
+            if job.parent is not self._job:
+                self._node.turns.hurry(job)  # it was started by another
 
     def end_wait(self, waiter: object) -> None:
         """Nobody of the task's plain code waits any more."""

@@ -53,6 +53,18 @@ class Turns:
             (job.parent.children if job.parent else self._waiting).append(job)
         self.by_shape.setdefault(job.record.spec.shape, {})[job.id] = job
 
+    def hurry(self, job: Job) -> None:
+        """Let a job that waits run on top of whatever runs, since that waits for it."""
+        if job.is_urgent or not job.is_waiting:
+            return
+        lines = (self._waiting, *(one.children for one in self.running))
+        for line in lines:
+            if job in line:
+                line.remove(job)
+                job.is_urgent = True
+                self.urgent.append(job)
+                return
+
     def leave(self, job: Job) -> None:
         """Note that a job waits no longer; nothing if it has left before."""
         shape = job.record.spec.shape
