@@ -63,6 +63,7 @@ class BlockingHandle(Generic[T]):
         "_payload",
         "_state",
         "_trace",
+        "_twin",
         "_value",
         "child",
         "family",
@@ -84,6 +85,7 @@ class BlockingHandle(Generic[T]):
         self._value: T | None = None
         self._error: Exception | None = None
         self._trace: TracebackType | None = None
+        self._twin: Handle[T] | None = None
 
     def __repr__(self) -> str:
         return f"<BlockingHandle {self.task_name} {self._state}>"
@@ -95,10 +97,24 @@ class BlockingHandle(Generic[T]):
         )
 
     def __await__(self) -> Generator[Any, None, T]:
+        if getattr(self.owner, "has_lent", False) and is_loop_running():
+            # As where the constructor of an actor was given it, and a method awaits.
+            return self._on_loop().__await__()
         raise MisuseError(
             f"the handle of {self.task_name} was made in a plain function, where no "
             f"event loop runs; wait by aiogpu.get(handle)."
         )
+
+    def _on_loop(self) -> Handle[T]:
+        """The same value's handle on the loop that runs."""
+        import asyncio
+
+        from aiogpu.api.borrow import borrow
+
+        loop = asyncio.get_running_loop()
+        if self._twin is None or self._twin.get_loop() is not loop:
+            self._twin = borrow(self.share().id, self.task_name)
+        return self._twin
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
@@ -233,6 +249,8 @@ class Borrowed:
     Attributes:
         loan: of that value.
     """
+
+    has_lent = True
 
     def __init__(self, loan: Loan) -> None:
         self.loan = loan
@@ -372,7 +390,10 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
         return True
     family, waiter = nested.current_family(), get_ident()
     for one in pending:
-        if one.family is not family:
+        if getattr(one.owner, "has_lent", False):
+            # It may have come to the constructor of an actor whose method waits.
+            one.family = family
+        elif one.family is not family:
             raise MisuseError(
                 f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
                 f"waits for what the running task has started."

@@ -57,6 +57,8 @@ def borrow(identity: int, name: str) -> Any:
 class Lender:
     """Owns handles that have come from elsewhere; see `api.handle.Owner`."""
 
+    has_lent = True
+
     def __init__(self, value: Value) -> None:
         self._value = value
 

@@ -16,6 +16,7 @@ from aiogpu.wire.messages import Cancel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.loans import arguments_in
 
 
 class Coroutines:
@@ -25,6 +26,14 @@ class Coroutines:
         self._channel = channel
         self._interrupts = interrupts
         self._loop = asyncio.new_event_loop()
+
+    def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a coroutine function; handles among them are its loop's."""
+        asyncio._set_running_loop(self._loop)
+        try:
+            return arguments_in(payload)
+        finally:
+            asyncio._set_running_loop(None)
 
     def run(self, coroutine: CoroutineType[Any, Any, Any], task_id: int) -> Any:
         """Run one task's coroutine, and end what it has left running."""

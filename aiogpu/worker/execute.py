@@ -20,9 +20,10 @@ from aiogpu.wire.failure import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
+from aiogpu.wire.parcel import has_handles
+from aiogpu.wire.payload import dump_result, load_function, several
 from aiogpu.worker.context import ActorExit, current
-from aiogpu.worker.loans import packed
+from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from aiogpu.worker.interrupts import Interrupts
     from aiogpu.worker.threads import Threads
 
+CO_COROUTINE: Final = 0x80
+"""Among the flags of the code of an `async def`; see `inspect`."""
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
@@ -184,7 +187,10 @@ class Executor:
                 function = self._functions.get(known_as)
                 if function is None:
                     function = self._load(known_as)
-            args, kwargs = load_arguments(payload)
+            if has_handles(payload) and is_coroutine(function):
+                args, kwargs = self._own_loop().load(payload)
+            else:
+                args, kwargs = arguments_in(payload)
             kind = RAISED
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
@@ -208,12 +214,15 @@ class Executor:
         return loaded
 
     def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
+        return self._own_loop().run(coroutine, task)
+
+    def _own_loop(self) -> Coroutines:
         if self._coroutines is None:
             # asyncio costs 40 ms to import; only the first coroutine pays.
             from aiogpu.worker.coroutines import Coroutines
 
             self._coroutines = Coroutines(self._channel, self._interrupts)
-        return self._coroutines.run(coroutine, task)
+        return self._coroutines
 
 
 class Raised:
@@ -231,3 +240,12 @@ def _call(
 ) -> Any:
     # A frame of its own: an interrupt may land in a builtin called from here.
     return function(*args, **kwargs)
+
+
+def is_coroutine(function: object) -> bool:
+    """Whether a function, or the one that it wraps, is an `async def`."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
+    # As `inspect` does, which is slow to import.
+    return code is not None and bool(code.co_flags & CO_COROUTINE)

@@ -25,6 +25,7 @@ from aiogpu.runtime.call import Site
 from aiogpu.wire.failure import LEFT, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done
 from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, take_kept
 
@@ -59,7 +60,7 @@ class Executor:
         try:
             with self._step(job):
                 function = job.function(self)
-                args, kwargs = load_arguments(supplied(job.call.payload))
+                args, kwargs = _arguments(job)
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
@@ -152,6 +153,20 @@ class Executor:
     def _load(self, payload: bytes) -> Callable[..., Any]:
         loaded: Callable[..., Any] = load_function(payload)
         return loaded
+
+
+def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a call is given; handles for a coroutine are its loop's."""
+    payload = supplied(job.call.payload)
+    if asyncio._get_running_loop() is not None or not (
+        has_handles(payload) and job.call.site.is_coroutine
+    ):
+        return load_arguments(payload)
+    asyncio._set_running_loop(job.runner.loop)
+    try:
+        return load_arguments(payload)
+    finally:
+        asyncio._set_running_loop(None)
 
 
 def _packed(job: Job, value: object) -> Outcome:
