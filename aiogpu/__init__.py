@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import typed as typed
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
+    from aiogpu.api.completion import as_completed as as_completed
+    from aiogpu.api.completion import wait as wait
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
@@ -73,6 +75,7 @@ _ROOMS = {
     ),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
+    "api.completion": ("as_completed", "wait"),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.handle": ("Handle",),
     "api.map": ("Results",),

@@ -44,6 +44,8 @@ class Scale:
         width: what the root of a tree of tasks starts.
         trees: blocks of trees.
         actors: that live at once, where many do.
+        mapped: items of a map.
+        maps: blocks of these.
         is_judged: whether it is enough to hold against a goal.
     """
 
@@ -65,6 +67,8 @@ class Scale:
     width: int
     trees: int
     actors: int
+    mapped: int
+    maps: int
     is_judged: bool
 
 
@@ -87,6 +91,8 @@ FULL = Scale(
     width=100,
     trees=5,
     actors=1_000,
+    mapped=1_000_000,
+    maps=3,
     is_judged=True,
 )
 QUICK = Scale(
@@ -108,6 +114,8 @@ QUICK = Scale(
     width=4,
     trees=1,
     actors=8,
+    mapped=2_000,
+    maps=1,
     is_judged=False,
 )
 

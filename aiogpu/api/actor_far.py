@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 from weakref import WeakValueDictionary
 
-from aiogpu.api.blocking import BlockingHandle, get, is_loop_running
+from aiogpu.api.blocking import BlockingHandle, get
 from aiogpu.engines import nested
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError, NodeError
 from aiogpu.wire.acting import (
     AFTER_ALL,

@@ -57,10 +57,12 @@ def borrow(identity: int, name: str) -> Any:
 class Lender:
     """Owns handles that have come from elsewhere; see `api.handle.Owner`."""
 
-    has_lent = True
-
     def __init__(self, value: Value) -> None:
         self._value = value
+
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+        return borrow(self._value.id, name)
 
     def cancel(self, _task: int) -> None:
         """Stop whoever makes the value."""
@@ -83,10 +85,12 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     """
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
-    host, owner = host_beside_loop(), Lender(Value(name))
+    host, value = host_beside_loop(), Value(name)
+    value.receive(payload)
     if host is None:
-        handle = session_of_caller().new_handle(name, owner)
+        handle = session_of_caller().new_handle(name, Lender(value))
     else:
-        handle = handle_for(host, name, owner)
+        handle = handle_for(host, name, Lender(value))
+    handle.stand_for(value)
     handle.receive(payload)
     return handle

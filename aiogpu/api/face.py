@@ -7,6 +7,7 @@ from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+from aiogpu.worker.chunk import CHUNKED
 
 
 class Face:
@@ -43,4 +44,5 @@ class Face:
                     f"class names {there}. Say "
                     f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
                 )
-        return named
+        # A chunk of a map is a call of its own name.
+        return named | {name + CHUNKED: group for name, group in named.items()}

@@ -29,6 +29,7 @@ from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
+from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -79,12 +80,22 @@ class Method:
         parameters.check(args, kwargs)
         if not args and not kwargs and not self.returns:
             return NO_ARGUMENTS
-        payload = dump_arguments(self.label, args, kwargs, self.returns)
+        return self._packed(args, kwargs, self.returns)
+
+    def _packed(
+        self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
+    ) -> bytes:
+        payload = dump_arguments(self.label, args, kwargs, returns)
         if isinstance(payload, Outgoing):
             from aiogpu.api.packing import packed_call
 
             return packed_call(self.label, args, kwargs, payload)
         return payload
+
+    def pack_chunk(self, arguments: tuple[object, ...]) -> bytes:
+        """Pickle the arguments of a `Chunk`; raises as `pack` does."""
+        (self._parameters or self._look()).check(arguments[:1], {})
+        return self._packed(arguments, {}, 0)
 
     def _look(self) -> Parameters:
         if self.is_generator:
@@ -203,6 +214,14 @@ class RemoteMethod(Mapper, Generic[P, R]):
         handle: Handle[R] = self._link.call(method.label, method.name, payload)
         return handle
 
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        method = self._method
+        payload = method.pack_chunk(arguments)
+        handle: Handle[Any] = self._link.call(
+            method.label, method.name + CHUNKED, payload
+        )
+        return handle
+
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
         def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -229,6 +248,9 @@ class TypedMethod(Mapper, Generic[P, R_co]):
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
         """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         raise NotImplementedError
 
 

@@ -115,10 +115,10 @@ def _check_preload(value: object) -> tuple[str, ...]:
 def _check_directory(option: str, value: object) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str | os.PathLike):
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
         raise OptionError(f"{option}={value!r} must be the path of a directory.")
-    path = os.fspath(value)
-    if not isinstance(path, str) or not os.path.isdir(path):
+    if not os.path.isdir(path):
         raise OptionError(
             f"{option}={value!r}: there is no such directory; make it, or leave the "
             f"option out for the system's temporary one."

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aiogpu.api.crew import Crew
     from aiogpu.api.face import Face
     from aiogpu.api.handle import Handle
+    from aiogpu.api.method import RemoteMethod
 
 A = TypeVar("A")
 
@@ -73,9 +74,17 @@ class PoolMethod(Mapper):
             SerializationError: an argument cannot be pickled.
             ActorDiedError: all actors have died, and no new one is made yet.
         """
+        return self._called(lambda method: method.remote(*args, **kwargs))
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        return self._called(lambda method: method._remote_chunk(arguments))
+
+    def _called(
+        self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
+    ) -> Handle[Any]:
         crew = self._tie.crew
         member = crew.take()
-        handle: Handle[Any] = getattr(member.handle, self._name).remote(*args, **kwargs)
+        handle = call(getattr(member.handle, self._name))
         crew.watch(member, handle)
         return handle
 

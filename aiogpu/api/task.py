@@ -137,6 +137,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._options = options
         self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
+        self._in_chunks: RemoteFunction[..., Any] | None = None
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Start the task; gives its handle at once.
@@ -153,6 +154,13 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
             payload = packed_call(site.spec.name, args, kwargs, payload)
         return self._submit(site, payload)
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        if self._in_chunks is None:
+            from aiogpu.api.chunks import in_chunks
+
+            self._in_chunks = in_chunks(self)
+        return self._in_chunks.remote(*arguments)
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""

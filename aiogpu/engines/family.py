@@ -7,6 +7,7 @@ functions need none.
 
 from __future__ import annotations
 
+import sys
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -78,3 +79,9 @@ class Host(Family, Protocol):
 
 host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
 """The host of the task whose code asks; None in programs and in workers."""
+
+
+def is_loop_running() -> bool:
+    """Whether an event loop runs in this thread; imports nothing to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

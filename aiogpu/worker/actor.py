@@ -22,6 +22,7 @@ from aiogpu.wire.failure import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
+from aiogpu.worker.chunk import method_of
 from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
@@ -139,7 +140,7 @@ class Methods(dict[str, Callable[..., Any]]):
         self._actor = actor
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self._actor, name)
+        method = method_of(self._actor, name)
         self[name] = method
         return method
 

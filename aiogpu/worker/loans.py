@@ -148,12 +148,16 @@ class Loans:
         while self.over:
             identity, count = self.over.popleft()
             ended[identity] = ended.get(identity, 0) + count
-            self._close_descriptor(identity)
+        with self._lock:
+            if self._socket is not None:
+                # What nobody opened holds its segment as long as it is not read.
+                self._read()
+            for identity in ended:
+                if identity not in self._loans:
+                    self._close_descriptor(identity)
         return Returned(tuple(ended), tuple(ended.values()))
 
     def _close_descriptor(self, identity: int) -> None:
-        if identity < SEGMENTS or identity in self._loans:
-            return
         descriptor = self._arrived.pop(identity, None)
         if descriptor is not None:
             os.close(descriptor)
@@ -169,12 +173,16 @@ class Loans:
             if identity not in self._arrived:
                 self._receive(identity)
             self._mapped[identity] = self._loans[identity]
-            return self._mappings.views(
-                identity,
-                self._arrived[identity],
-                contents.size,
-                list(zip(flat[::2], flat[1::2], strict=True)),
-            )
+            try:
+                return self._mappings.views(
+                    identity,
+                    self._arrived[identity],
+                    contents.size,
+                    list(zip(flat[::2], flat[1::2], strict=True)),
+                )
+            except BaseException:
+                self._on_unmapped(identity)
+                raise
 
     def _on_unmapped(self, identity: int) -> None:
         if self._mappings is not None and not self._mappings.is_mapped(identity):
@@ -187,16 +195,22 @@ class Loans:
         poll.register(connected, select.POLLIN)
         while wanted not in self._arrived:
             poll.poll()
-            with self._shielded():
-                try:
-                    found = self._receiver.read(socket.MSG_DONTWAIT)
-                except EOFError:
-                    raise NodeClosedError("the node has gone.") from None
-                for identity, descriptor in found:
-                    before = self._arrived.get(identity)
-                    if before is not None:
-                        os.close(before)  # of a loan that ended unread
-                    self._arrived[identity] = descriptor
+            self._read()
+
+    def _read(self) -> None:
+        """Take in the descriptors that have come.
+
+        Raises:
+            NodeClosedError: the driver has gone.
+        """
+        with self._shielded():
+            try:
+                found = self._receiver.read(socket.MSG_DONTWAIT)
+            except EOFError:
+                raise NodeClosedError("the node has gone.") from None
+            for identity, descriptor in found:
+                self._close_descriptor(identity)  # it may have come before
+                self._arrived[identity] = descriptor
 
     def _connected(self) -> socket.socket:
         if self._socket is None:

@@ -20,8 +20,15 @@ from aiogpu.worker.probe import DriverHasDied, probe
 from aiogpu.worker.reading import recorded_reads
 from aiogpu.worker.sentinel import watched_over
 
-NEEDED: Final = ("cloudpickle", "aiogpu.wire.pickler")
-"""What nearly every worker would import for its first function and its result."""
+NEEDED: Final = (
+    "cloudpickle",
+    "aiogpu.wire.pickler",
+    "aiogpu.memory.mappings",
+    "aiogpu.memory.passing",
+    "aiogpu.memory.warm",
+)
+"""What nearly every worker would import for its first function and its result; the
+latter ones also where it has no descriptor left."""
 
 
 class Preload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ DEFAULTS: dict[str, Any] = {
     "spare_workers": 2,
     "memory": None,
     "memory_guard": True,
+    "object_memory": None,
+    "spill_directory": None,
 }
 
 
@@ -59,6 +62,10 @@ def test_the_defaults() -> None:
         ("memory", "6GiB", 6 << 30),
         ("memory", "1.5 GB", 1_500_000_000),
         ("memory_guard", False, False),
+        ("object_memory", 0, 0),
+        ("object_memory", "2GiB", 2 << 30),
+        ("spill_directory", "/", "/"),
+        ("spill_directory", Path("/"), "/"),
     ],
 )
 def test_what_is_allowed(option: str, value: object, held: object) -> None:
@@ -101,6 +108,10 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
             ("memory", value, "no amount of memory")
             for value in (-1, 1.5, True, "6", "GiB", "-1GB", "nanGB", "1e99GB", [1])
         ),
+        ("object_memory", "lots", "no amount of memory"),
+        ("spill_directory", 5, "must be the path of a directory"),
+        ("spill_directory", b"/tmp", "must be the path of a directory"),
+        ("spill_directory", "/no/such", "there is no such directory"),
         *(("memory_guard", value, "True or False") for value in (0, None)),
         *(("ignore_reinit_error", value, "True or False") for value in (0, 1, None)),
         *(("address", value, "a text") for value in ("", 1, b"local")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import select
 import socket
 from collections.abc import Callable
@@ -254,7 +255,7 @@ def misuses() -> list[tuple[str, str]]:
         caught(lambda: asyncio.run(await_it())),
         caught(lambda: aiogpu.get(1)),  # type: ignore[call-overload]
         caught(lambda: aiogpu.get(handle, timeout=0)),
-        caught(lambda: aiogpu.get(tasks.echo.remote(handle))),
+        caught(lambda: pickle.dumps(handle)),
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import errno
 import importlib
 import os
 import signal
@@ -247,6 +248,11 @@ def packing(path: str, name: str, place: str) -> object:
     return Reducing(path, name, place)
 
 
+def refused(*_: object) -> int:
+    """As memfd_create(2) does where there are too many descriptors."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 class Large:
     """Eight times sixteen megabytes, and a word on the way out."""
 
@@ -255,6 +261,8 @@ class Large:
 
     def __reduce__(self) -> Any:
         say(*self.fields)
+        # Where there is no descriptor to spare the frame has it all.
+        os.memfd_create = refused  # type: ignore[assignment]
         return len, (b"x" * (1 << 27),)
 
 

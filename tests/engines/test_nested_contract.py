@@ -192,7 +192,7 @@ async def test_misuse_is_told(node: aiogpu.Session) -> None:
         ("MisuseError", "wait by aiogpu.get(handle)"),
         ("MisuseError", "was given 1"),
         ("OptionError", "timeout=0"),
-        ("SerializationError", "aiogpu.get() it and pass the value"),
+        ("MisuseError", "Await it, and pickle the value"),
     ]
     assert len(told) == len(expected)
     for (name, text), (error, words) in zip(told, expected, strict=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.worker.chunk import method_of
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
@@ -41,7 +42,7 @@ class Invocation(Job):
         resident, method = self.resident, self.method
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(resident.object, method)(*args, **kwargs)
+            return method_of(resident.object, method)(*args, **kwargs)
 
         return call
 
