@@ -86,6 +86,7 @@ class ChildHandle(Handle[T]):
         """Take the pickled result; called by the engine."""
         if self._is_elsewhere():
             if self._shared is not None:
+                # Plain code may wait for it that keeps the loop from running.
                 self._shared.receive(payload)
             self._hand_over(self.receive, payload)
             return

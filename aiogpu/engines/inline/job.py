@@ -34,6 +34,12 @@ acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=Non
 """The job that has made the actor whose coroutine asks; inherited as well."""
 
 
+def id_of_caller() -> int:
+    """By which the code that asks is told apart from others; 0 for the program."""
+    job = running_job.get() or acting_job.get()
+    return 0 if job is None else job.id
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A task, what it holds, and what it has started.

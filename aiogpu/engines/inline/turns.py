@@ -53,18 +53,6 @@ class Turns:
             (job.parent.children if job.parent else self._waiting).append(job)
         self.by_shape.setdefault(job.record.spec.shape, {})[job.id] = job
 
-    def hurry(self, job: Job) -> None:
-        """Let a job that waits run on top of whatever runs, since that waits for it."""
-        if job.is_urgent or not job.is_waiting:
-            return
-        lines = (self._waiting, *(one.children for one in self.running))
-        for line in lines:
-            if job in line:
-                line.remove(job)
-                job.is_urgent = True
-                self.urgent.append(job)
-                return
-
     def leave(self, job: Job) -> None:
         """Note that a job waits no longer; nothing if it has left before."""
         shape = job.record.spec.shape
@@ -126,6 +114,14 @@ class Turns:
         elif orphans:
             merged = sorted([*self._waiting, *orphans], key=lambda job: job.id)
             self._waiting = deque(merged)
+
+    def bring_up(self, job: Job, above: Job) -> None:
+        """Have a job that waits run on top of another, whose code waits for it."""
+        for line in (self._waiting, *(below.children for below in self.running)):
+            if job in line and line is not above.children:
+                line.remove(job)
+                above.children.append(job)
+                return
 
     def set_aside(self, job: Job) -> None:
         """Have what runs above a job pause: the job's own code goes on."""
