@@ -44,6 +44,10 @@ class Scale:
         width: what the root of a tree of tasks starts.
         trees: blocks of trees.
         actors: that live at once, where many do.
+        large: bytes of a large value.
+        copies: blocks of these on their way.
+        uses: tasks that are given one by its handle.
+        handles: arguments of one task.
         is_judged: whether it is enough to hold against a goal.
     """
 
@@ -65,6 +69,10 @@ class Scale:
     width: int
     trees: int
     actors: int
+    large: int
+    copies: int
+    uses: int
+    handles: int
     is_judged: bool
 
 
@@ -87,6 +95,10 @@ FULL = Scale(
     width=100,
     trees=5,
     actors=1_000,
+    large=100_000_000,
+    copies=25,
+    uses=50,
+    handles=10_000,
     is_judged=True,
 )
 QUICK = Scale(
@@ -108,6 +120,10 @@ QUICK = Scale(
     width=4,
     trees=1,
     actors=8,
+    large=1_000_000,
+    copies=2,
+    uses=4,
+    handles=50,
     is_judged=False,
 )
 
