@@ -138,7 +138,23 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[R]:
         """Start the task; gives its handle at once.
 
         Raises:
