@@ -48,6 +48,8 @@ class Scale:
         copies: blocks of these on their way.
         uses: tasks that are given one by its handle.
         handles: arguments of one task.
+        mapped: items of a map.
+        maps: blocks of these.
         is_judged: whether it is enough to hold against a goal.
     """
 
@@ -73,6 +75,8 @@ class Scale:
     copies: int
     uses: int
     handles: int
+    mapped: int
+    maps: int
     is_judged: bool
 
 
@@ -99,6 +103,8 @@ FULL = Scale(
     copies=25,
     uses=50,
     handles=10_000,
+    mapped=1_000_000,
+    maps=3,
     is_judged=True,
 )
 QUICK = Scale(
@@ -124,6 +130,8 @@ QUICK = Scale(
     copies=2,
     uses=4,
     handles=50,
+    mapped=2_000,
+    maps=1,
     is_judged=False,
 )
 

@@ -7,7 +7,15 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -43,6 +51,18 @@ class Gatherer(NamedTuple):
 
     by_hand: Callable[[list[int]], asyncio.Future[list[int]]]
     by_item: Callable[[int], asyncio.Future[int]]
+
+
+class Mapped(NamedTuple):
+    """One function in other processes, over many items, in two ways.
+
+    Attributes:
+        by_hand: a task that takes a list and gives one as long.
+        by_map: gives the results in order, of as many items a task as is good.
+    """
+
+    by_hand: Callable[[list[int]], asyncio.Future[list[int]]]
+    by_map: Callable[[Iterable[int]], AsyncIterator[int]]
 
 
 class UnsupportedError(Exception):
@@ -230,6 +250,18 @@ class Environment(Protocol):
 
         Raises:
             UnsupportedError: the system has no actors, or gathers no calls.
+        """
+        ...
+
+    def mapped(
+        self,
+        function: Callable[[int], int],
+        on_list: Callable[[list[int]], list[int]],
+    ) -> Mapped:
+        """A function of `tasks`, and the same for each of a list.
+
+        Raises:
+            UnsupportedError: it does not find out how many items make a task.
         """
         ...
 

@@ -29,6 +29,21 @@ def count_asyncio(number: int) -> int:
     return sum(name.partition(".")[0] == "asyncio" for name in sys.modules)
 
 
+def short(number: int) -> int:
+    """Be busy for 10 us."""
+    from time import perf_counter
+
+    end = perf_counter() + 10e-6
+    while perf_counter() < end:
+        pass
+    return number
+
+
+def short_each(numbers: list[int]) -> list[int]:
+    """The same for each of some numbers."""
+    return [short(number) for number in numbers]
+
+
 def wait_at_gate(number: int) -> None:
     """Hold what this task was given until the process of that number opens the gate."""
     from socket import AF_UNIX, socket

@@ -6,7 +6,6 @@ stays out of this file: importing it would cost such a task more than it does.
 
 from __future__ import annotations
 
-import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -54,6 +54,7 @@ class BlockingHandle(Generic[T]):
         owner: stops the work; None for the family itself.
         shared: what others refer to who were given it, None for nobody.
         raw: the value pickled, if it is there.
+        on_end: are called with it when it has ended or was cancelled.
     """
 
     __aiogpu_handle__ = True
@@ -66,6 +67,7 @@ class BlockingHandle(Generic[T]):
         "_value",
         "child",
         "family",
+        "on_end",
         "owner",
         "raw",
         "shared",
@@ -79,6 +81,7 @@ class BlockingHandle(Generic[T]):
         self.owner: Several | Borrowed | None = None
         self.shared: Reference | None = None
         self.raw: bytes | None = None
+        self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
         self._state = "pending"
         self._payload: bytes | None = None
         self._value: T | None = None
@@ -95,6 +98,10 @@ class BlockingHandle(Generic[T]):
         )
 
     def __await__(self) -> Generator[Any, None, T]:
+        on_loop = getattr(self.owner, "on_loop", None)
+        if on_loop is not None and is_loop_running():
+            # It came before the loop ran.
+            return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
         raise MisuseError(
             f"the handle of {self.task_name} was made in a plain function, where no "
             f"event loop runs; wait by aiogpu.get(handle)."
@@ -129,7 +136,7 @@ class BlockingHandle(Generic[T]):
             self.owner.cancel(self.child)
         else:
             nested.current_family().withdraw(self.child)
-        self._state = "cancelled"
+        self._end("cancelled")
         return True
 
     def why(self) -> NoReturn:
@@ -142,10 +149,10 @@ class BlockingHandle(Generic[T]):
 
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
-        self._state, self._payload = "finished", payload
-        self.raw = payload
+        self._payload = self.raw = payload
         if self.shared is not None:
             self._tell("receive", payload)
+        self._end("finished")
 
     def reject(self, failed: Failed) -> None:
         """Take what the child's worker says of its failure; called by the engine."""
@@ -166,7 +173,12 @@ class BlockingHandle(Generic[T]):
         if self.shared is not None:
             self._tell("fail", error)
         self._error, self._trace = error, error.__traceback__
-        self._state = "failed"
+        self._end("failed")
+
+    def _end(self, state: str) -> None:
+        self._state = state
+        for tell in self.on_end:
+            tell(self)
 
     def stand_for(self, value: Value) -> None:
         """It has come from elsewhere: others know it by that value already."""
@@ -236,6 +248,12 @@ class Borrowed:
 
     def __init__(self, loan: Loan) -> None:
         self.loan = loan
+
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+        from aiogpu.api.borrow_far import borrow_far
+
+        return borrow_far(self.loan, name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value."""
@@ -372,6 +390,8 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
         return True
     family, waiter = nested.current_family(), get_ident()
     for one in pending:
+        if hasattr(one.owner, "on_loop"):
+            one.family = family  # it may have come to another task of this process
         if one.family is not family:
             raise MisuseError(
                 f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
@@ -406,12 +426,6 @@ class _Countdown:
             self._upsets = upsets
             return not pending or any(one.has_failed for one in pending)
         return not pending
-
-
-def is_loop_running() -> bool:
-    """Whether an event loop runs in this thread; imports nothing to find out."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None
 
 
 def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:

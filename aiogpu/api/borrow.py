@@ -60,6 +60,10 @@ class Lender:
     def __init__(self, value: Value) -> None:
         self._value = value
 
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+        return borrow(self._value.id, name)
+
     def cancel(self, _task: int) -> None:
         """Stop whoever makes the value."""
         if self._value.stop is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.api.blocking import BlockingHandle, Borrowed, is_loop_running
+from aiogpu.api.blocking import BlockingHandle, Borrowed
 from aiogpu.engines import nested
+from aiogpu.engines.family import is_loop_running
 
 if TYPE_CHECKING:
     from aiogpu.worker.loans import Loan

@@ -7,6 +7,7 @@ from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+from aiogpu.worker.chunk import CHUNKED
 
 
 class Face:
@@ -23,6 +24,11 @@ class Face:
         mode = mode_of(self.methods, options.max_concurrency, groups)
         usual = INTERLEAVED if mode == ASYNC else THREADS
         return mode, {DEFAULT_GROUP: options.max_concurrency or usual, **groups}
+
+    def windows(self) -> dict[str, int]:
+        """Of each method that is a generator, how many items it may be ahead."""
+        methods = self.methods.items()
+        return {name: method.window for name, method in methods if method.window}
 
     def groups(self, options: ActorOptions) -> dict[str, str]:
         """The group of each method that has one.
@@ -43,4 +49,5 @@ class Face:
                     f"class names {there}. Say "
                     f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
                 )
-        return named
+        # A chunk of a map is a call of its own name.
+        return named | {name + CHUNKED: group for name, group in named.items()}

@@ -9,14 +9,18 @@ file imports asyncio, so it is itself imported late.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
+from aiogpu.api.chunks import CALLS, MOST, SHARE, Packing, check_chunk
 from aiogpu.api.handle import Handle
-from aiogpu.errors import MisuseError, NoLoopError, OptionError, TaskError
+from aiogpu.api.window import Window
+from aiogpu.errors import MisuseError, OptionError, TaskError
+
+if TYPE_CHECKING:
+    from aiogpu.api.mapper import TakesOne
 
 R = TypeVar("R")
 
@@ -25,7 +29,6 @@ DEFAULT_LIMIT: Final = 256
 hundred cores has a task and as many wait, few enough to hold in memory; on two cores
 calls that do nothing come no faster with four times as many."""
 
-_NOTHING: Final = object()
 _THROUGH: Final = "have been iterated to their end"
 _CLOSED: Final = "were closed"
 _CANCELLED: Final = "ended when the task that awaited them was cancelled"
@@ -41,25 +44,59 @@ class Results(AsyncIterator[R]):
 
     def __init__(
         self,
-        name: str,
-        start: Callable[[Any], Handle[R]],
+        remote: TakesOne[Any, R],
         iterable: Iterable[Any] | AsyncIterable[Any],
         limit: int | None = None,
         ordered: bool = True,
+        chunk: int | Literal["auto"] | None = None,
     ) -> None:
-        self._name = name
+        self._name = remote.__name__
+        _check_returns(remote)
         self._ended: str | None = None
-        limit = DEFAULT_LIMIT if limit is None else _check_limit(limit)
+        self._values: Iterator[R] = iter(())
+        self._held = 0
+        self._error: Exception | None = None
+        if limit is not None:
+            _check_limit(limit)
         if not isinstance(ordered, bool):
             raise OptionError(f"ordered={ordered!r} must be True or False.")
-        self._window: _Window[R] = _Window(
-            _running_loop(), start, iterable, limit, ordered
+        chunk = check_chunk(chunk, limit)
+        self._is_chunked = chunk is not None
+        packing = None
+        if chunk is not None:
+            packing = Packing(remote, chunk, (limit or MOST * SHARE) // SHARE)
+        elif limit is None:
+            limit = DEFAULT_LIMIT
+        self._window: Window[R] = Window(
+            remote.remote, iterable, limit, ordered, packing
         )
+        self._total: int | None
+        try:
+            self._total = len(iterable)  # type: ignore[arg-type]
+        except TypeError:
+            self._total = None
 
     def __repr__(self) -> str:
         window = self._window
-        state = self._ended or f"are {window.ahead} ahead, {window.limit} at most"
+        most = f"{window.limit}" if window.limit else f"{CALLS} calls"
+        state = self._ended or f"are {window.ahead} ahead, {most} at most"
         return f"<Results of {self._name}: {state}>"
+
+    def __len__(self) -> int:
+        """How many results there are in all, those that were taken included.
+
+        Raises:
+            TypeError: what is mapped over has no length.
+        """
+        if self._total is None:
+            raise TypeError(
+                f"what {self._name} is mapped over has no len(), so nobody knows how "
+                f"many results will come."
+            )
+        return self._total
+
+    def __bool__(self) -> bool:
+        return True
 
     def __aiter__(self) -> Results[R]:
         if self._ended is not None:
@@ -67,45 +104,71 @@ class Results(AsyncIterator[R]):
         return self
 
     async def __anext__(self) -> R:
+        for value in self._values:
+            return value
         window = self._window
-        if self._ended is not None:
-            if self._ended in (_THROUGH, _CLOSED):
-                raise StopAsyncIteration
-            self._refuse()
-        if window.waiter is not None:
-            raise MisuseError(
-                f"another asyncio task is waiting for the next result of {self._name}; "
-                f"let one task iterate and hand its results on by a queue."
-            )
+        self._check()
         try:
             while True:
+                if self._is_chunked:
+                    self._end_chunk()
                 handle = window.take()
-                if handle is not None:
+                if handle is None:
+                    if window.is_through:
+                        break
+                    await window.news()
+                elif not self._is_chunked:
                     return handle.result()
-                if window.is_through:
-                    break
-                await window.news()
-        except GeneratorExit:
+                else:
+                    for value in self._begin_chunk(handle):
+                        return value
+        except BaseException as error:
+            self._end_by(error)
+            raise
+        self._end(_THROUGH)
+        raise StopAsyncIteration
+
+    def _end_by(self, error: BaseException) -> None:
+        if isinstance(error, GeneratorExit):
             # It may be the garbage collector's, in the midst of anything.
             self._ended = _CANCELLED
             self._stop_soon()
-            raise
-        except StopAsyncIteration as error:
+        elif isinstance(error, StopAsyncIteration):
             self._end("ended with StopAsyncIteration")
             raise TaskError(
                 f"{self._name} or what it is mapped over raised StopAsyncIteration; as "
                 f"such it would end the loop as if all results had come.",
                 "StopAsyncIteration",
             ) from error
-        except BaseException as error:
-            self._end(
-                _CANCELLED
-                if isinstance(error, asyncio.CancelledError)
-                else f"ended with {type(error).__name__}"
+        elif isinstance(error, asyncio.CancelledError):
+            self._end(_CANCELLED)
+        else:
+            self._end(f"ended with {type(error).__name__}")
+
+    def _check(self) -> None:
+        """Raise what is to be, if there can be no next result."""
+        if self._ended is not None:
+            if self._ended in (_THROUGH, _CLOSED):
+                raise StopAsyncIteration
+            self._refuse()
+        if self._window.waiter is not None:
+            raise MisuseError(
+                f"another asyncio task is waiting for the next result of {self._name}; "
+                f"let one task iterate and hand its results on by a queue."
             )
-            raise
-        self._end(_THROUGH)
-        raise StopAsyncIteration
+
+    def _begin_chunk(self, handle: Handle[Any]) -> Iterator[R]:
+        values, self._error = self._window.open(handle)
+        self._held = len(values)
+        self._values = iter(values)
+        return self._values
+
+    def _end_chunk(self) -> None:
+        """All results of the last chunk were taken."""
+        self._window.release(self._held)
+        self._held = 0
+        if self._error is not None:
+            raise self._error
 
     async def __aenter__(self) -> Results[R]:
         return self
@@ -137,6 +200,9 @@ class Results(AsyncIterator[R]):
     def _end(self, how: str) -> None:
         if self._ended is None:
             self._ended = how
+        self._values = iter(())
+        self._held = 0
+        self._error = None
         self._window.close()
 
     def _stop_soon(self) -> None:
@@ -154,149 +220,14 @@ class Results(AsyncIterator[R]):
         )
 
 
-class _Window(Generic[R]):
-    """The calls that are ahead of the loop, and what is read for more of them.
-
-    Attributes:
-        ahead: calls that were started and whose result was not taken.
-        waiter: set when the asyncio task that waits shall look again.
-        reader: reads an async iterable; a plain one is read as results are taken.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        start: Callable[[Any], Handle[R]],
-        iterable: Iterable[Any] | AsyncIterable[Any],
-        limit: int,
-        is_ordered: bool,
-    ) -> None:
-        self.loop = loop
-        self.limit = limit
-        self.ahead = 0
-        self.is_closed = False
-        self.waiter: asyncio.Future[None] | None = None
-        self.reader: asyncio.Task[None] | None = None
-        self._start = start
-        self._is_ordered = is_ordered
-        self._plain: Iterator[Any] | None = None
-        self._async: AsyncIterable[Any] | None = None
-        if isinstance(iterable, AsyncIterable):
-            self._async = iterable
-        else:
-            self._plain = _iterator(iterable)
-        self._error: BaseException | None = None
-        self._room: asyncio.Future[None] | None = None
-        # Whose turn it is: by input all of them, or those that have ended.
-        self._queue: deque[Handle[R]] = deque()
-        self._unended: dict[Handle[R], None] = {}
-
-    @property
-    def is_through(self) -> bool:
-        """Whether no further result will come."""
-        return not self.ahead and self._plain is None and self._async is None
-
-    def take(self) -> Handle[R] | None:
-        """Start what there is room for; gives a handle that has ended, if it may.
-
-        Raises:
-            BaseException: what the iterable or `.remote()` raised.
-        """
-        if self._plain is not None:
-            self._read()
-        elif self._async is not None and self.reader is None:
-            self.reader = self.loop.create_task(self._read_on(self._async))
-        if self._error is not None:
-            raise self._error
-        queue = self._queue
-        if not queue or not queue[0].done():
-            return None
-        self.ahead -= 1
-        if self._room is not None:
-            _set(self._room)
-        return queue.popleft()
-
-    async def news(self) -> None:
-        """Wait until `take` may give another answer."""
-        self.waiter = self.loop.create_future()
-        if self._is_ordered and self._queue:
-            self._queue[0].add_done_callback(self._wake)
-        try:
-            await self.waiter
-        finally:
-            self.waiter = None
-
-    def _wake(self, _: object = None) -> None:
-        if self.waiter is not None:
-            _set(self.waiter)
-
-    def _read(self) -> None:
-        assert self._plain is not None
-        while self.ahead < self.limit:
-            item = next(self._plain, _NOTHING)
-            if item is _NOTHING:
-                self._plain = None
-                return
-            self._submit(item)
-
-    async def _read_on(self, iterable: AsyncIterable[Any]) -> None:
-        """Read an async iterable while there is room, until the window closes."""
-        try:
-            async for item in iterable:
-                if self.is_closed:
-                    break  # it has caught its CancelledError and goes on
-                self._submit(item)
-                while self.ahead >= self.limit:
-                    self._room = self.loop.create_future()
-                    await self._room
-        except BaseException as error:
-            if self.is_closed:
-                raise
-            self._error = error
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._async = None
-            self._wake()
-
-    def _submit(self, item: Any) -> None:
-        handle = self._start(item)
-        self.ahead += 1
-        if not self._is_ordered:
-            self._unended[handle] = None
-            handle.add_done_callback(self._note_end)
-        else:
-            if not self._queue:
-                self._wake()
-            self._queue.append(handle)
-
-    def _note_end(self, handle: Handle[R]) -> None:
-        if not self.is_closed:
-            del self._unended[handle]
-            self._queue.append(handle)
-            self._wake()
-
-    def close(self) -> None:
-        """Cancel what is ahead, the newest first: none starts in another's place."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        handles = [*self._queue, *self._unended]
-        self._queue.clear()
-        self._unended.clear()
-        self.ahead = 0
-        self._plain = self._async = self._error = None
-        if self.reader is not None:
-            self.reader.cancel()
-        for handle in reversed(handles):
-            # On one that has ended it only says that its error may go unheard.
-            handle.cancel()
-        self._wake()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _check_returns(remote: Any) -> None:
+    method = getattr(remote, "_method", None)
+    returns = getattr(remote, "_returns", 0) or getattr(method, "returns", 0)
+    if returns:
+        raise MisuseError(
+            f"{remote.__name__} has num_returns={returns}, and a map gives one result "
+            f"for each item; say num_returns=1, and each is a tuple."
+        )
 
 
 def _check_limit(limit: object) -> int:
@@ -306,30 +237,3 @@ def _check_limit(limit: object) -> int:
             f"{DEFAULT_LIMIT}."
         )
     return limit
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio._get_running_loop()
-    if loop is None:
-        raise NoLoopError(
-            ".map() needs a running event loop, and there is none in this thread. "
-            "Write `async for result in f.map(...)` inside an `async def` that runs by "
-            "aiogpu.run(main())."
-        )
-    return loop
-
-
-def _iterator(iterable: Iterable[Any]) -> Iterator[Any]:
-    if hasattr(iterable, "__await__"):
-        # A handle has an `__iter__` too, which is not meant for loops.
-        raise MisuseError(
-            f"map() was given {iterable!r}, whose value is still to come; write "
-            f"`await` before it."
-        )
-    try:
-        return iter(iterable)
-    except TypeError as error:
-        raise MisuseError(
-            f"map() was given {iterable!r}, which is neither an iterable nor an async "
-            f"iterable ({error})."
-        ) from error

@@ -6,7 +6,9 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -28,6 +30,10 @@ class TakesOne(Protocol[X_contra, Y]):
         """Start the call."""
         ...
 
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        """Start a call of a `worker.chunk.Chunk` of it, with these arguments."""
+        ...
+
 
 class Mapper:
     """What can be called with each item of an iterable."""
@@ -40,6 +46,7 @@ class Mapper:
         *,
         limit: int | None = None,
         ordered: bool = True,
+        chunk: int | Literal["auto"] | None = None,
     ) -> Results[Y]:
         """Call it with each item; gives an async iterator over the results.
 
@@ -54,18 +61,35 @@ class Mapper:
         `handle.cancel()`. While a name refers to the results, write
         `async with f.map(...) as results:` to have that at the end of the block.
 
+        With `chunk`, several items go as one task, which calls the function with one
+        after the other; results come one by one all the same. What an item raises
+        comes after the results before it. The options hold for a task, and so for a
+        chunk: it runs in one process, and `timeout` is for all of it.
+
         Args:
             iterable: the arguments, one a call; an iterable or an async iterable.
-            limit: most calls ahead, 1 or more; None for 256. Take less where
-                arguments or results are large: that many are in memory.
+            limit: most items ahead, 1 or more; None for 256, or with `chunk` for 256
+                chunks. Take less where arguments or results are large: that many
+                are in memory.
             ordered: whether results come in the order of the items; if False, as
                 the calls end.
+            chunk: items in a task, 1 or more; "auto" for as many as take about 4 ms;
+                None for 1.
 
         Raises:
-            OptionError: `limit` or `ordered` is ill-valued.
+            OptionError: `limit`, `ordered` or `chunk` is ill-valued, or `limit` has no
+                room for a chunk.
             MisuseError: it is no iterable.
             NoLoopError: no event loop is running here.
         """
         from aiogpu.api.map import Results
 
-        return Results(self.__name__, self.remote, iterable, limit, ordered)
+        return Results(self, iterable, limit, ordered, chunk)
+
+
+def no_map(name: str) -> MisuseError:
+    """The error for mapping a generator."""
+    return MisuseError(
+        f"{name} is a generator, and map() takes one result a call; write `async for "
+        f"item in {name}.remote(...)` for each argument."
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
+from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
 from aiogpu.errors import MisuseError, NoLoopError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.api.crew import Crew
     from aiogpu.api.face import Face
     from aiogpu.api.handle import Handle
+    from aiogpu.api.method import RemoteMethod
 
 A = TypeVar("A")
 
@@ -73,9 +75,23 @@ class PoolMethod(Mapper):
             SerializationError: an argument cannot be pickled.
             ActorDiedError: all actors have died, and no new one is made yet.
         """
+        return self._called(lambda method: method.remote(*args, **kwargs))
+
+    def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
+        return self._called(lambda method: method._remote_chunk(arguments))
+
+    def _called(
+        self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
+    ) -> Handle[Any]:
         crew = self._tie.crew
         member = crew.take()
-        handle: Handle[Any] = getattr(member.handle, self._name).remote(*args, **kwargs)
+        method = getattr(member.handle, self._name)
+        if isinstance(method, GeneratorMethod):
+            raise MisuseError(
+                f"{self.__name__} is a generator, and a pool counts calls that have "
+                f"one result; call it by the handle of one actor."
+            )
+        handle = call(method)
         crew.watch(member, handle)
         return handle
 

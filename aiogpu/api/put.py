@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle, is_loop_running
+from aiogpu.api.blocking import BlockingHandle
 from aiogpu.api.packing import packed
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result

@@ -10,10 +10,11 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aiogpu.api.blocking import BlockingHandle, handle_for, is_loop_running
+from aiogpu.api.blocking import BlockingHandle, handle_for
 from aiogpu.api.caller import host_beside_loop, session_of_caller
 from aiogpu.api.early import submit_early
 from aiogpu.engines import nested
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError
 from aiogpu.wire.parcel import Parcel
 from aiogpu.worker.context import current

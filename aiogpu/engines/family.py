@@ -7,6 +7,7 @@ functions need none.
 
 from __future__ import annotations
 
+import sys
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -27,8 +28,16 @@ class Family(Protocol):
 
     upsets: int
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        ...
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
+        ...
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid anything."""
         ...
 
     def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
@@ -78,3 +87,9 @@ class Host(Family, Protocol):
 
 host_of_task: Final[ContextVar[Host | None]] = ContextVar("host_of_task", default=None)
 """The host of the task whose code asks; None in programs and in workers."""
+
+
+def is_loop_running() -> bool:
+    """Whether an event loop runs in this thread; imports nothing to find out."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None

@@ -113,6 +113,8 @@ def pack(contents: Contents) -> bytes:
     # Late, so that the zygote's start need not wait for msgpack.
     from aiogpu.wire import frames
 
+    # msgpack comes with it, which who only looks at payloads does not need.
+
     return MARK + frames.pack(contents)
 
 

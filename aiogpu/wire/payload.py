@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
 from aiogpu.wire.parcel import Parcel
 
@@ -119,6 +120,10 @@ def dump_result(value: object, what: str = "the result") -> bytes | Outgoing:
     try:
         outgoing = _dump(value)
     except Exception as error:
+        if type(value) is Outcome:
+            kept = value.before_culprit(dump_result)
+            if kept is not value:
+                return dump_result(kept)
         raise _unpicklable(what, {"result": value}, error) from error
     return outgoing.stream if outgoing.is_plain else outgoing
 

@@ -22,6 +22,7 @@ from aiogpu.wire.failure import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
+from aiogpu.worker.chunk import method_of
 from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
@@ -139,7 +140,7 @@ class Methods(dict[str, Callable[..., Any]]):
         self._actor = actor
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self._actor, name)
+        method = method_of(self._actor, name)
         self[name] = method
         return method
 
@@ -173,7 +174,7 @@ class SerialActor:
                     self._dropped.discard(call)
                     self._channel.send(dropped(call))
                     continue
-                answer = executor.call(call, _bound(methods, message), message.payload)
+                answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
                 if current.loans is not None and current.loans.are_used:
                     # It holds the arguments, of which the driver is to be told.

@@ -21,6 +21,7 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
+from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -101,12 +102,19 @@ class Loans:
                 has_recycled = True
                 continue
             payload = getattr(message, "payload", None)
-            if payload and is_parcel(payload):
+            if type(message) is ChildItems:
+                items = tuple(map(self.take_payload, message.payloads))
+                messages[index] = message._replace(payloads=items)
+            elif payload and is_parcel(payload):
                 parcel = self.borrow(payload)
                 messages[index] = message._replace(payload=parcel)  # type: ignore[call-arg]
         if has_recycled:
             return [one for one in messages if type(one) is not Recycle]
         return messages
+
+    def take_payload(self, payload: bytes) -> bytes:
+        """A payload that has come; a loan, if it refers to something."""
+        return self.borrow(payload) if is_parcel(payload) else payload
 
     def borrow(self, payload: bytes) -> Parcel:
         """Take in a parcel: what it names was lent to this process, once more."""
@@ -117,10 +125,7 @@ class Loans:
         holds = tuple(map(self._note, things))
         parcel = Parcel.of(contents, holds, self, encoded=payload)
         if contents.parts:
-            parcel.parts = tuple(
-                self.borrow(part) if is_parcel(part) else part
-                for part in contents.parts
-            )
+            parcel.parts = tuple(map(self.take_payload, contents.parts))
         return parcel
 
     def _note(self, identity: int) -> Loan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -22,6 +23,7 @@ from benchmarks.port import (
     Call,
     Create,
     Gatherer,
+    Mapped,
     Need,
     OnBatch,
     OnItem,
@@ -167,6 +169,17 @@ class AiogpuLocal:
         remote_class: Any = aiogpu.remote(Batching)
         actor = await remote_class.remote()
         return Gatherer(actor.by_hand.remote, actor.by_item.remote)
+
+    def mapped(
+        self,
+        function: Callable[[int], int],
+        on_list: Callable[[list[int]], list[int]],
+    ) -> Mapped:
+        """`f.map(..., chunk="auto")`."""
+        if not hasattr(aiogpu, "as_completed"):
+            raise UnsupportedError("maps of this version of aiogpu have no chunks")
+        remote = aiogpu.remote(function)
+        return Mapped(aiogpu.remote(on_list).remote, partial(remote.map, chunk="auto"))
 
     async def close(self) -> None:
         """Shut the node down."""

@@ -105,6 +105,14 @@ class Executor:
         """Never possible."""
         raise UnsupportedError("an executor has no actors")
 
+    def mapped(
+        self,
+        function: Callable[[int], int],
+        on_list: Callable[[list[int]], list[int]],
+    ) -> NoReturn:
+        """Never possible: its `map` must be told how many items make a task."""
+        raise UnsupportedError("an executor does not find out what makes a task")
+
     async def close(self) -> None:
         """Stop the pool."""
         if self._pool is not None:

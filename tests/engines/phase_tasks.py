@@ -10,8 +10,8 @@ import asyncio
 import atexit
 import ctypes
 import importlib
+import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -248,6 +248,11 @@ def packing(path: str, name: str, place: str) -> object:
     return Reducing(path, name, place)
 
 
+def refused(*_: object) -> int:
+    """As memfd_create(2) does where there are too many descriptors."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 class Large:
     """Eight times sixteen megabytes, and a word on the way out."""
 
@@ -256,9 +261,8 @@ class Large:
 
     def __reduce__(self) -> Any:
         say(*self.fields)
-        # Without a descriptor to spare it has no shared memory: the frame has it all.
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        # Where there is no descriptor to spare the frame has it all.
+        os.memfd_create = refused  # type: ignore[assignment]
         return len, (b"x" * (1 << 27),)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.worker.chunk import method_of
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
@@ -41,13 +42,21 @@ class Invocation(Job):
         resident, method = self.resident, self.method
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(resident.object, method)(*args, **kwargs)
+            return method_of(resident.object, method)(*args, **kwargs)
 
         return call
 
     def tell(self, outcome: Outcome) -> None:
         """Tell the caller what has come of it."""
         self.resident.answer(outcome)
+
+    def pass_item(self, payload: bytes) -> None:
+        """Give an item to the caller."""
+        asked = self.resident.actor.calls.get(self.id)
+        self.call.receiver = None if asked is None else asked.receiver
+        if asked is not None:
+            asked.passed += 1
+        Job.pass_item(self, payload)  # slots have made this another class
 
     def on_end(self) -> None:
         """Its code has stopped: the next call may run."""

@@ -62,12 +62,23 @@ def pair(x: int, y: int) -> int:
 def nothing() -> None: ...
 
 
+async def handles_that_end() -> None:
+    aiogpu.wait(embed.remote(1))  # refused
+    aiogpu.wait([embed.remote(1)], 1)  # refused
+    aiogpu.wait([embed.remote(1)], num_returns="1")  # refused
+    aiogpu.as_completed(embed.remote(1))  # refused
+    aiogpu.as_completed([1])  # refused
+    aiogpu.as_completed([embed.remote(1)], timeout=1)  # refused
+
+
 async def maps() -> None:
     embed.map(["a"])  # refused
     embed.map(1)  # refused
     embed.map([1], limit="2")  # refused
     embed.map([1], 2)  # refused
     embed.map([1], orderd=False)  # refused
+    embed.map([1], chunk="all")  # refused
+    embed.map([1], chunk=2.0)  # refused
     pair.map([1])  # refused by pyright
     nothing.map([1])  # refused
     for text in embed.map([1]):  # refused

@@ -89,7 +89,6 @@ async def a_handle_may_take_the_place_of_a_value() -> None:
     assert_type(embed.remote(compare.remote("a", [0.0], losses)), Handle[str])
     assert_type(compare.remote("a", start, losses), Handle[float])
     assert_type(compare.remote("a", start, [1.0]), Handle[float])
-    assert_type(anything.remote(start), Handle[Any])
     assert_type(
         aiogpu.typed(Encoders.remote("a")).embed.remote(start), Handle[list[float]]
     )
@@ -207,10 +206,14 @@ async def a_map_has_the_type_of_its_results() -> None:
     assert_type(embed.map(range(3)), Results[str])
     assert_type(embed.map([True]), Results[str])
     assert_type(fetch.map(urls(), limit=2, ordered=False), Results[bytes])
-    assert_type(anything.map("text"), Results[Any])
+    # What is given as Any may be a generator as well.
     assert_type(aiogpu.remote(describe).map({1, 2}), Results[str])
     assert_type(aiogpu.remote(len).map(["a", b"b", [1]]), Results[int])
     assert_type(embed.options(num_gpus=0.5).map(n for n in range(3)), Results[str])
+    assert_type(embed.map(range(3), chunk=2), Results[str])
+    assert_type(fetch.map(urls(), chunk="auto"), Results[bytes])
+    assert_type(embed.map([1], chunk=None), Results[str])
+    assert_type(len(embed.map([1])), int)
     later: AsyncIterator[list[float]] = train.map([1])
     async for losses in later:
         assert_type(losses, list[float])
@@ -218,6 +221,26 @@ async def a_map_has_the_type_of_its_results() -> None:
         assert_type(results, Results[dict[str, float]])
         assert_type(await anext(results), dict[str, float])
         await results.aclose()
+
+
+async def handles_that_end() -> None:
+    handles = [embed.remote(1), embed.remote(2)]
+    async for handle in aiogpu.as_completed(handles):
+        assert_type(handle, Handle[str])
+        assert_type(await handle, str)
+    ready, pending = await aiogpu.wait(handles, num_returns=2, timeout=1)
+    assert_type(ready, list[Handle[str]])
+    assert_type(pending, list[Handle[str]])
+    await asyncio.wait_for(aiogpu.wait(set(handles)), 1)
+
+
+def handles_that_end_in_a_plain_task() -> None:
+    handles = [fetch.remote("a")]
+    for handle in aiogpu.as_completed(handles):
+        assert_type(aiogpu.get(handle), bytes)
+    ready, pending = aiogpu.wait(handles)
+    assert_type(ready, list[Handle[bytes]])
+    assert_type(pending, list[Handle[bytes]])
 
 
 @aiogpu.batch(max_size=8)
