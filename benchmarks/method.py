@@ -44,6 +44,10 @@ class Scale:
         width: what the root of a tree of tasks starts.
         trees: blocks of trees.
         actors: that live at once, where many do.
+        large: bytes of a large value.
+        copies: blocks of these on their way.
+        uses: tasks that are given one by its handle.
+        handles: arguments of one task.
         mapped: items of a map.
         maps: blocks of these.
         is_judged: whether it is enough to hold against a goal.
@@ -67,6 +71,10 @@ class Scale:
     width: int
     trees: int
     actors: int
+    large: int
+    copies: int
+    uses: int
+    handles: int
     mapped: int
     maps: int
     is_judged: bool
@@ -91,6 +99,10 @@ FULL = Scale(
     width=100,
     trees=5,
     actors=1_000,
+    large=100_000_000,
+    copies=25,
+    uses=50,
+    handles=10_000,
     mapped=1_000_000,
     maps=3,
     is_judged=True,
@@ -114,6 +126,10 @@ QUICK = Scale(
     width=4,
     trees=1,
     actors=8,
+    large=1_000_000,
+    copies=2,
+    uses=4,
+    handles=50,
     mapped=2_000,
     maps=1,
     is_judged=False,

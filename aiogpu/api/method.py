@@ -248,7 +248,23 @@ class TypedMethod(Mapper, Generic[P, R_co]):
         """Call it here."""
         raise NotImplementedError
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[R_co]:
         """Call it in the actor's process."""
         raise NotImplementedError
 

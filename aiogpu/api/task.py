@@ -149,7 +149,23 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._submit: Callable[[Site, bytes], Handle[R]]
         self._in_chunks: RemoteFunction[..., Any] | None = None
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[R]:
         """Start the task; gives its handle at once.
 
         Raises:

@@ -27,6 +27,7 @@ from benchmarks.workloads import (
     start,
     throughput,
     turnover,
+    values,
 )
 
 Workload = Callable[[Environment, Scale], Awaitable[list[Row]]]
@@ -45,6 +46,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "actors": actors.measure,
     "many_actors": many_actors.measure,
     "batching": batching.measure,
+    "values": values.measure,
     "map": mapping.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,

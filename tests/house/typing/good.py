@@ -78,6 +78,22 @@ async def handles_have_the_type_of_the_result() -> None:
     assert_type(aiogpu.remote(runs_later).remote(1), Handle[int])
 
 
+@aiogpu.remote
+def compare(label: str, before: list[float], after: list[float]) -> float:
+    return after[-1] - before[-1]
+
+
+async def a_handle_may_take_the_place_of_a_value() -> None:
+    losses, start = train.remote(1), await aiogpu.put([1.0])
+    assert_type(start, Handle[list[float]])
+    assert_type(embed.remote(compare.remote("a", [0.0], losses)), Handle[str])
+    assert_type(compare.remote("a", start, losses), Handle[float])
+    assert_type(compare.remote("a", start, [1.0]), Handle[float])
+    assert_type(
+        aiogpu.typed(Encoders.remote("a")).embed.remote(start), Handle[list[float]]
+    )
+
+
 async def a_handle_tells_its_result_and_its_error() -> None:
     handle = embed.remote(1)
     assert_type(handle.result(), str)
