@@ -7,7 +7,14 @@ on and its table says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -150,6 +157,16 @@ class Environment(Protocol):
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """A function of `tasks` as a task; `UnsupportedError` if it cannot be."""
+        ...
+
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """A generator of `tasks` as a task; gives its items as they come.
+
+        Raises:
+            UnsupportedError: tasks give one result.
+        """
         ...
 
     def actor(self, cls: type) -> Create:

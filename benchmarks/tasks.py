@@ -1,6 +1,7 @@
 """The user code of all workloads. Imports little, since workers import it."""
 
 import sys
+from collections.abc import AsyncIterator, Iterator
 
 
 class Plain:
@@ -104,3 +105,14 @@ def hang(number: int) -> None:
     with socket(AF_UNIX) as visitor:
         visitor.connect(f"\0aiogpu-benchmarks-{number}")
     lock(mutex)
+
+
+def numbers(count: int) -> Iterator[int]:
+    """So many small items."""
+    yield from range(count)
+
+
+async def numbers_softly(count: int) -> AsyncIterator[int]:
+    """The same as a coroutine."""
+    for number in range(count):
+        yield number

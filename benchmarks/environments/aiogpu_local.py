@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -90,6 +90,15 @@ class AiogpuLocal:
             max_calls=1 if need.is_isolated else 0,
             cancel_grace=need.grace,
         )(function).remote
+
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """`f.remote`, which is what a program iterates."""
+        if not hasattr(aiogpu, "Stream"):
+            raise UnsupportedError("this version of aiogpu has no streams")
+        start: Callable[[int], AsyncIterator[int]] = aiogpu.remote(function).remote
+        return start
 
     def actor(self, cls: type) -> Create:
         """`A.remote`, which is what a program calls; a handle of it keeps it alive."""

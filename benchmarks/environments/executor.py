@@ -69,6 +69,10 @@ class Executor:
         assert pool is not None
         return lambda number: asyncio.wrap_future(pool.submit(function, number))
 
+    def stream(self, function: Callable[[int], object]) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor's calls give one result")
+
     def actor(self, cls: type) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor has no actors")

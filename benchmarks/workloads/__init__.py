@@ -24,6 +24,7 @@ from benchmarks.workloads import (
     scheduler_only,
     spaced,
     start,
+    streams,
     throughput,
     turnover,
 )
@@ -40,6 +41,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "cancel": cancel.measure,
     "turnover": turnover.measure,
     "throughput": throughput.measure,
+    "streams": streams.measure,
     "nested": nested.measure,
     "actors": actors.measure,
     "many_actors": many_actors.measure,

@@ -134,7 +134,15 @@ def test_the_page_of_figures_has_its_marks(tmp_path):
 
 def test_an_environment_that_lacks_something_says_so():
     lacking = ["gpu_latency", "nested", "batching", "backlog", "queue", "many_gpus"]
-    lacking += ["isolated", "spaced", "cancel", "turnover", "actors", "many_actors"]
+    lacking += [
+        "streams",
+        "isolated",
+        "spaced",
+        "cancel",
+        "turnover",
+        "actors",
+        "many_actors",
+    ]
     done = run("--environment", "executor", "noop_latency", *lacking)
     assert done.returncode == 0, done.stderr
     assert "not measured: an executor shares out no GPUs" in done.stdout
