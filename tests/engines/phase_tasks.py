@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
-import importlib
 import errno
+import importlib
 import os
 import signal
 import subprocess
