@@ -67,6 +67,19 @@ async def test_a_view_outlives_its_handle_and_its_node() -> None:
     assert [set(view) for view in views] == [{A}, {A}]
 
 
+async def test_what_is_needed_and_never_comes(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        failing = tasks.fail.remote(ValueError, "no data")
+        needs_it = tasks.add.remote(tasks.add.remote(failing))
+        with pytest.raises(ValueError, match="no data"):
+            await needs_it
+        unwanted = tasks.gated.remote(gate.path, "a")
+        needs_it = tasks.add.remote(unwanted)
+        unwanted.cancel()
+        with pytest.raises(aiogpu.TaskCancelledError):
+            await needs_it
+
+
 async def test_a_worker_that_is_killed_while_it_holds_one(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         handle = await aiogpu.put(full_of(A))
