@@ -30,6 +30,7 @@ class Scale:
         blocks: of these, for the workload and as many for the floor.
         gathered: calls in a block of overlapping ones.
         gathers: blocks of these.
+        items: of one stream.
         isolated: calls in a block of overlapping isolated ones.
         isolates: blocks of these.
         singles: calls in a block of isolated ones awaited one at a time.
@@ -57,6 +58,7 @@ class Scale:
     blocks: int
     gathered: int
     gathers: int
+    items: int
     isolated: int
     isolates: int
     singles: int
@@ -85,6 +87,7 @@ FULL = Scale(
     blocks=40,
     gathered=20_000,
     gathers=5,
+    items=100_000,
     isolated=200,
     isolates=8,
     singles=50,
@@ -112,6 +115,7 @@ QUICK = Scale(
     blocks=2,
     gathered=200,
     gathers=2,
+    items=500,
     isolated=8,
     isolates=1,
     singles=4,

@@ -191,6 +191,16 @@ class Environment(Protocol):
         """
         ...
 
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """A generator of `tasks` as a task; gives its items as they come.
+
+        Raises:
+            UnsupportedError: tasks give one result.
+        """
+        ...
+
     def actor(self, cls: type) -> Create:
         """A class of `tasks` whose objects have a process each.
 

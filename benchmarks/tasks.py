@@ -1,6 +1,7 @@
 """The user code of all workloads. Imports little, since workers import it."""
 
 import sys
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 _kept: Final[dict[int, Any]] = {}
@@ -150,3 +151,14 @@ def first_of(value: Any) -> int:
 def count_all(*values: object) -> int:
     """How many there are."""
     return len(values)
+
+
+def numbers(count: int) -> Iterator[int]:
+    """So many small items."""
+    yield from range(count)
+
+
+async def numbers_softly(count: int) -> AsyncIterator[int]:
+    """The same as a coroutine."""
+    for number in range(count):
+        yield number

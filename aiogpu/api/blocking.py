@@ -441,6 +441,10 @@ def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
 
 def _wrong(given: object) -> str:
     kind = type(given).__name__
+    if kind in ("Stream", "BlockingStream"):
+        return (
+            f"aiogpu.get() was given {given!r}; iterate it, its items come one by one."
+        )
     if kind in ("Handle", "ChildHandle"):
         return (
             "aiogpu.get() waits in plain tasks, for what they have started; this "

@@ -85,10 +85,12 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     """
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
-    host, owner = host_beside_loop(), Lender(Value(name))
+    host, value = host_beside_loop(), Value(name)
+    value.receive(payload)
     if host is None:
-        handle = session_of_caller().new_handle(name, owner)
+        handle = session_of_caller().new_handle(name, Lender(value))
     else:
-        handle = handle_for(host, name, owner)
+        handle = handle_for(host, name, Lender(value))
+    handle.stand_for(value)
     handle.receive(payload)
     return handle

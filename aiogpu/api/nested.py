@@ -89,6 +89,9 @@ class ChildHandle(Handle[T]):
     def receive(self, payload: bytes) -> None:
         """Take the pickled result; called by the engine."""
         if self._is_elsewhere():
+            if self._shared is not None:
+                # Plain code may wait for it that keeps the loop from running.
+                self._shared.receive(payload)
             self._hand_over(self.receive, payload)
             return
         self._waits.settle(self.task_id)
@@ -97,6 +100,8 @@ class ChildHandle(Handle[T]):
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
         if self._is_elsewhere():
+            if self._shared is not None:
+                self._shared.fail(error)
             self._hand_over(self.fail, error)
             return
         self._waits.settle(self.task_id)

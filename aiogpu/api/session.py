@@ -150,7 +150,8 @@ class Session:
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all."""
-        self._engine.demand(task, limit)
+        if self._state is not SessionState.FORKED:
+            self._engine.demand(task, limit)
 
     def cancel(self, task: int) -> None:
         """Stop a task; its handle says so."""

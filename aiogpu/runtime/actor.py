@@ -60,6 +60,7 @@ class Actor:
         is_killed: `kill` has ended this process, and another takes its place.
         calls: those that were not answered, by number.
         mailboxes: by concurrency group.
+        caller_here: tells the callers of this process apart.
         on_idle: told when nobody can call it any more and all was answered.
         on_leaving: told when it was told to end.
         on_dead: told when it is dead.
@@ -88,6 +89,7 @@ class Actor:
             group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
             for group, limit in terms.limits.items()
         }
+        self.caller_here: Callable[[], int] = int
         self.on_idle: Callable[[Actor], None]
         self.on_leaving: Callable[[Actor], None]
         self.on_dead: Callable[[Actor], None]
@@ -110,11 +112,15 @@ class Actor:
         return self.site.spec.name
 
     def call(
-        self, method: str, payload: bytes, receiver: Receiver, caller: int = 0
+        self,
+        method: str,
+        payload: bytes,
+        receiver: Receiver,
+        caller: int | None = None,
     ) -> CallId:
         """Call a method; gives the call's number, 0 if it takes no more calls.
 
-        `caller` is the worker from which it comes, 0 for the program.
+        `caller` is the worker from which it comes; None for code of this process.
         """
         if self._end is not None or self.is_ending:
             receiver.fail(self._death())
@@ -131,6 +137,8 @@ class Actor:
         )
         if self._lines or type(payload) is not bytes:
             lines = self._lines = self._lines or Lines(self._post_held, self._refuse)
+            if caller is None:
+                caller = self.caller_here()
             if lines.holds_back(caller, payload):
                 lines.join(caller, number, payload)
                 return number

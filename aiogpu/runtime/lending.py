@@ -7,6 +7,7 @@ that names it is sent, and counts as returned when the worker says so as often, 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from typing import TYPE_CHECKING, Final
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 REFUSED: Final = 5e-3
 """Seconds after which descriptors are sent again that the kernel would not take."""
+_SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 
 
 class Lending:
@@ -38,7 +40,7 @@ class Lending:
         self._socket: socket.socket | None = None
         self._sender: DescriptorSender | None = None
         self._receiver: DescriptorReceiver | None = None
-        self._unsent: list[SharedSegment] = []
+        self._unsent: dict[int, SharedSegment] = {}
         self._arrived: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -56,8 +58,11 @@ class Lending:
             self._counts[identity] += 1
             return
         self._things[identity], self._counts[identity] = thing, 1
+        self._pass(thing)
+
+    def _pass(self, thing: SharedSegment | Value) -> None:
         if isinstance(thing, SharedSegment):
-            self._unsent.append(thing)
+            self._unsent[thing.id] = thing
             self._send()
 
     def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> None:
@@ -66,16 +71,12 @@ class Lending:
             left = self._counts.get(identity, 0) - count
             if left > 0:
                 self._counts[identity] = left
-                thing = self._things[identity]
-                if isinstance(thing, SharedSegment):
-                    # It has closed its descriptor, and another payload is under way.
-                    self._unsent.append(thing)
+                # It has closed its descriptor before it heard of the latest loan.
+                self._pass(self._things[identity])
             else:
                 self._counts.pop(identity, None)
-                over = self._things.pop(identity, None)
-                if isinstance(over, SharedSegment) and over in self._unsent:
-                    self._unsent.remove(over)
-        self._send()
+                self._things.pop(identity, None)
+                self._unsent.pop(identity, None)
 
     def connect(self, connected: socket.socket) -> None:
         """The worker has connected for descriptors."""
@@ -88,12 +89,15 @@ class Lending:
         sender, connected = self._sender, self._socket
         if sender is None or connected is None:
             return
-        unsent, self._unsent = self._unsent, []
         try:
-            for segment in unsent:
+            while self._unsent:
+                segment = next(iter(self._unsent.values()))
                 sender.send(segment.id, segment.fd)
-        except OSError:
-            return  # it has ended, which is told elsewhere
+                del self._unsent[segment.id]
+        except OSError as error:
+            if error.errno in _SHORT_OF_DESCRIPTORS:
+                self._loop.call_later(REFUSED, self._send)
+            return  # else it has ended, which is told elsewhere
         if sender.waiting or sender.is_refused:
             self._flush()
 

@@ -93,26 +93,33 @@ class Store:
         buffers = list(outgoing.buffers)
         if len(outgoing.stream) >= APART:
             buffers.insert(0, memoryview(outgoing.stream))
-            contents = contents._replace(stream=b"")
-        room = Segment.room_for(buffer.nbytes for buffer in buffers)
         try:
-            is_scarce = room + self._warm.bytes_warm > self.memory.left
-            segment = self._warm.take(room, is_scarce)
+            shared, spans = self._written(buffers)
         except OSError:
             # No descriptor, or no memory: then it travels as a whole.
             whole = tuple(map(bytes, outgoing.buffers))
-            return None, contents._replace(stream=outgoing.stream, buffers=whole)
+            return None, contents._replace(buffers=whole)
+        if len(buffers) > len(outgoing.buffers):
+            contents = contents._replace(stream=b"")
+        return shared, contents._replace(
+            segment=shared.id,
+            size=shared.size,
+            spans=tuple(number for span in spans for number in span),
+        )
+
+    def _written(
+        self, buffers: list[memoryview]
+    ) -> tuple[SharedSegment, tuple[tuple[int, int], ...]]:
+        """A segment with these, and where they are."""
+        room = Segment.room_for(buffer.nbytes for buffer in buffers)
+        is_scarce = room + self._warm.bytes_warm > self.memory.left
+        segment = self._warm.take(room, is_scarce)
         try:
             spans = segment.write(buffers)
-            shared = self._shared(segment.id, segment.share(), segment.size)
+            return self._shared(segment.id, segment.share(), segment.size), spans
         except BaseException:
             self._warm.discard(segment.id)
             raise
-        return shared, contents._replace(
-            segment=segment.id,
-            size=segment.size,
-            spans=tuple(number for span in spans for number in span),
-        )
 
     def _shared(self, identity: int, descriptor: int, size: int) -> SharedSegment:
         counted = self.memory.take(descriptor, size)

@@ -87,6 +87,11 @@ class Parcel(bytes):
     def __repr__(self) -> str:
         return f"<Parcel of {len(self)} bytes, segment {self.contents.segment}>"
 
+    def let_go(self) -> None:
+        """Keep nothing alive any more: it was opened, or sent."""
+        self.parts = self.holds = self.needs = ()
+        self.source = None
+
     def open(self) -> tuple[bytes | memoryview, Sequence[bytes | memoryview]]:
         """Its pickle, and the buffers that were left out of that."""
         contents = self.contents
@@ -97,6 +102,13 @@ class Parcel(bytes):
         if contents.stream:
             return contents.stream, buffers
         return buffers[0], buffers[1:]
+
+
+def has_handles(payload: bytes) -> bool:
+    """Whether unpickling it makes handles."""
+    return type(payload) is Parcel and (
+        bool(payload.contents.values) or any(map(has_handles, payload.parts))
+    )
 
 
 def is_parcel(payload: bytes) -> bool:

@@ -15,13 +15,13 @@ from aiogpu.wire.acting import Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result, load_arguments, several
+from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.loans import packed
+from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class AsyncActor:
         try:
             method = self._methods[message.method]
             kind = UNREADABLE
-            args, kwargs = load_arguments(message.payload)
+            args, kwargs = arguments_in(message.payload)
             kind = RAISED
             value = method(*args, **kwargs)
             if type(value) is CoroutineType:

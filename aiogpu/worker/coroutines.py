@@ -17,6 +17,7 @@ from aiogpu.wire.streaming import Demand
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.loans import arguments_in
 from aiogpu.worker.outflow import Outflow, pour_softly
 
 
@@ -28,6 +29,14 @@ class Coroutines:
         self._interrupts = interrupts
         self._loop = asyncio.new_event_loop()
         self._flow: Outflow | None = None
+
+    def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a coroutine function; handles among them are its loop's."""
+        asyncio._set_running_loop(self._loop)
+        try:
+            return arguments_in(payload)
+        finally:
+            asyncio._set_running_loop(None)
 
     def pour(self, items: AsyncIterator[Any], flow: Outflow) -> None:
         """Run one task's async generator, and send what it yields."""

@@ -20,10 +20,10 @@ from aiogpu.wire.failure import (
 )
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import Parcel
-from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
+from aiogpu.wire.parcel import has_handles
+from aiogpu.wire.payload import dump_result, load_function, several
 from aiogpu.worker.context import ActorExit, current
-from aiogpu.worker.loans import packed
+from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.poison import poisoned_by, tell
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiogpu.worker.threads import Threads
 
 CO_COROUTINE: Final = 0x80
-"""The flag of an `async def`'s code (`inspect.CO_COROUTINE`)."""
+"""Among the flags of the code of an `async def`; see `inspect`."""
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
@@ -196,14 +196,12 @@ class Executor:
                 function = self._functions.get(known_as)
                 if function is None:
                     function = self._load(known_as)
-            if holds_handles(payload) and is_coroutine_function(function):
-                # On its loop the handles become those of a loop.
-                value: Any = load_and_call(function, payload)
+            if has_handles(payload) and is_coroutine(function):
+                args, kwargs = self._own_loop().load(payload)
             else:
-                args, kwargs = load_arguments(payload)
-                kind = RAISED
-                value = _call(function, args, kwargs)
+                args, kwargs = arguments_in(payload)
             kind = RAISED
+            value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
                 value = self._await(value, task)
             if type(payload) is not bytes:
@@ -228,9 +226,9 @@ class Executor:
         return loaded
 
     def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
-        return self._on_loop().run(coroutine, task)
+        return self._own_loop().run(coroutine, task)
 
-    def _on_loop(self) -> Coroutines:
+    def _own_loop(self) -> Coroutines:
         if self._coroutines is None:
             # asyncio costs 40 ms to import; only the first coroutine pays.
             from aiogpu.worker.coroutines import Coroutines
@@ -240,26 +238,9 @@ class Executor:
 
     def _pour(self, items: Any, flow: Outflow) -> None:
         if hasattr(items, "__anext__"):
-            self._on_loop().pour(items, flow)
+            self._own_loop().pour(items, flow)
         else:
             pour(items, flow, Holding(self._channel, self._interrupts, flow).hold)
-
-
-def holds_handles(payload: bytes) -> bool:
-    """Whether there are handles within the arguments."""
-    return type(payload) is Parcel and bool(payload.contents.values)
-
-
-def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Whether it was written as `async def`; asks without importing `inspect`."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return bool(getattr(code, "co_flags", 0) & CO_COROUTINE)
-
-
-async def load_and_call(function: Callable[..., Any], payload: bytes) -> Any:
-    """Call a coroutine function with arguments that are to be loaded on its loop."""
-    args, kwargs = load_arguments(payload)
-    return await function(*args, **kwargs)
 
 
 class Raised:
@@ -277,3 +258,12 @@ def _call(
 ) -> Any:
     # A frame of its own: an interrupt may land in a builtin called from here.
     return function(*args, **kwargs)
+
+
+def is_coroutine(function: object) -> bool:
+    """Whether a function, or the one that it wraps, is an `async def`."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
+    # As `inspect` does, which is slow to import.
+    return code is not None and bool(code.co_flags & CO_COROUTINE)

@@ -14,12 +14,13 @@ import socket
 from _thread import allocate_lock, get_ident
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
+from aiogpu.wire.payload import load_arguments
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
@@ -86,7 +87,6 @@ class Loans:
         self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
         self._mapped: dict[int, Loan] = {}
         self._arrived: dict[int, int] = {}
-        self._unwanted: dict[int, int] = {}
         self._socket: socket.socket | None = None
         self._sender: DescriptorSender
         self._receiver: DescriptorReceiver
@@ -97,17 +97,17 @@ class Loans:
         """What has come: its parcels as loans, and what concerns these taken in."""
         has_recycled = False
         for index, message in enumerate(messages):
-            if type(message) is Recycle:
-                self._recycle(message.segments)
-                has_recycled = True
-                continue
             payload = getattr(message, "payload", None)
-            if type(message) is ChildItems:
+            if payload is not None:
+                if is_parcel(payload):
+                    taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
+                    messages[index] = taken
+            elif type(message) is ChildItems:
                 items = tuple(map(self.take_payload, message.payloads))
                 messages[index] = message._replace(payloads=items)
-            elif payload and is_parcel(payload):
-                parcel = self.borrow(payload)
-                messages[index] = message._replace(payload=parcel)  # type: ignore[call-arg]
+            elif type(message) is Recycle:
+                self._recycle(message.segments)
+                has_recycled = True
         if has_recycled:
             return [one for one in messages if type(one) is not Recycle]
         return messages
@@ -262,32 +262,40 @@ class Loans:
         return Parcel.of(contents, (*outgoing.handles, *outgoing.references))
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
-        from aiogpu.memory.segment import Segment
-
         buffers = list(outgoing.buffers)
         if len(outgoing.stream) >= APART:
             buffers.insert(0, memoryview(outgoing.stream))
+        try:
+            segment, spans = self._written(buffers)
+        except OSError:
+            # No descriptor, or no memory: then it travels as a whole.
+            whole = tuple(map(bytes, outgoing.buffers))
+            return contents._replace(buffers=whole)
+        if len(buffers) > len(outgoing.buffers):
             contents = contents._replace(stream=b"")
+        return contents._replace(
+            segment=segment.id,
+            size=segment.size,
+            spans=tuple(number for span in spans for number in span),
+        )
+
+    def _written(
+        self, buffers: list[memoryview]
+    ) -> tuple[Segment, tuple[tuple[int, int], ...]]:
+        """A segment with these, and where they are; the driver has it as well."""
+        from aiogpu.memory.segment import Segment
+
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
         with self._lock:
             warm = self._own_segments()
-            try:
-                segment = warm.take(room, is_scarce=room > self._page.left())
-            except OSError:
-                # No descriptor, or no memory: then it travels as a whole.
-                whole = tuple(map(bytes, outgoing.buffers))
-                return contents._replace(stream=outgoing.stream, buffers=whole)
+            segment = warm.take(room, is_scarce=room > self._page.left())
             try:
                 spans = segment.write(buffers)
                 self._pass(segment)
             except BaseException:
                 warm.discard(segment.id)
                 raise
-        return contents._replace(
-            segment=segment.id,
-            size=segment.size,
-            spans=tuple(number for span in spans for number in span),
-        )
+        return segment, spans
 
     def _own_segments(self) -> WarmSegments:
         if self._warm is None:
@@ -328,6 +336,16 @@ class Loans:
         """This process is a fork of the worker: it must not speak for it."""
         if self._socket is not None:
             self._socket.close()
+
+
+def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a call is given; what of it is kept keeps alive what it needs itself."""
+    if type(payload) is not Parcel:
+        return load_arguments(payload)
+    try:
+        return load_arguments(payload)
+    finally:
+        payload.let_go()
 
 
 def packed(outgoing: Outgoing) -> bytes:

@@ -11,12 +11,12 @@ from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result, load_arguments, several
+from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.loans import packed
+from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ThreadedActor:
         call, kind = message.call, UNREADABLE
         started = perf_counter()
         try:
-            args, kwargs = load_arguments(message.payload)
+            args, kwargs = arguments_in(message.payload)
             kind = RAISED
             value = self._methods[message.method](*args, **kwargs)
             if type(message.payload) is not bytes:

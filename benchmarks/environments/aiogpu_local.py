@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +103,15 @@ class AiogpuLocal:
     async def keep(self, value: object) -> object:
         """`put`."""
         return await aiogpu.put(value)
+
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """`f.remote`, which is what a program iterates."""
+        if not hasattr(aiogpu, "Stream"):
+            raise UnsupportedError("this version of aiogpu has no streams")
+        start: Callable[[int], AsyncIterator[int]] = aiogpu.remote(function).remote
+        return start
 
     def actor(self, cls: type) -> Create:
         """`A.remote`, which is what a program calls; a handle of it keeps it alive."""

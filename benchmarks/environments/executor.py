@@ -77,6 +77,10 @@ class Executor:
         """Never possible."""
         raise UnsupportedError("an executor keeps no values")
 
+    def stream(self, function: Callable[[int], object]) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor's calls give one result")
+
     def actor(self, cls: type) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor has no actors")

@@ -136,6 +136,7 @@ def test_an_environment_that_lacks_something_says_so():
     lacking = ["gpu_latency", "nested", "batching", "backlog", "queue", "many_gpus"]
     lacking += ["isolated", "spaced", "cancel", "turnover", "actors", "many_actors"]
     lacking += ["values", "map"]
+    lacking += ["streams"]
     done = run("--environment", "executor", "noop_latency", *lacking)
     assert done.returncode == 0, done.stderr
     assert "not measured: an executor shares out no GPUs" in done.stdout

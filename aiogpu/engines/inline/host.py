@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aiogpu.core.ids import TaskId
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.supplies import needed_by
 from aiogpu.errors import MisuseError, NodeError
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.wire.acting import ASYNC
@@ -136,6 +137,17 @@ class TaskHost:
             self._node.begin_wait(call)
         for job in self._awaited:
             job.waiters = 1
+            self._bring_up(job)
+
+    def _bring_up(self, job: Job) -> None:
+        """Have a job run now, and what it needs, whoever has started them."""
+        if not job.is_waiting:
+            return
+        for value in needed_by(job):
+            needed = self._node.jobs.get(TaskId(value.task))
+            if needed is not None:
+                self._bring_up(needed)
+        self._node.turns.bring_up(job, self._job)
 
     def end_wait(self, waiter: object) -> None:
         """Nobody of the task's plain code waits any more."""

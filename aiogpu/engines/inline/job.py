@@ -18,6 +18,7 @@ from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call, pass_on
+from aiogpu.runtime.values import unfinished_in
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.worker.context import take_kept
@@ -31,6 +32,12 @@ running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=N
 """The job whose code asks; the asyncio tasks that it starts inherit it."""
 acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
 """The job that has made the actor whose coroutine asks; inherited as well."""
+
+
+def id_of_caller() -> int:
+    """By which the code that asks is told apart from others; 0 for the program."""
+    job = running_job.get() or acting_job.get()
+    return 0 if job is None else job.id
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +139,13 @@ class Job:
             error = call.error or unpack_failure(answer, self.name)
             outcome.show_frames(error)
             call.tell(error)
+
+    def let_go(self, result: bytes) -> None:
+        """Children to which the result has handles go on without their parent."""
+        for task in unfinished_in(result):
+            child = self.brood.pop(TaskId(task), None)
+            if child is not None:
+                child.parent = None
 
     def is_retried(self, outcome: Outcome) -> bool:
         """Whether it is to be tried again after an attempt that ended so."""

@@ -13,6 +13,7 @@ from aiogpu.engines.inline.async_resident import AsyncResident
 from aiogpu.engines.inline.call_waits import CallWaits
 from aiogpu.engines.inline.creation import Creation
 from aiogpu.engines.inline.invocation import Invocation
+from aiogpu.engines.inline.job import id_of_caller
 from aiogpu.engines.inline.resident import Resident
 from aiogpu.errors import (
     ActorDiedError,
@@ -91,6 +92,7 @@ class Residents(Register):
             return found
         self.check_name(key)
         actor = Actor(site, self._new_number, key)
+        actor.caller_here = id_of_caller
         actor.on_idle, actor.on_dead = self._on_idle, self._on_dead
         actor.on_leaving = self.free_name
         self.name(actor)

@@ -294,8 +294,8 @@ class Runner:
         job.on_end()
         if not self._turns.running and not self.node.beside.jobs:
             self._is_quiet.set()
-        if self._is_run:
-            self.loop.stop()
+        for runner in list(self.node.runners):
+            runner.note_item()  # its plain code may wait for this one
         self.wake()
 
     def run_until(

@@ -11,6 +11,7 @@ from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.job import Job
+    from aiogpu.runtime.values import Value
 
 
 class Expected(Enum):
@@ -27,6 +28,14 @@ def expect(job: Job) -> None:
     if type(payload) is Parcel and not is_complete(payload):
         for value in dict.fromkeys(payload.needs):
             value.watch(lambda _: job.runner.wake())
+
+
+def needed_by(job: Job) -> tuple[Value, ...]:
+    """The arguments of a job that are still to come, each once."""
+    payload = job.call.payload
+    if type(payload) is not Parcel:
+        return ()
+    return tuple(value for value in dict.fromkeys(payload.needs) if value.is_pending)
 
 
 def expected(job: Job) -> Expected:

@@ -115,6 +115,14 @@ class Turns:
             merged = sorted([*self._waiting, *orphans], key=lambda job: job.id)
             self._waiting = deque(merged)
 
+    def bring_up(self, job: Job, above: Job) -> None:
+        """Have a job that waits run on top of another, whose code waits for it."""
+        for line in (self._waiting, *(below.children for below in self.running)):
+            if job in line and line is not above.children:
+                line.remove(job)
+                above.children.append(job)
+                return
+
     def set_aside(self, job: Job) -> None:
         """Have what runs above a job pause: the job's own code goes on."""
         place = self.running.index(job) + 1

@@ -4,7 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from typing import Any, assert_type
 
 import aiogpu
@@ -15,6 +22,7 @@ from aiogpu import (
     RemoteFunction,
     Results,
     Session,
+    Stream,
     Why,
 )
 
@@ -196,6 +204,46 @@ async def asyncio_takes_handles() -> None:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(embed.remote(1).coro())
         assert_type(task, asyncio.Task[str])
+
+
+@aiogpu.remote
+def words(text: str) -> Iterator[str]:
+    yield from text.split()
+
+
+@aiogpu.remote(max_buffered=2, num_cpus=0.5)
+async def lengths(text: str) -> AsyncGenerator[int, None]:
+    yield len(text)
+
+
+def letters(text: str) -> Generator[str, None, None]:
+    yield from text
+
+
+class Reader:
+    @aiogpu.method
+    def lines(self, number: int) -> Iterator[bytes]:
+        yield b"line"
+
+    @aiogpu.method(max_buffered=1)
+    async def later(self) -> AsyncIterator[float]:
+        yield 1.5
+
+
+async def streams_have_the_type_of_their_items() -> None:
+    assert_type(words.remote("a b"), Stream[str])
+    assert_type(lengths.remote("a"), Stream[int])
+    assert_type(lengths.options(max_buffered=None).remote("a"), Stream[int])
+    assert_type(aiogpu.remote(letters).remote("a"), Stream[str])
+    async for word in words.remote("a b"):
+        assert_type(word, str)
+    async with lengths.remote("a") as stream:
+        assert_type(await anext(stream), int)
+        assert_type(stream.cancel(), bool)
+    assert_type(await stream.why(), Why)
+    reader = aiogpu.typed(aiogpu.remote(Reader).remote())
+    assert_type(reader.lines.remote(1), Stream[bytes])
+    assert_type(reader.later.remote(), Stream[float])
 
 
 async def urls() -> AsyncGenerator[str, None]:
