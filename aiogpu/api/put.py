@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle
+from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.packing import packed
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError

@@ -23,8 +23,8 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_function, several
 from aiogpu.worker.context import ActorExit, current
-from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
+from aiogpu.worker.parcels import arguments_in, packed
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:

@@ -14,13 +14,12 @@ import socket
 from _thread import allocate_lock, get_ident
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.payload import load_arguments
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
@@ -336,21 +335,3 @@ class Loans:
         """This process is a fork of the worker: it must not speak for it."""
         if self._socket is not None:
             self._socket.close()
-
-
-def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a call is given; what of it is kept keeps alive what it needs itself."""
-    if type(payload) is not Parcel:
-        return load_arguments(payload)
-    try:
-        return load_arguments(payload)
-    finally:
-        payload.let_go()
-
-
-def packed(outgoing: Outgoing) -> bytes:
-    """The payload of what this worker sends; see `Loans.pack`."""
-    loans = current.loans
-    if loans is None:
-        raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
-    return loans.pack(outgoing)

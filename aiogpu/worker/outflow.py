@@ -20,7 +20,7 @@ from aiogpu.wire.payload import dump_result
 from aiogpu.wire.streaming import Demand, Items
 from aiogpu.worker.children import SLICE
 from aiogpu.worker.context import passing, take_passing
-from aiogpu.worker.loans import packed
+from aiogpu.worker.parcels import packed
 
 if TYPE_CHECKING:
     from asyncio import Future

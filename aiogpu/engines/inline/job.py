@@ -102,6 +102,11 @@ class Job:
         return self.record.state is TaskState.WAITING
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether its time is up."""
+        return self.due is not None and self.runner.loop.time() >= self.due
+
+    @property
     def has_ended(self) -> bool:
         """Whether its code has stopped, or never ran."""
         return self.record.state is TaskState.ENDED
