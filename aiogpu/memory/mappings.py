@@ -104,7 +104,7 @@ class Mappings:
             None if one is not of it, or may have been changed in this process, or if
             they are less than half of it.
         """
-        if not self._latest or not all(buffer.readonly for buffer in buffers):
+        if not self._latest:
             return None
         # Late: it costs more than all the rest, and is seldom needed.
         from aiogpu.memory.whereabouts import address_of

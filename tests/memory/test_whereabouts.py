@@ -105,7 +105,7 @@ def test_what_is_no_view_of_one_or_changed_or_small_is_not(segment: Segment) -> 
     assert mappings.shown([view, memoryview(bytes(SIZE))]) is None
     assert mappings.shown([view[: SIZE // 2 - 1]]) is None
     writable = (ctypes.c_char * SIZE).from_address(address_of(view))
-    assert mappings.shown([memoryview(writable).cast("B")]) is None
+    assert mappings.shown([memoryview(writable).cast("B")]) is not None
     change(view)
     assert mappings.shown([view]) is None
 
