@@ -26,6 +26,7 @@ from aiogpu.runtime.values import Value, known
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
+from aiogpu.wire.sharing import WARM as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
@@ -178,6 +179,7 @@ class Store:
         if not lending.is_connected:
             self.catch_up()
         descriptor = lending.receive(contents.segment)
+        self.memory.use_warm(lending.warm.pop(contents.segment, 0))
         return self._shared(contents.segment, descriptor, contents.size)
 
     def dispatch(self, worker: LiveWorker, payload: bytes) -> bytes:
@@ -195,6 +197,12 @@ class Store:
         for part in parcel.parts:
             if type(part) is Parcel:
                 self._lend(lending, part)
+
+    def forget(self, lending: Lending) -> None:
+        """A worker has ended: it has nothing any more."""
+        self.memory.use_warm(sum(lending.warm.values()))
+        lending.warm.clear()
+        lending.close()
 
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, for this process to read."""
@@ -237,7 +245,12 @@ class Store:
             return
         writer = self._workers.get(owner)
         if writer is not None and writer.peer is not None:
-            writer.peer.send(Recycle((identity,)))
+            warm = self.lending(writer).warm
+            is_kept = sum(warm.values()) + counted <= WARM_OF_WORKER
+            is_kept = is_kept and self.memory.keep_warm(counted)
+            if is_kept:
+                warm[identity] = counted
+            writer.peer.send(Recycle((identity if is_kept else -identity,)))
 
     def close(self) -> None:
         """Give up this process's hold on all of it; what is mapped stays until read."""

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
+from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from aiogpu.memory.warm import WarmSegments
     from aiogpu.wire.messages import Message
     from aiogpu.worker.interrupts import Interrupts
-
-WARM: Final = 1 << 28
-"""Bytes of segments that stand ready to be written again."""
 
 
 REFUSED: Final = 5e-3
@@ -339,7 +336,10 @@ class Loans:
     def _recycle(self, segments: tuple[int, ...]) -> None:
         with self._lock:
             for identity in segments:
-                self._own_segments().give_back(identity)
+                if identity < 0:
+                    self._own_segments().discard(-identity)
+                else:
+                    self._own_segments().give_back(identity)
 
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
