@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.mappings import Mappings
+from aiogpu.memory.mappings import Mappings, Shown
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
 from aiogpu.runtime.lending import Lending
@@ -88,12 +88,25 @@ class Store:
             returns=outgoing.returns,
         )
         size = outgoing.size
-        segment = None
+        segment = shown = None
         if size >= APART:
-            segment, contents = self._write(outgoing, contents)
+            shown = self._shown(outgoing)
+            if shown is not None:
+                segment = self._mapped[shown.segment]
+                contents = contents.placed(*shown)
+            else:
+                segment, contents = self._write(outgoing, contents)
         elif size:
             contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
-        return Parcel.of(contents, (segment, *outgoing.references), self, values)
+        parcel = Parcel.of(contents, (segment, *outgoing.references), self, values)
+        parcel.is_shown = shown is not None
+        return parcel
+
+    def _shown(self, outgoing: Outgoing) -> Shown | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if len(outgoing.stream) >= APART:
+            return None
+        return self._mappings.shown(outgoing.buffers)
 
     def _write(
         self, outgoing: Outgoing, contents: Contents
@@ -109,11 +122,7 @@ class Store:
             return None, contents._replace(buffers=whole)
         if len(buffers) > len(outgoing.buffers):
             contents = contents._replace(stream=b"")
-        return shared, contents._replace(
-            segment=shared.id,
-            size=shared.size,
-            spans=tuple(number for span in spans for number in span),
-        )
+        return shared, contents.placed(shared.id, shared.size, spans)
 
     def _written(
         self, buffers: list[memoryview]

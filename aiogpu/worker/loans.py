@@ -25,7 +25,7 @@ from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.memory.mappings import Mappings
+    from aiogpu.memory.mappings import Mappings, Shown
     from aiogpu.memory.page import ControlPage
     from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
@@ -251,11 +251,25 @@ class Loans:
             returns=outgoing.returns,
         )
         size = outgoing.size
+        loan = None
         if size >= APART:
-            contents = self._write(outgoing, contents)
+            shown = self._shown(outgoing)
+            if shown is not None:
+                contents = contents.placed(*shown)
+                loan = self._mapped[shown.segment]
+            else:
+                contents = self._write(outgoing, contents)
         elif size:
             contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
-        return Parcel.of(contents, (*outgoing.handles, *outgoing.references))
+        parcel = Parcel.of(contents, (*outgoing.handles, *outgoing.references, loan))
+        parcel.is_shown = loan is not None
+        return parcel
+
+    def _shown(self, outgoing: Outgoing) -> Shown | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if self._mappings is None or len(outgoing.stream) >= APART:
+            return None
+        return self._mappings.shown(outgoing.buffers)
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
         buffers = list(outgoing.buffers)
@@ -269,11 +283,7 @@ class Loans:
             return contents._replace(buffers=whole)
         if len(buffers) > len(outgoing.buffers):
             contents = contents._replace(stream=b"")
-        return contents._replace(
-            segment=segment.id,
-            size=segment.size,
-            spans=tuple(number for span in spans for number in span),
-        )
+        return contents.placed(segment.id, segment.size, spans)
 
     def _written(
         self, buffers: list[memoryview]

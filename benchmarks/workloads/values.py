@@ -114,7 +114,7 @@ async def _ways(environment: Environment, scale: Scale) -> list[Row]:
         beside_row(
             f"values: {_size(scale)} there, another back",
             Pair(twice, changed),
-            None,
+            THERE_AND_BACK,
             scale,
         ),
         beside_row(f"values: {_size(scale)} there", Pair(once, taken), None, scale),

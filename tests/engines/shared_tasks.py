@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
 from typing import Final
 
 import aiogpu
+from aiogpu.memory.whereabouts import address_of
 from tests.gate import pass_gate
 
+B: Final = ord("b")
 _kept: Final[list[memoryview]] = []
 
 
@@ -42,6 +45,19 @@ def hold(path: str, view: memoryview) -> int:
     """Have it until the gate opens."""
     pass_gate(path, "holds")
     return view[0]
+
+
+@aiogpu.remote
+def give_back(view: memoryview) -> memoryview:
+    """The same."""
+    return view
+
+
+@aiogpu.remote
+def change_by_force(view: memoryview) -> memoryview:
+    """Give it back with another first byte, as torch does in place."""
+    ctypes.memset(address_of(view), B, 1)
+    return view
 
 
 @aiogpu.remote
