@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
+    from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.map import Results as Results
     from aiogpu.api.method import method as method
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.api.put import put as put
     from aiogpu.api.run import run as run
     from aiogpu.api.session import Session as Session
+    from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.task import RemoteFunction as RemoteFunction
     from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
@@ -77,6 +79,7 @@ _ROOMS = {
     "api.blocking": ("get",),
     "api.completion": ("as_completed", "wait"),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
+    "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
     "api.method": ("method",),
@@ -91,6 +94,7 @@ _ROOMS = {
     "api.put": ("put",),
     "api.run": ("run",),
     "api.session": ("Session",),
+    "api.stream": ("Stream",),
     "api.task": ("RemoteFunction", "remote"),
     "core.snapshot": ("NodeStatus",),
     "core.why": ("Why",),

@@ -23,9 +23,8 @@ from aiogpu.api.actor_options import (
     check_actor_options,
 )
 from aiogpu.api.face import Face
-from aiogpu.api.method import (
-    RemoteMethod,
-)
+from aiogpu.api.generator_method import remote_method
+from aiogpu.api.method import RemoteMethod
 from aiogpu.api.task import Decorated, Definition
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
@@ -64,7 +63,7 @@ class ActorHandle(Generic[A]):
         if found is None:
             raise no_method(self._face, name)
         # It ties the link, not this handle, so that the last handle goes at once.
-        method: RemoteMethod[..., Any] = RemoteMethod(self._link, found)
+        method = remote_method(self._link, found)
         self.__dict__[name] = method
         return method
 
@@ -188,6 +187,7 @@ class RemoteClass(Decorated, Generic[P, A]):
                 options.max_task_retries,
                 options.num_cpus is not None,
                 face,
+                face.windows(),
             ),
         )
         return self._site

@@ -109,6 +109,26 @@ class FarLink:
         """How to call a method that has several results."""
         return FarSeveral(self.actor, method, payload)
 
+    def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
+        """Call a method that is a generator; gives the kind of stream that fits.
+
+        Raises:
+            MisuseError: no task runs any more.
+            SerializationError: the arguments are too large to be sent.
+        """
+        if is_loop_running():
+            import asyncio
+
+            from aiogpu.api.nested import session_of_task
+
+            session = session_of_task(asyncio.get_running_loop())
+            return session.ask_stream(label, size, self.actor, method, payload)
+        from aiogpu.api.blocking_stream import stream_of
+
+        family = self._children
+        ask = partial(family.ask, self.actor, method, payload)
+        return stream_of(label, size, family, ask)
+
     def ready(self) -> Any:
         """Settled when the constructor has returned."""
         return self.call(f"{self.name}()", READY, NOTHING)

@@ -20,6 +20,7 @@ from aiogpu.wire.payload import dump_whole
 from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
+    from aiogpu.api.early import Awaited
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.api.several import Several
@@ -141,23 +142,42 @@ class ActorLink:
             SerializationError: the arguments are too large to be sent.
             NodeError: the node is closed, or belongs to another process.
         """
+        self._check(payload)
+        host = host_beside_loop()
+        if host is not None and self._actor is not None:
+            start = partial(host.call, self._actor.id, method, payload)
+            return handle_by(host, label, start)  # type: ignore[no-any-return]
+        handle = self._session.new_handle(label, self)
+        self._start(method, payload, handle)
+        return handle
+
+    def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
+        """Call a method that is a generator; raises as `call` does."""
+        self._check(payload)
+        host = host_beside_loop()
+        if host is not None and self._actor is not None:
+            from aiogpu.api.blocking_stream import stream_by
+
+            start = partial(host.call, self._actor.id, method, payload)
+            return stream_by(host, label, size, start)
+        stream = self._session.new_stream(label, self, size)
+        self._start(method, payload, stream.inflow)
+        return stream
+
+    def _check(self, payload: bytes) -> None:
         if len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(self.site, payload)
         if self._actor is not None and not self._session.is_open:
             raise self._session.unusable()
-        host = host_beside_loop()
-        if host is not None and self._actor is not None:
-            start = partial(host.call, self._actor.id, method, payload)
-            return handle_by(host, label, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(label, self)
+
+    def _start(self, method: str, payload: bytes, handle: Awaited) -> None:
         receiver = carrying(handle) if passing else handle
         if self._actor is not None:
             handle.task_id = self._actor.call(method, payload, receiver)
         else:
             self._ask(handle, partial(_call_early, method, payload, handle, receiver))
-        return handle
 
     def several(self, method: str, payload: bytes) -> NearSeveral:
         """How to call a method that has several results."""
@@ -212,7 +232,7 @@ class ActorLink:
             receiver.fail(self._error)
         return 0
 
-    def _ask(self, handle: Handle[Any], ask: Callable[[ActorPort], object]) -> None:
+    def _ask(self, handle: Awaited, ask: Callable[[ActorPort], object]) -> None:
         if self._session.is_forked:
             raise self._session.unusable()
         self.ask_actor(ask, handle.fail)
@@ -236,6 +256,11 @@ class ActorLink:
     def _known_actors(self) -> ActorsPort:
         assert self._actors is not None, self
         return self._actors
+
+    def demand(self, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        if self._actor is not None and self._actors is not None:
+            self._actors.demand(self._actor.id, number, limit)
 
     def cancel(self, number: int) -> None:
         """Nobody wants a call's answer any more."""
@@ -263,7 +288,7 @@ def _release(actors: ActorsPort, actor: int) -> None:
 def _call_early(
     method: str,
     payload: bytes,
-    handle: Handle[Any],
+    handle: Awaited,
     receiver: Receiver,
     actor: ActorPort,
 ) -> None:

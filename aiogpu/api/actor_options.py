@@ -78,6 +78,7 @@ class MethodOptions(NamedTuple):
     """The options of one method, as `@aiogpu.method` takes them."""
 
     num_returns: int = 1
+    max_buffered: int | None = None
     concurrency_group: str | None = None
 
 
@@ -152,5 +153,6 @@ ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
 }
 _METHOD_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_returns": CHECKS["num_returns"],
+    "max_buffered": CHECKS["max_buffered"],
     "concurrency_group": check_text,
 }

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from aiogpu.runtime.call import Receiver
 
 if TYPE_CHECKING:
-    from aiogpu.api.handle import Handle
-    from aiogpu.api.several import Several
     from aiogpu.engines.base import Engine
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.call import Site
+
+
+class Awaited(Receiver, Protocol):
+    """A handle, or the end of a stream at which its items come in.
+
+    Attributes:
+        task_id: the task's number, set when it is started.
+    """
+
+    task_id: int
+
+    def done(self) -> bool:
+        """Whether nobody wants it any more, or it has ended."""
+        ...
 
 
 class Early(NamedTuple):
@@ -51,7 +65,7 @@ class EarlyRequests:
 def submit_early(
     site: Site,
     payload: bytes,
-    handle: Handle[Any] | Several,
+    handle: Awaited,
     receiver: Receiver,
     engine: Engine,
 ) -> None:

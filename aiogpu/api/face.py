@@ -25,6 +25,11 @@ class Face:
         usual = INTERLEAVED if mode == ASYNC else THREADS
         return mode, {DEFAULT_GROUP: options.max_concurrency or usual, **groups}
 
+    def windows(self) -> dict[str, int]:
+        """Of each method that is a generator, how many items it may be ahead."""
+        methods = self.methods.items()
+        return {name: method.window for name, method in methods if method.window}
+
     def groups(self, options: ActorOptions) -> dict[str, str]:
         """The group of each method that has one.
 

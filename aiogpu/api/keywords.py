@@ -34,6 +34,9 @@ class Options(TypedDict, total=False):
         retry_exceptions: exceptions after which it is tried again as well: True
             for all, or classes.
         num_returns: 1.
+        max_buffered: for a generator, how many items it may be ahead of its consumer;
+            64 unless given. With 1 the next item is not begun before the one before
+            was taken.
         name: for logs, errors and `status()`; the function's unless given.
         priority: higher goes first; 0 unless given.
         timeout: seconds from `.remote()` after which it is stopped.
@@ -55,6 +58,7 @@ class Options(TypedDict, total=False):
     max_retries: int | None
     retry_exceptions: RetryExceptions | None
     num_returns: int | None
+    max_buffered: int | None
     name: str | None
     priority: int | None
     timeout: float | None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from aiogpu.errors import MisuseError
+
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.map import Results
@@ -83,3 +85,11 @@ class Mapper:
         from aiogpu.api.map import Results
 
         return Results(self, iterable, limit, ordered, chunk)
+
+
+def no_map(name: str) -> MisuseError:
+    """The error for mapping a generator."""
+    return MisuseError(
+        f"{name} is a generator, and map() takes one result a call; write `async for "
+        f"item in {name}.remote(...)` for each argument."
+    )

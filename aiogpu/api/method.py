@@ -6,7 +6,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -24,6 +24,7 @@ from typing import (
 
 from aiogpu.api.actor_options import MethodOptions, check_method_options
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.options import MAX_BUFFERED, not_buffered, not_counted
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
@@ -32,6 +33,7 @@ from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
 from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
+    from aiogpu.api.generator_method import GeneratorDescriptor
     from aiogpu.api.handle import Handle
     from aiogpu.api.several import Start
 
@@ -48,6 +50,8 @@ class Method:
         label: how handles and errors call it.
         group: its concurrency group.
         returns: how many results its calls have, 0 for the usual one.
+        is_coroutine: whether it needs an event loop.
+        window: if it is a generator, how many items it may be ahead; else 0.
     """
 
     def __init__(self, owner: str, name: str, found: Any) -> None:
@@ -57,23 +61,22 @@ class Method:
         self.label = f"{owner}.{name}"
         self.group = options.concurrency_group or DEFAULT_GROUP
         self.returns = options.num_returns if options.num_returns > 1 else 0
-        self.is_coroutine = inspect.iscoroutinefunction(function)
-        self.is_generator = inspect.isgeneratorfunction(
-            function
-        ) or inspect.isasyncgenfunction(function)
+        is_async_generator = inspect.isasyncgenfunction(function)
+        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
+        is_generator = is_async_generator or inspect.isgeneratorfunction(function)
+        self.window = (options.max_buffered or MAX_BUFFERED) if is_generator else 0
         self._found = found
         self._parameters: Parameters | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the function a handle needs no more than what it takes.
-        parameters = None if self.is_generator else self._look()
-        return {**self.__dict__, "_found": None, "_parameters": parameters}
+        return {**self.__dict__, "_found": None, "_parameters": self._look()}
 
     def pack(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
         """Check and pickle the arguments of a call.
 
         Raises:
-            MisuseError: it takes others, or is a generator.
+            MisuseError: it takes others.
             SerializationError: one of them cannot be pickled.
         """
         parameters = self._parameters or self._look()
@@ -98,11 +101,6 @@ class Method:
         return self._packed(arguments, {}, 0)
 
     def _look(self) -> Parameters:
-        if self.is_generator:
-            raise MisuseError(
-                f"{self.label} is a generator; this version calls methods that return. "
-                f"Return a list, or have it called once per item."
-            )
         if self._parameters is None:
             function = getattr(self._found, "__func__", self._found)
             signature = signature_of(function)
@@ -156,6 +154,10 @@ class Link(Protocol):
 
     def several(self, method: str, payload: bytes) -> Start:
         """How to call a method that has several results."""
+        ...
+
+    def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
+        """Call a method that is a generator; gives the stream of its items."""
         ...
 
     def ready(self) -> Any:
@@ -267,10 +269,13 @@ class MethodKeywords(TypedDict, total=False):
 
     Attributes:
         num_returns: 1.
+        max_buffered: for a generator, how many items it may be ahead of its consumer;
+            64 unless given.
         concurrency_group: one of those that the class's `concurrency_groups` name.
     """
 
     num_returns: int | None
+    max_buffered: int | None
     concurrency_group: str | None
 
 
@@ -283,6 +288,13 @@ class MethodDecorator(Protocol):
     ) -> MethodDescriptor[P, R]: ...
 
     @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]],
+        /,
+    ) -> GeneratorDescriptor[P, R]: ...
+
+    @overload
     def __call__(
         self, function: Callable[Concatenate[Any, P], R], /
     ) -> MethodDescriptor[P, R]: ...
@@ -292,6 +304,12 @@ class MethodDecorator(Protocol):
 def method(
     function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
 ) -> MethodDescriptor[P, R]: ...
+
+
+@overload
+def method(  # type: ignore[overload-overlap]
+    function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]], /
+) -> GeneratorDescriptor[P, R]: ...
 
 
 @overload
@@ -323,6 +341,12 @@ def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
             raise MisuseError(
                 f"method() was given {function!r}; write it above a method of a class."
             )
+        is_generator = inspect.isgeneratorfunction(function)
+        if not is_generator and not inspect.isasyncgenfunction(function):
+            if checked.max_buffered is not None:
+                raise not_buffered(function.__qualname__)
+        elif checked.num_returns != 1:
+            raise not_counted(function.__qualname__, checked.num_returns)
         setattr(function, MARK, checked)
         return function
 

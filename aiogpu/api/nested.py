@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiogpu.api.blocking import abandoned
 from aiogpu.api.handle import Handle
+from aiogpu.api.stream import Stream
 from aiogpu.engines.nested import LoopLink, family
 from aiogpu.worker.context import current
 
@@ -183,6 +184,22 @@ class TaskSession:
         )
         handle.task_id = self._link.submit(site, payload, handle)
         return handle
+
+    def stream(self, site: Site, payload: bytes) -> Stream[Any]:
+        """Start a child that is a generator."""
+        link, loop = self._link, self._loop
+        stream: Stream[Any] = Stream(site.spec.name, link, site.window, loop, link)
+        stream.inflow.task_id = link.submit(site, payload, stream.inflow)
+        return stream
+
+    def ask_stream(
+        self, label: str, size: int, actor: int, method: str, payload: bytes
+    ) -> Stream[Any]:
+        """Call a method of an actor that is a generator."""
+        link, loop = self._link, self._loop
+        stream: Stream[Any] = Stream(label, link, size, loop, link)
+        stream.inflow.task_id = link.ask(actor, method, payload, stream.inflow)
+        return stream
 
     def ask(self, label: str, actor: int, method: str, payload: bytes) -> Handle[Any]:
         """Call a method of an actor."""

@@ -37,6 +37,9 @@ Lifetime = Literal["detached"] | None
 
 _OWN_OPTIONS: Final = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
 
+MAX_BUFFERED: Final = 64
+"""Items that a generator may be ahead of its consumer, unless its options say."""
+
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""
 
@@ -57,6 +60,7 @@ class TaskOptions(NamedTuple):
     max_retries: int = 3
     retry_exceptions: Retried = False
     num_returns: int = 1
+    max_buffered: int | None = None
     name: str | None = None
     priority: int = 0
     timeout: float | None = None
@@ -111,6 +115,22 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise unknown_option(name, CHECKS, "a task")
         checked[name] = check(name, value)
     return checked
+
+
+def not_buffered(name: str) -> OptionError:
+    """The error for `max_buffered` on what is no generator."""
+    return OptionError(
+        f"max_buffered is an option of generators, and {name} gives one result; leave "
+        f"it out, or have {name} yield items."
+    )
+
+
+def not_counted(name: str, value: int) -> OptionError:
+    """The error for `num_returns` on a generator."""
+    return OptionError(
+        f"num_returns={value!r} is no option of a generator, whose items come one by "
+        f"one; leave it out of {name}."
+    )
 
 
 def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> OptionError:
@@ -299,6 +319,7 @@ CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "max_retries": whole(-1, "a whole number, 0 for none, -1 for no limit", 3),
     "retry_exceptions": _optional(_check_retried, False),
     "num_returns": _check_num_returns,
+    "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
     "name": check_text,
     "priority": whole(None, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),

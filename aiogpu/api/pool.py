@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
+from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
 from aiogpu.errors import MisuseError, NoLoopError
 
@@ -84,7 +85,13 @@ class PoolMethod(Mapper):
     ) -> Handle[Any]:
         crew = self._tie.crew
         member = crew.take()
-        handle = call(getattr(member.handle, self._name))
+        method = getattr(member.handle, self._name)
+        if isinstance(method, GeneratorMethod):
+            raise MisuseError(
+                f"{self.__name__} is a generator, and a pool counts calls that have "
+                f"one result; call it by the handle of one actor."
+            )
+        handle = call(method)
         crew.watch(member, handle)
         return handle
 

@@ -17,16 +17,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.address import default_address, refuse_in_worker
-from aiogpu.api.early import EarlyRequests, submit_early
+from aiogpu.api.early import Awaited, EarlyRequests, submit_early
 from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
-from aiogpu.engines.family import host_of_task
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
+    from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
@@ -83,6 +83,11 @@ class Session:
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self._new_handle(site.spec.name, self, self._loop)
+        self.start(site, payload, handle)
+        return handle
+
+    def start(self, site: Site, payload: bytes, handle: Awaited) -> None:
+        """Start a task for a handle or a stream that was made for it."""
         receiver: Receiver = handle
         if passing:
             from aiogpu.api.actor_link import carrying
@@ -93,7 +98,12 @@ class Session:
         else:
             start = partial(submit_early, site, payload, handle, receiver)
             self.when_open(start, handle.fail)
-        return handle
+
+    def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
+        """A stream of this loop, of which its owner tells."""
+        from aiogpu.api.stream import Stream
+
+        return Stream(name, owner, size, self._loop, self._engine.waits)
 
     def pack(self, outgoing: Outgoing) -> bytes:
         """Make a payload of arguments that are more than a pickle.
@@ -137,6 +147,10 @@ class Session:
         if not self._loop.is_closed():
             with suppress(RuntimeError):  # it was closed in this very moment
                 self._loop.call_soon_threadsafe(call)
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all."""
+        self._engine.demand(task, limit)
 
     def cancel(self, task: int) -> None:
         """Stop a task; its handle says so."""
@@ -305,19 +319,6 @@ def start_session(
     return session
 
 
-def submit(site: Site, payload: bytes) -> Handle[Any]:
-    """Start a task on the running loop's node; see `RemoteFunction.remote`."""
-    session = _sessions.get(_get_running_loop())  # type: ignore[arg-type]
-    if session is None:
-        host = host_of_task.get()
-        if host is not None:
-            from aiogpu.api.blocking import submit_to
-
-            return submit_to(host, site, payload)  # type: ignore[no-any-return]
-        session = current_session()
-    return session.submit(site, payload)
-
-
 def current_session() -> Session:
     """The running loop's session; one is opened if there is none.
 
@@ -340,9 +341,9 @@ def current_session() -> Session:
     return start_session(default_address(), NodeOptions(), loop)
 
 
-def session_of(loop: asyncio.AbstractEventLoop) -> Session | None:
+def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
     """The session of that loop, None if it has none."""
-    return _sessions.get(loop)
+    return _sessions.get(loop)  # type: ignore[arg-type]
 
 
 def _disown_all() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,7 +25,12 @@ from typing import (
 )
 
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.options import TaskOptions, check_options
+from aiogpu.api.options import (
+    MAX_BUFFERED,
+    TaskOptions,
+    check_options,
+    not_buffered,
+)
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
@@ -40,6 +45,7 @@ from aiogpu.wire.payload import (
 if TYPE_CHECKING:
     from aiogpu.api.actor import RemoteClass
     from aiogpu.api.actor_keywords import AnyKeywords
+    from aiogpu.api.generator import RemoteGenerator
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
     from aiogpu.runtime.call import Function, Site
@@ -67,7 +73,9 @@ class Definition:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.is_coroutine = inspect.iscoroutinefunction(function)
+        is_async_generator = inspect.isasyncgenfunction(function)
+        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
+        self.is_generator = is_async_generator or inspect.isgeneratorfunction(function)
         self._sent: Function | None = None
 
     def sent(self) -> Function:
@@ -134,6 +142,8 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:
         super().__init__(definition)
+        if options.max_buffered is not None and not definition.is_generator:
+            raise not_buffered(definition.name)
         self._options = options
         self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
@@ -169,7 +179,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         options, definition = self._options, self._definition
         function = definition.sent()
         spec = options.spec(definition.name, function.id)
-        self._submit = _way_to_node(self._returns)
+        self._submit = self._way()
         self._site = Site(
             id=new_site_id(),
             function=function,
@@ -178,6 +188,9 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             environ=dict(options.runtime_env),
             is_coroutine=definition.is_coroutine,
             retry_exceptions=options.retry_exceptions,
+            window=(options.max_buffered or MAX_BUFFERED)
+            if definition.is_generator
+            else 0,
         )
         return self._site
 
@@ -199,42 +212,47 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
 
+    def _way(self) -> Callable[[Site, bytes], Any]:
+        """Who takes this process's calls: a program's session, or a worker's task."""
+        from aiogpu.worker.context import current
+
+        if self._returns:
+            from functools import partial
+
+            from aiogpu.api.several import submit_several
+
+            return partial(submit_several, self._returns)
+        if current.children is not None:
+            from aiogpu.api.blocking import submit_child
+
+            return submit_child
+        from aiogpu.api.submission import submit
+
+        return submit
+
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         definition = self._definition
         return _rebuild, (definition.reference() or definition.function, self._options)
-
-
-def _way_to_node(returns: int) -> Callable[[Site, bytes], Any]:
-    """Who takes this process's calls: a program's session, or a worker's task.
-
-    `returns` is how many results they have, 0 for the usual one.
-    """
-    from aiogpu.worker.context import current
-
-    if returns:
-        from functools import partial
-
-        from aiogpu.api.several import submit_several
-
-        return partial(submit_several, returns)
-    if current.children is not None:
-        from aiogpu.api.blocking import submit_child
-
-        return submit_child
-    from aiogpu.api.session import submit
-
-    return submit
 
 
 def _rebuild(
     source: Reference | Callable[..., Any], options: TaskOptions
 ) -> RemoteFunction[..., Any]:
     if not isinstance(source, Reference):
-        return RemoteFunction(Definition(source), options)
+        return _made(Definition(source), options)
     found = load_reference(*source)
     if isinstance(found, RemoteFunction):
-        return RemoteFunction(found._definition, options)
-    return RemoteFunction(Definition(found), options)
+        return _made(found._definition, options)
+    return _made(Definition(found), options)
+
+
+def _made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
+    """What a function of its kind becomes; raises `OptionError` if one does not fit."""
+    if definition.is_generator:
+        from aiogpu.api.generator import RemoteGenerator
+
+        return RemoteGenerator(definition, options)
+    return RemoteFunction(definition, options)
 
 
 class RemoteDecorator(Protocol):
@@ -249,6 +267,11 @@ class RemoteDecorator(Protocol):
     def __call__(
         self, function: Callable[P, Coroutine[Any, Any, R]], /
     ) -> RemoteFunction[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Iterator[R] | AsyncIterator[R]], /
+    ) -> RemoteGenerator[P, R]: ...
 
     @overload
     def __call__(self, function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
@@ -267,6 +290,12 @@ def remote(
 
 
 @overload
+def remote(
+    function: Callable[P, Iterator[R] | AsyncIterator[R]], /
+) -> RemoteGenerator[P, R]: ...
+
+
+@overload
 def remote(function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
 
 
@@ -278,7 +307,8 @@ def remote(function: Any = None, /, **options: Any) -> Any:
     """Make a function or a class remote: `@remote`, or `@remote(num_gpus=0.25)`.
 
     Args:
-        function: a plain function, an `async def`, or the class of an actor.
+        function: a plain function, an `async def`, a generator of either kind, or
+            the class of an actor.
         **options: see `Options` for functions, `ActorKeywords` for classes.
 
     Raises:
@@ -329,9 +359,4 @@ def _decorate(function: object, options: dict[str, Any]) -> object:
         raise MisuseError(
             f"remote() was given {function!r}; give it a function, or options by name."
         )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise MisuseError(
-            f"{Definition(function).name} is a generator; this version runs functions "
-            f"that return. Return a list, or call it once per item."
-        )
-    return RemoteFunction(Definition(function), checked)
+    return _made(Definition(function), checked)

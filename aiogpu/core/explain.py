@@ -42,7 +42,8 @@ def _standing(why: Why) -> str:
         case "queued":
             return f"was sent ahead to {_worker(why)} and runs after {_behind(why)}"
         case "running":
-            return f"runs on {_worker(why)}{_for(why.runs_for)}"
+            held = ", and waits for its consumer to take items" if why.is_ahead else ""
+            return f"runs on {_worker(why)}{_for(why.runs_for)}{held}"
         case "blocked":
             return f"waits for {_children(why)}; meanwhile it holds no CPU"
         case "expecting":

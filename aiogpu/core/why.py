@@ -63,6 +63,8 @@ class Why:
         children: names of the tasks that it waits for, or whose results it expects;
             at most eight.
         count: how many there are of `behind` or of `children`.
+        is_ahead: whether it is a stream that waits for its consumer, since it is as far
+            ahead as it may be.
         outcome: how it has ended, in words: "it was cancelled"; None before.
     """
 
@@ -84,6 +86,7 @@ class Why:
     behind: tuple[str, ...] = ()
     children: tuple[str, ...] = ()
     count: int = 0
+    is_ahead: bool = False
     outcome: str | None = None
 
     def __str__(self) -> str:

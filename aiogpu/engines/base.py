@@ -134,6 +134,10 @@ class ActorsPort(Protocol):
         """
         ...
 
+    def demand(self, actor: int, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        ...
+
     def cancel(self, actor: int, number: int) -> None:
         """Nobody wants a call's answer any more."""
         ...
@@ -193,6 +197,10 @@ class Engine(Protocol):
             InfeasibleError: there will never be enough for it.
             SerializationError: the arguments are too large to be sent.
         """
+        ...
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a task that is a stream yield so many items in all."""
         ...
 
     def cancel(self, task: int) -> None:

@@ -28,8 +28,16 @@ class Family(Protocol):
 
     upsets: int
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        ...
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
+        ...
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid anything."""
         ...
 
     def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:

@@ -125,6 +125,11 @@ class LocalEngine:
         """Its actors; see `Engine.actors`."""
         return self._open_driver.actors
 
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all; see `Engine.demand`."""
+        if self._driver is not None:
+            self._driver.streams.demand(task, limit)
+
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         if self._driver is not None:

@@ -131,6 +131,10 @@ class LoopLink:
         """Nobody wants a value any more: stop whoever makes it."""
         self._children.tell(Discard(value))
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        self._children.demand(child, limit)
+
     def cancel(self, child: int) -> None:
         """Stop a child."""
         cancel(child)

@@ -7,12 +7,12 @@ again as often as `max_restarts` says. This is that task's receiver.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, NodeClosedError
+from aiogpu.runtime.actor_call import ActorCall
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
 from aiogpu.runtime.slot import LiveWorker
@@ -20,6 +20,7 @@ from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Invoke, Leave
 from aiogpu.wire.failure import LEFT, unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
+from aiogpu.wire.streaming import Demand
 
 if TYPE_CHECKING:
     from aiogpu.runtime.values import Value
@@ -38,25 +39,6 @@ class ActorState(Enum):
     LEAVING = "leaving"
     """It was told to end after what it was sent."""
     DEAD = "dead"
-
-
-@dataclass(slots=True, eq=False)
-class ActorCall:
-    """One call of a method.
-
-    Attributes:
-        receiver: None once nobody waits for it.
-        retries_left: how often it is tried again whose process has died; -1 is
-            without end.
-        known_as: the number under which its caller knows it, if that is another one.
-    """
-
-    method: str
-    payload: bytes
-    receiver: Receiver | None
-    retries_left: int
-    mailbox: Mailbox
-    known_as: CallId = 0
 
 
 class Actor:
@@ -149,8 +131,9 @@ class Actor:
             groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
         ]
         number = self._new_number()
+        limit = terms.windows.get(method, 0) if terms.windows else 0
         self.calls[number] = ActorCall(
-            method, payload, receiver, terms.max_task_retries, mailbox
+            method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
         if self._lines or type(payload) is not bytes:
             lines = self._lines = self._lines or Lines(self._post_held, self._refuse)
@@ -168,11 +151,15 @@ class Actor:
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
-            call = self.calls[number]
-            payload = call.payload
-            if type(payload) is not bytes:
-                payload = self.worker.borrow(payload)
-            self.worker.peer.post(Invoke(number, call.method, payload))
+            self.worker.peer.post(self._order(number))
+
+    def _order(self, number: CallId) -> Invoke:
+        """What the process is told of a call."""
+        assert self.worker is not None, self
+        order = self.calls[number].order(number)
+        if type(order.payload) is not bytes:
+            order = order._replace(payload=self.worker.borrow(order.payload))
+        return order
 
     def _post_held(self, number: CallId) -> None:
         """A call that stood in line is on its way; its place is behind those sent."""
@@ -191,6 +178,16 @@ class Actor:
         if call is not None and call.receiver is not None:
             value.tell(call.receiver)
             self.look_if_idle()
+
+    def demand(self, number: CallId, limit: int) -> None:
+        """A call that is a stream may yield so many items in all."""
+        number = self.number_of(number)
+        call = self.calls.get(number)
+        if call is None or not call.limit:
+            return
+        call.limit = limit
+        if number in call.mailbox.sent and self.worker and self.worker.peer:
+            self.worker.peer.post(Demand(number, limit))
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
@@ -261,13 +258,9 @@ class Actor:
 
     def _send(self, numbers: list[CallId]) -> None:
         if numbers and self.worker is not None and self.worker.peer is not None:
-            post, calls = self.worker.peer.post, self.calls
+            post = self.worker.peer.post
             for number in numbers:
-                call = calls[number]
-                payload = call.payload
-                if type(payload) is not bytes:
-                    payload = self.worker.borrow(payload)
-                post(Invoke(number, call.method, payload))
+                post(self._order(number))
 
     def number_of(self, known_as: CallId) -> CallId:
         """The number of a call now, by that under which its caller knows it."""

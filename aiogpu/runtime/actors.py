@@ -115,6 +115,12 @@ class Actors(Register):
                 self._interrupt(found, worker, number, is_first=True)
         found.look_if_idle()
 
+    def demand(self, actor: int, number: int, limit: int) -> None:
+        """A stream's consumer has taken items: it may yield so many in all."""
+        found = self._actors.get(actor)
+        if found is not None:
+            found.demand(number, limit)
+
     def _interrupt(
         self, actor: Actor, worker: LiveWorker, number: int, is_first: bool = False
     ) -> None:

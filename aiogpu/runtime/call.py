@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from aiogpu.errors import (
     DeadlockError,
@@ -19,12 +19,14 @@ from aiogpu.errors import (
     TaskTimeoutError,
 )
 from aiogpu.wire.failure import RAISED, unpack_failure
+from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
     from aiogpu.wire.messages import Done, Failed
 
 _log: Final = logging.getLogger(__name__)
+_NONE: Final[Mapping[str, int]] = {}
 _site_ids: Final = count(1)
 _function_ids: Final = count(1)
 
@@ -43,6 +45,20 @@ class Receiver(Protocol):
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result."""
         ...
+
+
+class ItemReceiver(Receiver, Protocol):
+    """Who waits for a stream: items come first, then one of the three is called."""
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Take pickled items, in order."""
+        ...
+
+
+def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
+    """Give items to whom they are for; None, if nobody wants them any more."""
+    if receiver is not None:
+        cast("ItemReceiver", receiver).receive_items(payloads)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +81,7 @@ class ActorTerms(NamedTuple):
         mode: how calls are run; see `wire.acting`.
         limits: by group, how many calls run at once.
         groups: by method, its group, where it is not the default one.
+        windows: by method that is a generator, how many items it may be ahead.
         max_task_retries: how often a call is tried again whose process has died.
         keeps_cpus: whether it holds its CPUs for as long as it lives.
         face: what handles to it are made of; nobody here looks at it.
@@ -76,6 +93,7 @@ class ActorTerms(NamedTuple):
     max_task_retries: int = 0
     keeps_cpus: bool = False
     face: object = None
+    windows: Mapping[str, int] = _NONE
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +110,7 @@ class Site:
         retry_exceptions: exceptions after which it is tried again; True for all.
         checked_by: who has found last that the request can be met.
         actor: how its calls are run, if it is a class.
+        window: if it is a generator, how many items it may be ahead; else 0.
     """
 
     id: int
@@ -103,6 +122,7 @@ class Site:
     retry_exceptions: bool | tuple[type[BaseException], ...]
     checked_by: object = None
     actor: ActorTerms | None = None
+    window: int = 0
 
     def is_retried(self, error: Exception) -> bool:
         """Whether this exception is one after which the task is tried again."""
@@ -125,6 +145,8 @@ class Call:
         number: under which it was sent.
         answer: what that worker said.
         error: the answer as an exception, if it was needed before.
+        limit: of a stream, how many items it may yield in all.
+        passed: how many have come.
     """
 
     site: Site
@@ -134,6 +156,18 @@ class Call:
     number: int = 0
     answer: Done | Failed | None = None
     error: Exception | None = None
+    limit: int = 0
+    passed: int = 0
+
+    def run(self, task: int, is_last: bool) -> Run:
+        """What its worker is told."""
+        site = self.site
+        if not site.window:
+            return Run(task, site.id, self.payload, is_last, self.number)
+        limit = self.limit or site.window
+        return Run(
+            task, site.id, self.payload, is_last, self.number, limit, self.passed
+        )
 
     def send_to(self, worker: int, number: int) -> None:
         """Note that it goes to a worker now; what another one said is void."""

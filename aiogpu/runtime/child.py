@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiogpu.runtime.call import pass_on
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
+from aiogpu.wire.streaming import ChildItems
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
@@ -36,6 +38,12 @@ class Child:
         if type(payload) is not bytes:
             payload = self.worker.borrow(payload)
         self._send(ChildDone(self._number, payload))
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items of its stream."""
+        if self.worker.peer is not None:
+            lent = tuple(map(self.worker.borrow, payloads))
+            self.worker.peer.post(ChildItems(self._number, lent))
 
     def reject(self, failed: Failed) -> None:
         """Pass on what the child's worker said of its failure."""
@@ -75,6 +83,10 @@ class Carrying:
         """Pass on the result."""
         self.receiver.receive(payload)
         self._end()
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items; what was carried may still be asked for."""
+        pass_on(self.receiver, payloads)
 
     def reject(self, failed: Failed) -> None:
         """Pass on the failure."""

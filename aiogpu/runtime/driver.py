@@ -41,6 +41,7 @@ from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.runtime.values import unfinished_in
@@ -72,6 +73,7 @@ class Driver:
         clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
         clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
         self._calls: Table[Call] = Table()
+        self.streams = Streams(self._calls, self._orders)
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
@@ -87,6 +89,7 @@ class Driver:
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self.on_answer
+        pool.hearing.on_items = self.streams.on_items
         pool.hearing.on_skipped = self._on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.name_of = self._name_of

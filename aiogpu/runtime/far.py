@@ -40,6 +40,7 @@ from aiogpu.wire.acting import (
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Failed, Message
 from aiogpu.wire.payload import dump_whole
+from aiogpu.wire.streaming import ChildDemand
 
 KINDS: Final = (Ask, Hold, Release, Carry, Make, Find, Stop)
 """The messages that concern actors."""
@@ -65,6 +66,7 @@ class Far:
             Make: self._make,
             Find: self._find,
             Stop: self._stop,
+            ChildDemand: self._demand,
         }
 
     def on_message(self, worker: LiveWorker, message: Message) -> None:
@@ -170,6 +172,11 @@ class Far:
                         f"or give the actor max_concurrency=2 or more."
                     )
                 )
+
+    def _demand(self, worker: LiveWorker, message: ChildDemand) -> None:
+        asked = worker.asked.get(message.child)
+        if asked is not None:
+            self._actors.demand(*asked, message.limit)
 
     def withdraw(self, worker: LiveWorker, child: int) -> bool:
         """Nobody wants the answer of a call any more; False if it is none."""

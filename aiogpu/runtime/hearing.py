@@ -24,6 +24,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.wire.parcel import is_parcel
 from aiogpu.wire.sharing import Put
+from aiogpu.wire.streaming import Items
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
@@ -35,6 +36,7 @@ class Hearing:
 
     Attributes:
         on_answer: told of a task's end, by the driver's wish.
+        on_items: told what a task's or a call's generator has yielded.
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
         on_nested: told what a task says of its children.
@@ -46,6 +48,7 @@ class Hearing:
 
     def __init__(self, console: Console) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]
+        self.on_items: Callable[[LiveWorker, Items], None]
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
@@ -63,7 +66,7 @@ class Hearing:
         on_done = self.on_answer if worker.actor is None else self.on_acting
         for message in messages:
             kind = type(message)
-            if kind in _CARRIERS and is_parcel(message.payload):  # type: ignore[union-attr, arg-type]
+            if (kind in _CARRIERS and is_parcel(message.payload)) or kind is Items:  # type: ignore[union-attr, arg-type]
                 admitted = self._admit(worker, message)
                 if admitted is None:
                     return
@@ -80,8 +83,11 @@ class Hearing:
 
     def _admit(self, worker: LiveWorker, message: Message) -> Message | None:
         """Take in what a message refers to; None if the worker has made that up."""
+        admit = partial(self.store.admit, worker)
         try:
-            payload = self.store.admit(worker, message.payload)  # type: ignore[union-attr, arg-type]
+            if isinstance(message, Items):
+                return message._replace(payloads=tuple(map(admit, message.payloads)))
+            payload = admit(message.payload)  # type: ignore[union-attr, arg-type]
         except (ProtocolError, OSError) as error:
             _log.warning("! cut off worker %d: %s", worker.id, error)
             if worker.peer is not None:
@@ -90,7 +96,9 @@ class Hearing:
         return message._replace(payload=payload)  # type: ignore[call-arg]
 
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
-        if worker.actor is not None and isinstance(message, Done | Failed | Created):
+        if isinstance(message, Items):
+            self.on_items(worker, message)
+        elif worker.actor is not None and isinstance(message, Done | Failed | Created):
             self.on_acting(worker.id, message)
         elif isinstance(message, Done | Failed):
             self.on_answer(worker.id, message)

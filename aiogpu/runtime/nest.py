@@ -28,6 +28,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.streaming import ChildDemand
 
 KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
@@ -59,22 +60,31 @@ class Nest:
             else:
                 self._far.refuse_self_waits(worker.actor, worker)
         elif type(message) is Withdraw:
-            child = worker.children.pop(message.child, None)
-            if child is not None:
-                self._driver.cancel(child)
-            elif worker.fetched.pop(message.child, None) is None:
-                self._far.withdraw(worker, message.child)
+            self._withdraw(worker, message.child)
         elif type(message) is Declare:
-            declared = worker.declared
-            declared.pop(message.site, None)
-            declared[message.site] = self._declare(message)
-            if len(declared) > KEPT:
-                # The oldest; by now the worker would declare it anew.
-                del declared[next(iter(declared))]
+            self._note_declared(worker, message)
         elif type(message) in KINDS:
             self._exchange.on_message(worker, message)
+        elif type(message) is ChildDemand and message.child in worker.children:
+            child = worker.children[message.child]
+            self._driver.streams.demand(child, message.limit)
         else:
             self._far.on_message(worker, message)
+
+    def _withdraw(self, worker: LiveWorker, number: int) -> None:
+        child = worker.children.pop(number, None)
+        if child is not None:
+            self._driver.cancel(child)
+        elif worker.fetched.pop(number, None) is None:
+            self._far.withdraw(worker, number)
+
+    def _note_declared(self, worker: LiveWorker, message: Declare) -> None:
+        declared = worker.declared
+        declared.pop(message.site, None)
+        declared[message.site] = self._declare(message)
+        if len(declared) > KEPT:
+            # The oldest; by now the worker would declare it anew.
+            del declared[next(iter(declared))]
 
     def _tell_waits(self, worker: LiveWorker, task: int = 0) -> None:
         """Tell the core for whom a task waits; what actors do it cannot see."""

@@ -10,6 +10,7 @@ from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Drop, Leave
 from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
+from aiogpu.wire.streaming import Demand
 
 
 class Orders:
@@ -27,10 +28,7 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
-        payload = call.payload
-        if type(payload) is not bytes:
-            payload = worker.borrow(payload)
-        run = Run(task, site.id, payload, is_last, call.number)
+        run = _run(worker, task, call, is_last)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -44,6 +42,12 @@ class Orders:
             first = [] if bind is None else [bind]
             it = it._replace(payload=worker.borrow(it.payload))
             worker.peer.send(*first, *worker.introduce(call.site), it)
+
+    def demand(self, worker_id: int, task: int, limit: int) -> None:
+        """Let a task's generator yield so many items in all."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.peer is not None:
+            worker.peer.post(Demand(task, limit))
 
     def drop(self, worker: LiveWorker, call: int, count: int) -> None:
         """Tell an actor's process that nobody wants a call's answer any more."""
@@ -75,10 +79,7 @@ class Orders:
             site = call.site
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            payload = call.payload
-            if type(payload) is not bytes:
-                payload = worker.borrow(payload)
-            messages.append(Run(task, site.id, payload, False, call.number))
+            messages.append(_run(worker, task, call, is_last=False))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
@@ -113,3 +114,11 @@ class Orders:
                 worker.peer.send(Cancel(task))
         elif slot.keeper is not None:
             slot.keeper.send(Signal(worker_id))
+
+
+def _run(worker: LiveWorker, task: int, call: Call, is_last: bool) -> Run:
+    """What a worker is told of a task; what its payload refers to is lent to it."""
+    run = call.run(task, is_last)
+    if type(run.payload) is not bytes:
+        run = run._replace(payload=worker.borrow(run.payload))
+    return run

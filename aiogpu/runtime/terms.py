@@ -34,6 +34,7 @@ class Terms(NamedTuple):
     retried: bytes
     is_endless: bool = False
     acting: tuple[Any, ...] | None = None
+    window: int = 0
 
     @classmethod
     def of(cls, site: Site) -> Terms:
@@ -56,6 +57,7 @@ class Terms(NamedTuple):
             retried=dump_whole(site.retry_exceptions),
             is_endless=spec.is_endless,
             acting=None if site.actor is None else _acting(site.actor),
+            window=site.window,
         )
 
     def pack(self) -> bytes:
@@ -99,6 +101,7 @@ class Terms(NamedTuple):
             is_coroutine=self.is_coroutine,
             retry_exceptions=retry_exceptions,
             actor=None if self.acting is None else _actor_terms(self.acting),
+            window=self.window,
         )
 
 
@@ -111,13 +114,20 @@ def _acting(terms: ActorTerms) -> tuple[Any, ...]:
         terms.max_task_retries,
         terms.keeps_cpus,
         dump_whole(terms.face),
+        tuple(terms.windows.items()),
     )
 
 
 def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
-    mode, limits, groups, retries, keeps_cpus, face = acting
+    mode, limits, groups, retries, keeps_cpus, face, windows = acting
     return ActorTerms(
-        mode, dict(limits), dict(groups), retries, keeps_cpus, load_result(face)
+        mode,
+        dict(limits),
+        dict(groups),
+        retries,
+        keeps_cpus,
+        load_result(face),
+        dict(windows),
     )
 
 

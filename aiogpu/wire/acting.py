@@ -40,11 +40,16 @@ class Created(NamedTuple):
 
 
 class Invoke(NamedTuple):
-    """Driver to worker: call a method of the actor with these arguments."""
+    """Driver to worker: call a method of the actor with these arguments.
+
+    `limit` and `skip` are as in `Run`.
+    """
 
     call: int
     method: str
     payload: bytes
+    limit: int = 0
+    skip: int = 0
 
 
 class Drop(NamedTuple):

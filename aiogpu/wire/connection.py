@@ -73,6 +73,7 @@ from aiogpu.wire.sharing import (
     Returned,
     Share,
 )
+from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
 
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
@@ -89,6 +90,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
             *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
             *(Returned, Put, PutFailed, Share, Fetch, Discard),
+            *(Items, ChildDemand),
         }
     ),
 }
@@ -100,7 +102,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     WORKER: frozenset(
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
-            *(Create, Invoke, Drop, Leave, Recycle),
+            *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems),
         }
     ),
 }

@@ -14,6 +14,7 @@ import msgpack
 
 from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.wire.messages import TAGS, Message, from_fields
+from aiogpu.wire.streaming import ChildItems, Items
 
 HEADER: Final = 4
 LIMIT: Final = 1 << 30
@@ -39,9 +40,8 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
     Raises:
         SerializationError: it would be longer than `limit`.
     """
-    payload: bytes | None = getattr(message, "payload", None)
     pack = _pack
-    if payload is not None and len(payload) >= LARGE:
+    if _payload_size(message) >= LARGE:
         pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
     try:
         body: bytes = pack((TAGS[type(message)], *message))
@@ -55,6 +55,12 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
     return _pack_length(len(body)) + body
 
 
+def _payload_size(message: Message) -> int:
+    if type(message) is Items or type(message) is ChildItems:
+        return sum(map(len, message.payloads))
+    return len(getattr(message, "payload", None) or b"")
+
+
 def encode_all(messages: Iterable[Message]) -> bytes:
     """The frames of messages that go out together.
 
@@ -64,7 +70,7 @@ def encode_all(messages: Iterable[Message]) -> bytes:
     pack, pack_length, tags = _pack, _pack_length, TAGS
     parts: list[bytes] = []
     for message in messages:
-        if len(getattr(message, "payload", None) or b"") >= LARGE:
+        if _payload_size(message) >= LARGE:
             parts.append(encode(message))
             continue
         body = pack((tags[type(message)], *message))

@@ -23,6 +23,7 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.sharing import Sharing
+from aiogpu.wire.streaming import Streaming
 
 VERSION: Final = 5
 """Of the protocol; the greeting carries it and both ends must agree."""
@@ -112,6 +113,8 @@ class Run(NamedTuple):
     """Driver to worker: run a site with these arguments; `is_last`: then end.
 
     `number` counts what is sent to workers; by it they tell what they have begun.
+    Where a generator runs, `limit` is as in `Demand`, and its first `skip` items are
+    not sent, since they came from an attempt before; else both are 0.
     """
 
     task: int
@@ -119,6 +122,8 @@ class Run(NamedTuple):
     payload: bytes
     is_last: bool
     number: int = 0
+    limit: int = 0
+    skip: int = 0
 
 
 class Cancel(NamedTuple):
@@ -273,6 +278,7 @@ Message = (
     | Unforked
     | Acting
     | Sharing
+    | Streaming
 )
 
 TAGS: Final[dict[type[Message], int]] = {
@@ -294,6 +300,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
     "tuple[str, ...]": (tuple,),
+    "tuple[bytes, ...]": (tuple,),
 }
 
 

@@ -174,7 +174,7 @@ class SerialActor:
                     self._dropped.discard(call)
                     self._channel.send(dropped(call))
                     continue
-                answer = executor.call(call, _bound(methods, message), message.payload)
+                answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
                 if current.loans is not None and current.loans.are_used:
                     # It holds the arguments, of which the driver is to be told.

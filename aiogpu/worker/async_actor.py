@@ -16,11 +16,13 @@ from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
+from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.loans import arguments_in, packed
+from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -39,6 +41,7 @@ class AsyncActor:
         self._actor = actor
         self._methods = Methods(actor)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._flows: dict[int, Outflow] = {}
         self._answers: list[Done | Failed] = []
         self._is_over = False
         self._waits_since = 0.0
@@ -118,6 +121,10 @@ class AsyncActor:
                 self._begin(message)
             elif type(message) is Drop:
                 self._drop(message.call)
+            elif type(message) is Demand:
+                flow = self._flows.get(message.task)
+                if flow is not None:
+                    flow.rise(message.limit)
             elif is_end(message):
                 self._stop()
 
@@ -154,6 +161,9 @@ class AsyncActor:
                 value = await value
             if type(message.payload) is not bytes:
                 value = several(value, message.payload)
+            if message.limit:
+                await self._pour(value, message)
+                value = None
             kind = UNSENDABLE
             result = dump_result(value)
             if isinstance(result, Outgoing):
@@ -165,6 +175,7 @@ class AsyncActor:
                 dropped(call) if task.cancelling() else self._failure(call, kind, error)
             )
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            kind = UNSENDABLE if type(error) is UnsendableError else kind
             answer = self._failure(call, kind, error)
         del self._running[call]
         self._answer(answer)
@@ -172,6 +183,15 @@ class AsyncActor:
         if loans is not None and loans.are_used:
             # Not before this frame, which holds the arguments, has gone.
             self._loop.call_soon(self._stage.tell_rest)
+
+    async def _pour(self, items: Any, message: Invoke) -> None:
+        """Send what a generator yields; a plain one has the loop until it is held."""
+        flow = self._stage.executor.flow_of(message.call, message)
+        self._flows[message.call] = flow
+        try:
+            await pour_softly(items, flow, self._loop.create_future)
+        finally:
+            del self._flows[message.call]
 
     def _failure(self, call: int, kind: str, error: BaseException) -> Failed:
         return self._stage.executor.describe(call, Raised(kind, error))

@@ -169,6 +169,12 @@ class Channel:
         poll = self._poll if get_ident() == self._main else self._new_poll()
         poll.poll(None if seconds is None else max(seconds, 0) * 1000)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message is being sent or read, maybe by the thread that asks."""
+        is_held = self._lock.locked() or self._reading.locked()
+        return is_held or self._interrupts.is_shielded
+
     def close(self) -> None:
         """Close this process's end; a fork of the worker must not speak for it."""
         self._socket.close()

@@ -26,6 +26,7 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from aiogpu.wire.sharing import Fetch
+from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.shares import Shares
 
@@ -82,6 +83,7 @@ class Children:
         self._has_any = False
         self._dropped: deque[int] = deque()
         self.shares = Shares(channel, self.read, self._numbers.__next__)
+        self._unwanted: deque[int] = deque()
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -195,6 +197,7 @@ class Children:
             self._channel.send(returned)
 
     def _send_passed(self) -> None:
+        self._tell_unwanted()
         if passing:
             self._channel.send(Carry(0, take_passing()))
 
@@ -204,17 +207,34 @@ class Children:
         self._channel.send(declaration)
         self._declared.add(declaration.site)
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        if child in self._receivers:
+            self._channel.send(ChildDemand(child, limit))
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         if self._receivers.pop(child, None) is not None:
             self.upsets += 1
             self._channel.send(Withdraw(current.task, child))
 
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs, which may be amid a send."""
+        if self._channel.is_busy:
+            self._unwanted.append(child)
+        else:
+            self.withdraw(child)
+
+    def _tell_unwanted(self) -> None:
+        while self._unwanted:
+            self.withdraw(self._unwanted.popleft())
+
     def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
         """A thread or loop of the task waits for these, or for none any more.
 
         The task as a whole waits for what any of them waits for.
         """
+        self._tell_unwanted()
         self.end_wait(waiter)
         if children:
             self._waits[waiter] = children
@@ -281,6 +301,11 @@ class Children:
     def _take(self, message: Message) -> bool:
         if self.shares.due:
             self.shares.pass_on(message)
+        if type(message) is ChildItems:
+            receiver = self._receivers.get(message.child)
+            if receiver is not None:
+                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
+            return True
         if type(message) is ChildDone:
             receiver = self._receivers.pop(message.child, None)
             if receiver is not None:

@@ -7,16 +7,18 @@ arrives as a message and becomes a `CancelledError` at the coroutine's `await`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from functools import partial
-from types import CoroutineType
 from typing import Any
 
 from aiogpu.wire.messages import Cancel
+from aiogpu.wire.streaming import Demand
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import arguments_in
+from aiogpu.worker.outflow import Outflow, pour_softly
 
 
 class Coroutines:
@@ -26,6 +28,7 @@ class Coroutines:
         self._channel = channel
         self._interrupts = interrupts
         self._loop = asyncio.new_event_loop()
+        self._flow: Outflow | None = None
 
     def load(self, payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a coroutine function; handles among them are its loop's."""
@@ -35,7 +38,18 @@ class Coroutines:
         finally:
             asyncio._set_running_loop(None)
 
-    def run(self, coroutine: CoroutineType[Any, Any, Any], task_id: int) -> Any:
+    def pour(self, items: AsyncIterator[Any], flow: Outflow) -> None:
+        """Run one task's async generator, and send what it yields."""
+        self._flow = flow
+        try:
+            self.run(pour_softly(items, flow, self._new_future), flow.task)
+        finally:
+            self._flow = None
+
+    def _new_future(self) -> asyncio.Future[None]:
+        return self._loop.create_future()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], task_id: int) -> Any:
         """Run one task's coroutine, and end what it has left running."""
         loop = self._loop
         asyncio.set_event_loop(loop)
@@ -46,7 +60,7 @@ class Coroutines:
             children.loop = loop
             children.wake = partial(self._look_soon, task, task_id)
         try:
-            self._cancel_if_asked(task, task_id)
+            self._heed(task, task_id)
             return loop.run_until_complete(task)
         except KeyboardInterrupt:
             # The signal may have landed inside the loop's own code.
@@ -66,18 +80,23 @@ class Coroutines:
         if not self._channel.read_ready():
             self._loop.remove_reader(self._channel.fileno())
             task.cancel()
-        self._cancel_if_asked(task, task_id)
+        self._heed(task, task_id)
 
     def _look_soon(self, task: asyncio.Task[Any], task_id: int) -> None:
         """A thread of the task's has read what may be a cancel."""
         with suppress(RuntimeError):  # the loop was closed meanwhile
-            task.get_loop().call_soon_threadsafe(self._cancel_if_asked, task, task_id)
+            task.get_loop().call_soon_threadsafe(self._heed, task, task_id)
 
-    def _cancel_if_asked(self, task: asyncio.Task[Any], task_id: int) -> None:
+    def _heed(self, task: asyncio.Task[Any], task_id: int) -> None:
         for message in self._channel.take(Cancel):
             if isinstance(message, Cancel) and message.task == task_id:
                 self._interrupts.hear(task_id)
                 task.cancel()
+        flow = self._flow
+        if flow is not None:
+            for message in self._channel.take(Demand):
+                if isinstance(message, Demand) and message.task == flow.task:
+                    flow.rise(message.limit)
 
     def _end_rest(self) -> None:
         """Cancel tasks that outlived their own; nothing of a task goes on."""

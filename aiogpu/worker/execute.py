@@ -9,7 +9,7 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.wire.acting import Create
+from aiogpu.wire.acting import Create, Invoke
 from aiogpu.wire.failure import (
     LEFT,
     RAISED,
@@ -24,6 +24,7 @@ from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_function, several
 from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.loans import arguments_in, packed
+from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from aiogpu.worker.interrupts import Interrupts
     from aiogpu.worker.threads import Threads
 
-CO_COROUTINE: Final = 0x80
-"""Among the flags of the code of an `async def`; see `inspect`."""
+_ASYNC: Final = 0x80 | 0x200
+"""The flags of the code of an `async def`, and of one that yields; see `inspect`."""
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
@@ -60,7 +61,7 @@ class Executor:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
         self._raised: BaseException | None = None
-        interrupts.spare(self._attempt.__code__)
+        interrupts.spare(self._attempt.__code__, pour.__code__)
 
     def define(self, message: Define) -> None:
         """Learn a site; its function is not unpickled before a task needs it."""
@@ -87,7 +88,10 @@ class Executor:
         current.task, current.name = message.task, site.name
         current.resources = site.resources
         self._raised = None
-        outcome = self._attempt(message.task, None, site.function, message.payload)
+        flow = self.flow_of(message.task, message) if message.limit else None
+        outcome = self._attempt(
+            message.task, None, site.function, message.payload, flow
+        )
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
@@ -119,11 +123,15 @@ class Executor:
         del outcome
         return failed
 
-    def call(
-        self, number: int, method: Callable[..., Any], payload: bytes
-    ) -> Done | Failed:
+    def flow_of(self, task: int, message: Run | Invoke) -> Outflow:
+        """The way out for what a generator yields."""
+        return Outflow(self._channel, task, message.limit, message.skip)
+
+    def call(self, method: Callable[..., Any], message: Invoke) -> Done | Failed:
         """Call a method of an actor in this thread, interruptibly."""
-        outcome = self._attempt(number, method, 0, payload)
+        number = message.call
+        flow = self.flow_of(number, message) if message.limit else None
+        outcome = self._attempt(number, method, 0, message.payload, flow)
         if isinstance(outcome, tuple):
             return outcome
         failed = self.describe(number, outcome)
@@ -174,6 +182,7 @@ class Executor:
         function: Callable[..., Any] | None,
         known_as: int,
         payload: bytes,
+        flow: Outflow | None = None,
     ) -> Done | Raised:
         # No interrupt lands in this very frame, so leaving is safe at any step.
         interrupts = self._interrupts
@@ -188,7 +197,7 @@ class Executor:
                 if function is None:
                     function = self._load(known_as)
             if has_handles(payload) and is_coroutine(function):
-                args, kwargs = self._own_loop().load(payload)
+                args, kwargs = self._on_loop().load(payload)
             else:
                 args, kwargs = arguments_in(payload)
             kind = RAISED
@@ -197,6 +206,9 @@ class Executor:
                 value = self._await(value, task)
             if type(payload) is not bytes:
                 value = several(value, payload)
+            if flow is not None:
+                self._pour(value, flow)
+                value = None
             kind = UNSENDABLE
             result = dump_result(value)
             if isinstance(result, Outgoing):
@@ -205,7 +217,7 @@ class Executor:
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             interrupts.entered = 0
-            return Raised(kind, error)
+            return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
         return done
 
     def _load(self, function: int) -> Callable[..., Any]:
@@ -214,15 +226,21 @@ class Executor:
         return loaded
 
     def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
-        return self._own_loop().run(coroutine, task)
+        return self._on_loop().run(coroutine, task)
 
-    def _own_loop(self) -> Coroutines:
+    def _on_loop(self) -> Coroutines:
         if self._coroutines is None:
             # asyncio costs 40 ms to import; only the first coroutine pays.
             from aiogpu.worker.coroutines import Coroutines
 
             self._coroutines = Coroutines(self._channel, self._interrupts)
         return self._coroutines
+
+    def _pour(self, items: Any, flow: Outflow) -> None:
+        if hasattr(items, "__anext__"):
+            self._on_loop().pour(items, flow)
+        else:
+            pour(items, flow, Holding(self._channel, self._interrupts, flow).hold)
 
 
 class Raised:
@@ -248,4 +266,4 @@ def is_coroutine(function: object) -> bool:
         function = inner
     code = getattr(function, "__code__", None)
     # As `inspect` does, which is slow to import.
-    return code is not None and bool(code.co_flags & CO_COROUTINE)
+    return code is not None and bool(code.co_flags & _ASYNC)

@@ -29,13 +29,14 @@ class Interrupts:
         entered: the task whose user code runs, 0 outside of it. Whoever sets it
             lists his code object in `own`, so that no interrupt lands between
             two steps of his.
+        is_shielded: whether an interrupt is put off.
     """
 
     def __init__(self, page: ControlPage, slot: int = 0) -> None:
         self.entered = 0
         self._page = page
         self._slot = slot
-        self._is_shielded = False
+        self.is_shielded = False
         self._is_pending = False
         self._own: set[CodeType] = set()
         self._handler = self._on_signal
@@ -89,7 +90,7 @@ class Interrupts:
         task = self.entered
         if task == 0 or not self.is_asked(task):
             return
-        if self._is_shielded:
+        if self.is_shielded:
             self._is_pending = True
         elif frame is None or not (frame.f_code in self._own or _imports(frame)):
             self._raise(task)
@@ -101,11 +102,11 @@ class Interrupts:
     @contextmanager
     def shielded(self) -> Iterator[None]:
         """Put off an interrupt until the end of the block. Main thread only."""
-        self._is_shielded = True
+        self.is_shielded = True
         try:
             yield
         finally:
-            self._is_shielded = False
+            self.is_shielded = False
             if self._is_pending:
                 self._is_pending = False
                 self._raise(self.entered)

@@ -22,6 +22,7 @@ from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.payload import load_arguments
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
+from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -101,12 +102,19 @@ class Loans:
                 self._recycle(message.segments)
                 continue
             payload = getattr(message, "payload", None)
-            if payload and is_parcel(payload):
+            if type(message) is ChildItems:
+                items = tuple(map(self.take_payload, message.payloads))
+                found.append(message._replace(payloads=items))
+            elif payload and is_parcel(payload):
                 parcel = self.borrow(payload)
                 found.append(message._replace(payload=parcel))  # type: ignore[call-arg]
             else:
                 found.append(message)
         return found
+
+    def take_payload(self, payload: bytes) -> bytes:
+        """A payload that has come; a loan, if it refers to something."""
+        return self.borrow(payload) if is_parcel(payload) else payload
 
     def borrow(self, payload: bytes) -> Parcel:
         """Take in a parcel: what it names was lent to this process, once more."""
@@ -117,10 +125,7 @@ class Loans:
         holds = tuple(map(self._note, things))
         parcel = Parcel.of(contents, holds, self, encoded=payload)
         if contents.parts:
-            parcel.parts = tuple(
-                self.borrow(part) if is_parcel(part) else part
-                for part in contents.parts
-            )
+            parcel.parts = tuple(map(self.take_payload, contents.parts))
         return parcel
 
     def _note(self, identity: int) -> Loan:

@@ -12,10 +12,12 @@ from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
+from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.loans import arguments_in, packed
+from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -34,6 +36,7 @@ class ThreadedActor:
             for group, limit in creation.limits.items()
         }
         self._waiting: dict[int, Future[None]] = {}
+        self._streams: dict[int, ThreadHolding] = {}
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
@@ -42,6 +45,8 @@ class ThreadedActor:
             self._channel.wait(None)
             is_over = not self._channel.read_ready()
             is_over |= self._obey_all()
+        for stream in list(self._streams.values()):
+            stream.stop()
         has_left = self._stage.executor.has_left
         for pool in self._pools.values():
             pool.shutdown(wait=not has_left, cancel_futures=True)
@@ -55,6 +60,9 @@ class ThreadedActor:
 
     def _obey(self, message: object) -> bool:
         if type(message) is Invoke:
+            if message.limit:
+                flow = self._stage.executor.flow_of(message.call, message)
+                self._streams[message.call] = ThreadHolding(flow)
             pool = self._pools[self._groups.get(message.method, DEFAULT_GROUP)]
             begun = self._waiting[message.call] = pool.submit(self._call, [message])
             begun.add_done_callback(partial(self._forget, message.call))
@@ -63,6 +71,12 @@ class ThreadedActor:
             # One that runs goes on: a thread cannot be interrupted safely.
             if future is not None and future.cancel():
                 self._channel.send(dropped(message.call))
+            elif message.call in self._streams:
+                self._streams[message.call].stop()
+        elif type(message) is Demand:
+            stream = self._streams.get(message.task)
+            if stream is not None:
+                stream.flow.rise(message.limit)
         return is_end(message)  # type: ignore[arg-type]
 
     def _call(self, held: list[Invoke]) -> None:
@@ -82,14 +96,20 @@ class ThreadedActor:
             value = self._methods[message.method](*args, **kwargs)
             if type(message.payload) is not bytes:
                 value = several(value, message.payload)
+            stream = self._streams.get(call)
+            if stream is not None:
+                pour(value, stream.flow, stream.hold)
+                value = None
             kind = UNSENDABLE
             result = dump_result(value)
             if isinstance(result, Outgoing):
                 result = packed(result)
             took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            kind = UNSENDABLE if type(error) is UnsendableError else kind
             return self._stage.executor.describe(call, Raised(kind, error))
         return Done(call, result, took)
 
     def _forget(self, call: int, _future: Future[None]) -> None:
         self._waiting.pop(call, None)
+        self._streams.pop(call, None)

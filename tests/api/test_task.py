@@ -76,8 +76,6 @@ async def async_generator() -> Any:
     ("thing", "word"),
     [
         (documented, "already"),
-        (generator, "generator"),
-        (async_generator, "generator"),
         (5, "5"),
         ("f", "'f'"),
     ],

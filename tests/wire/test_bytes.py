@@ -73,6 +73,7 @@ SIMPLEST = {
     dict[str, tuple[int | str, ...]]: {"gpu": (0, "MIG-1")},
     tuple[int, ...]: (1, 2),
     tuple[str, ...]: ("a", "b"),
+    tuple[bytes, ...]: (b"a", b""),
     bytes | None: None,
 }
 

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import acting, messages, sharing
+from aiogpu.wire import acting, messages, sharing, streaming
 from aiogpu.wire.messages import (
     TAGS,
     Done,
@@ -32,6 +32,7 @@ def test_every_tuple_of_the_vocabulary_is_a_message():
             *vars(messages).values(),
             *vars(acting).values(),
             *vars(sharing).values(),
+            *vars(streaming).values(),
         )
         if isinstance(kind, type) and hasattr(kind, "_fields")
     }
@@ -44,7 +45,7 @@ def test_every_message_says_who_tells_whom(kind):
 
 
 def test_fields_make_a_message():
-    run = from_fields((TAGS[Run], 7, 3, b"args", True, 9))
+    run = from_fields((TAGS[Run], 7, 3, b"args", True, 9, 0, 0))
     assert type(run) is Run
     assert run == Run(task=7, site=3, payload=b"args", is_last=True, number=9)
 

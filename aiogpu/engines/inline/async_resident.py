@@ -74,6 +74,7 @@ class AsyncResident(Resident):
     def post(self, message: Message) -> None:
         """Begin a call."""
         if type(message) is not Invoke:
+            super().post(message)
             return
         call = self._invocation(message)
         call.worn = self.creation.worn

@@ -110,6 +110,11 @@ class InlineEngine:
         """Let a task wait for its turn; see `Engine.submit`."""
         return self._open_runner.submit(site, payload, receiver)
 
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all; see `Engine.demand`."""
+        if self._runner is not None:
+            self._node.demand(task, limit)
+
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         if self._runner is not None:

@@ -20,6 +20,7 @@ from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.offspring import end_started
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.silence import silence
+from aiogpu.engines.inline.streaming import begin_stream
 from aiogpu.engines.inline.supplies import supplied
 from aiogpu.runtime.call import Site
 from aiogpu.wire.failure import LEFT, RAISED, UNREADABLE, UNSENDABLE
@@ -28,6 +29,8 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, take_kept
+from aiogpu.worker.execute import is_coroutine
+from aiogpu.worker.outflow import UnsendableError
 
 AnyCoroutine = Coroutine[Any, Any, Any]
 
@@ -49,23 +52,25 @@ class Executor:
         asyncio._set_running_loop(None)
         try:
             try:
-                return self._call(job)
+                return self._call(job, host)
             finally:
                 host.close()
         finally:
             asyncio._set_running_loop(loop)
 
-    def _call(self, job: Job) -> Outcome | AnyCoroutine:
+    def _call(self, job: Job, host: TaskHost | None = None) -> Outcome | AnyCoroutine:
         kind = UNREADABLE
         try:
             with self._step(job):
                 function = job.function(self)
-                args, kwargs = _arguments(job)
+                args, kwargs = _arguments(job, function)
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
                     return value
                 value = several(value, job.call.payload)
+                if job.call.limit or job.call.site.window:
+                    return begin_stream(job, value, host)
                 kind = UNSENDABLE
                 return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
@@ -88,6 +93,7 @@ class Executor:
             with self._step(job):
                 return _packed(job, value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            kind = UNSENDABLE if type(error) is UnsendableError else kind
             return self._failed(job, kind, error)
         finally:
             await end_started(job)
@@ -155,11 +161,11 @@ class Executor:
         return loaded
 
 
-def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(job: Job, function: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a call is given; handles for a coroutine are its loop's."""
     payload = supplied(job.call.payload)
     if asyncio._get_running_loop() is not None or not (
-        has_handles(payload) and job.call.site.is_coroutine
+        has_handles(payload) and is_coroutine(function)
     ):
         return load_arguments(payload)
     asyncio._set_running_loop(job.runner.loop)

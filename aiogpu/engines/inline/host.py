@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from aiogpu.core.ids import TaskId
@@ -93,10 +94,20 @@ class TaskHost:
         """The loop of the program that has opened the node."""
         return self._node.actors.runner.loop
 
+    def demand(self, child: int, limit: int) -> None:
+        """Let a child that is a stream yield so many items in all."""
+        self._node.demand(child, limit)
+
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
         self.upsets += 1
         self._node.cancel(child)
+
+    def withdraw_soon(self, child: int) -> None:
+        """The same where the collector runs."""
+        with suppress(RuntimeError):  # the loop is closed, and the child has ended
+            loop = (self._home or self._job.runner).loop
+            loop.call_soon_threadsafe(self._node.cancel, child)
 
     def cancel(self, task: int) -> None:
         """Stop a child that is awaited on an event loop."""
@@ -168,6 +179,7 @@ class TaskHost:
             turns.resume(job)
             while (last := turns.running[-1]) is not job:
                 last.runner.see_off(last)
+            self._end_streams()
         finally:
             home, self._home = self._home, None
             if home is not None:
@@ -179,6 +191,14 @@ class TaskHost:
             last.call.tell_disowned()
             last.runner.stop(last)
             last.runner.see_off(last)
+
+    def _end_streams(self) -> None:
+        """End the generators that run on the loop of plain code, which is closed."""
+        for stream in list(self._node.beside.jobs.values()):
+            if self._home is not None and stream.runner is self._home:
+                stream.call.tell_disowned()
+                self._home.stop(stream)
+                self._home.see_off(stream)
 
     def _at_home(self) -> Runner:
         """The runner for plain code that waits."""

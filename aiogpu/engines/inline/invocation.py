@@ -50,6 +50,14 @@ class Invocation(Job):
         """Tell the caller what has come of it."""
         self.resident.answer(outcome)
 
+    def pass_item(self, payload: bytes) -> None:
+        """Give an item to the caller."""
+        asked = self.resident.actor.calls.get(self.id)
+        self.call.receiver = None if asked is None else asked.receiver
+        if asked is not None:
+            asked.passed += 1
+        Job.pass_item(self, payload)  # slots have made this another class
+
     def on_end(self) -> None:
         """Its code has stopped: the next call may run."""
         self.resident.on_call_ended(self)

@@ -13,12 +13,15 @@ from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.records import TaskRecord
+from aiogpu.core.retry import may_retry
 from aiogpu.engines.family import Host, host_of_task
-from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
-from aiogpu.runtime.call import Call
+from aiogpu.runtime.call import Call, pass_on
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Done, Failed
+from aiogpu.worker.context import take_kept
+from aiogpu.worker.outflow import Outflow
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
@@ -57,6 +60,7 @@ class Job:
         timer: rings when its time is up, or its patience with a cancel.
         aside: what has begun on top of it and pauses, while its own code goes on.
         is_urgent: whether it runs on top of whatever runs, since an actor needs it.
+        flow: the way out for its items, if it is a generator that has begun.
         worn: put on whenever its code runs, where other code runs in between.
     """
 
@@ -76,6 +80,7 @@ class Job:
     aside: list[Job] = field(default_factory=list)
     is_urgent: bool = False
     worn: Surroundings | None = None
+    flow: Outflow | None = None
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name} {self.record.state.value}>"
@@ -126,13 +131,33 @@ class Job:
     def tell(self, outcome: Outcome) -> None:
         """Tell who waits what has come of it."""
         call, answer = self.call, outcome.answer
-        outcome.hold_for(call.receiver)
+        hold_for(outcome.carried, call.receiver)
         if type(answer) is Done and call.receiver is not None:
             call.receiver.receive(answer.payload)
         elif type(answer) is Failed:
             error = call.error or unpack_failure(answer, self.name)
             outcome.show_frames(error)
             call.tell(error)
+
+    def is_retried(self, outcome: Outcome) -> bool:
+        """Whether it is to be tried again after an attempt that ended so."""
+        answer = outcome.answer
+        self.call.error = None
+        return (
+            type(answer) is Failed
+            and not outcome.is_ctrl_c
+            and self.call.is_retried(answer)
+            and may_retry(self.record)
+        )
+
+    def pass_item(self, payload: bytes) -> None:
+        """Give an item to who waits."""
+        call = self.call
+        call.passed += 1
+        if call.receiver is not None:
+            hold_for(take_kept(), call.receiver)
+        pass_on(call.receiver, (payload,))
+        self.runner.note_item()
 
     def fail_wait(self, reason: str) -> bool:
         """Tell who waits that the wait can never end; whether the job is over by it."""

@@ -14,6 +14,7 @@ from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, Request
 from aiogpu.engines.admission import check_arguments, check_site
+from aiogpu.engines.inline.beside import Beside
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.surroundings import Surroundings
@@ -45,6 +46,7 @@ class InlineNode:
         runners: all that carry its jobs.
         actors: set by who makes it.
         is_closing: whether nothing more is taken.
+        beside: the generators that have begun.
         reservation: nothing is kept for anybody.
     """
 
@@ -59,10 +61,14 @@ class InlineNode:
     runners: WeakSet[Runner] = field(default_factory=WeakSet)
     actors: Residents = field(init=False)
     is_closing: bool = False
+    beside: Beside = field(init=False)
     reservation: None = None
     _last_task: int = 0
     # Left on sites that were found feasible.
     _mark: object = field(default_factory=object)
+
+    def __post_init__(self) -> None:
+        self.beside = Beside(self.turns)
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.turns!r}>"
@@ -134,6 +140,15 @@ class InlineNode:
             job.waiters = 0
             job.runner.stop(job)
 
+    def demand(self, task: int, limit: int) -> None:
+        """Let a task or a call that is a stream yield so many items in all."""
+        job = self.jobs.get(TaskId(task))
+        if task >= FIRST_CALL:
+            self.actors.demand_call(task, limit)
+        elif job is not None:
+            job.call.limit = limit
+            self.beside.rise(task, limit)
+
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task or a call now."""
         if task >= FIRST_CALL:
@@ -170,7 +185,7 @@ class InlineNode:
             job.lease = self._lend_for_life(job)
             return job.lease is not None
         request = job.record.spec.shape.request
-        if self.turns.running:
+        if self.turns.running or (job.parent and job.parent.id in self.beside.jobs):
             # Its ancestors wait meanwhile: the CPUs that they hold are its own.
             scalars = tuple(part for part in request.scalars if part[0] != CPU)
             request = Request(
@@ -205,6 +220,8 @@ class InlineNode:
         """
         if self.actors.are_there and runner is self.actors.runner:
             return None
+        if self.beside.jobs:
+            return None  # a generator may end, if its items are taken
         awaited = [job for job in waiting if job.waiters]
         if not awaited or not all(map(self._is_blocked, self.turns.running)):
             return None

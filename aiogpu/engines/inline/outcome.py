@@ -38,13 +38,6 @@ class Outcome(NamedTuple):
         """The outcome of an attempt that raised; see `pack_failure`."""
         return cls(pack_failure(task, kind, error, OWN_FRAMES), error, is_ctrl_c)
 
-    def hold_for(self, receiver: Receiver | None) -> None:
-        """Keep what is carried alive for as long as who gets the result."""
-        while isinstance(receiver, Carrying):
-            receiver = receiver.receiver
-        if self.carried and receiver is not None:
-            weakref.finalize(receiver, self.carried.clear).atexit = False
-
     def show_frames(self, revived: Exception) -> None:
         """Give the exception that the task's owner sees the frames of this one.
 
@@ -54,3 +47,11 @@ class Outcome(NamedTuple):
         while trace is not None and OWN_FRAMES in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
         BaseException.with_traceback(revived, trace)
+
+
+def hold_for(carried: list[object] | None, receiver: Receiver | None) -> None:
+    """Keep what is carried alive for as long as who gets the result."""
+    while isinstance(receiver, Carrying):
+        receiver = receiver.receiver
+    if carried and receiver is not None:
+        weakref.finalize(receiver, carried.clear).atexit = False

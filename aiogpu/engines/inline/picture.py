@@ -47,7 +47,8 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
 
 
 def _workers(node: InlineNode) -> list[WorkerRecord]:
-    records = [job.record for job in node.turns.running]
+    running = dict.fromkeys([*node.turns.running, *node.beside.jobs.values()])
+    records = [job.record for job in running]
     records += [one.record for one in node.actors.living() if one.record]
     return [record.worker for record in records if record.worker]
 

@@ -17,7 +17,7 @@ from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.engines.inline.creation import Creation
 from aiogpu.engines.inline.invocation import Invocation
-from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.raising import Raising
 from aiogpu.engines.inline.supplies import supplied
 from aiogpu.engines.inline.surroundings import Surroundings
@@ -26,6 +26,7 @@ from aiogpu.runtime.call import Call
 from aiogpu.wire.acting import Invoke, Leave
 from aiogpu.wire.failure import LEFT, STOPPED, unpack_failure
 from aiogpu.wire.messages import Failed, Message
+from aiogpu.wire.streaming import Demand
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents
@@ -122,6 +123,8 @@ class Resident:
         if type(message) is Invoke:
             self._queue.append(message)
             self._residents.note_calls(self)
+        elif type(message) is Demand:
+            self.creation.runner.node.beside.rise(message.task, message.limit)
 
     def send(self, message: Message) -> None:
         """End in an orderly way."""
@@ -179,7 +182,13 @@ class Resident:
         record = TaskRecord(TaskId(message.call), site.spec, 0, creation.record.since)
         return Invocation(
             record,
-            Call(site, message.payload, receiver),
+            Call(
+                site,
+                message.payload,
+                receiver,
+                limit=message.limit,
+                passed=message.skip,
+            ),
             creation.runner,
             resident=self,
             method=message.method,
@@ -192,7 +201,7 @@ class Resident:
         answer = outcome.answer
         call = self.actor.calls.get(answer.task)
         if call is not None and call.receiver is not None:
-            outcome.hold_for(call.receiver)
+            hold_for(outcome.carried, call.receiver)
             if type(answer) is Failed and answer.kind != LEFT:
                 error = unpack_failure(answer, f"{self.actor.name}.{call.method}")
                 outcome.show_frames(error)

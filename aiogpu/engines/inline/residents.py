@@ -170,6 +170,18 @@ class Residents(Register):
             resident.drop(number)
         found.look_if_idle()
 
+    def demand(self, actor: int, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        found = self.get(actor)
+        if found is not None:
+            found.demand(number, limit)
+
+    def demand_call(self, number: int, limit: int) -> None:
+        """The same, where it is not said of which actor."""
+        found = self.called_by(number)
+        if found is not None:
+            found.demand(number, limit)
+
     def cancel_call(self, number: int) -> None:
         """The same where the actor is not known."""
         actor = self.called_by(number)

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord, move_task
-from aiogpu.core.retry import may_retry
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job, acting_job
 from aiogpu.engines.inline.node import InlineNode
@@ -26,7 +25,6 @@ from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.supplies import Expected, expect, expected
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.wire.messages import Failed
 
 _log: Final = logging.getLogger(__name__)
 
@@ -166,6 +164,7 @@ class Runner:
             self._end(job)  # it was cancelled between two attempts
             return
         assert job.surroundings is not None, job
+        self.node.beside.bring_back(job)
         job.surroundings.renew()
         try:
             self._run(job)
@@ -183,12 +182,20 @@ class Runner:
         if isinstance(outcome, Outcome):
             self._finish(job, outcome)
             return
+        if job.flow is not None:
+            self.node.beside.enter(job, context)
+            self.node.wake()  # the next one has its turn
         self.offspring.begin()
         job.main = self.loop.create_task(
             self.node.executor.finish(job, outcome), name=job.name, context=context
         )
         ended = partial(self._on_ended, job, outcome)
         job.main.add_done_callback(ended, context=self._context)
+
+    def note_item(self) -> None:
+        """A job has given an item: plain code may wait for it."""
+        if self._is_run:
+            self.loop.stop()
 
     def _on_ended(
         self,
@@ -211,7 +218,7 @@ class Runner:
         if job.record.state is TaskState.RUNNING:
             if self._is_overdue(job):
                 job.call.tell_timeout()
-            elif self._is_retried(job, outcome):
+            elif job.is_retried(outcome):
                 self.loop.call_soon(self._attempt, job, context=self._context)
                 return
             else:
@@ -219,16 +226,6 @@ class Runner:
         self._end(job)
         if outcome.is_ctrl_c and outcome.error is not None:
             raise outcome.error
-
-    def _is_retried(self, job: Job, outcome: Outcome) -> bool:
-        answer = outcome.answer
-        job.call.error = None
-        return (
-            type(answer) is Failed
-            and not outcome.is_ctrl_c
-            and job.call.is_retried(answer)
-            and may_retry(job.record)
-        )
 
     def _expire(self, job: Job) -> None:
         if job.record.state is not TaskState.STOPPING:
@@ -292,8 +289,10 @@ class Runner:
             ended.surroundings.take_off()
             if ended.lease is not None:
                 self.node.ledger.give_back(ended.lease)
+        if self.node.beside.leave(job) and job.lease is not None:
+            self.node.ledger.give_back(job.lease)
         job.on_end()
-        if not self._turns.running:
+        if not self._turns.running and not self.node.beside.jobs:
             self._is_quiet.set()
         if self._is_run:
             self.loop.stop()

@@ -190,7 +190,7 @@ async def a_map_has_the_type_of_its_results() -> None:
     assert_type(embed.map(range(3)), Results[str])
     assert_type(embed.map([True]), Results[str])
     assert_type(fetch.map(urls(), limit=2, ordered=False), Results[bytes])
-    assert_type(anything.map("text"), Results[Any])
+    # What is given as Any may be a generator as well.
     assert_type(aiogpu.remote(describe).map({1, 2}), Results[str])
     assert_type(aiogpu.remote(len).map(["a", b"b", [1]]), Results[int])
     assert_type(embed.options(num_gpus=0.5).map(n for n in range(3)), Results[str])

@@ -1,0 +1,81 @@
+"""The methods of an actor that are generators: what is called gives a stream.
+
+Light on purpose, as `api.task` is: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+)
+
+from aiogpu.api.mapper import no_map
+from aiogpu.api.method import Link, Method, RemoteMethod
+
+if TYPE_CHECKING:
+    from aiogpu.api.stream import Stream
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class GeneratorMethod(RemoteMethod[P, Any], Generic[P, T]):
+    """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
+
+    __slots__ = ()
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+        """Call it; gives the stream of its items at once.
+
+        Raises:
+            MisuseError: it takes other arguments.
+            SerializationError: an argument cannot be pickled.
+            NodeError: the actor's node is closed.
+        """
+        method = self._method
+        payload = method.pack(args, kwargs)
+        stream: Stream[T] = self._link.stream(
+            method.label, method.window, method.name, payload
+        )
+        return stream
+
+    if not TYPE_CHECKING:
+
+        def map(self, *_args: object, **_options: object) -> NoReturn:
+            """Always raises `MisuseError`: a generator gives many results a call."""
+            raise no_map(self.__name__)
+
+
+def remote_method(link: Link, method: Method) -> RemoteMethod[..., Any]:
+    """What a handle has under the name of a method."""
+    kind = GeneratorMethod if method.window else RemoteMethod
+    return kind(link, method)
+
+
+class TypedGenerator(Generic[P, T_co]):
+    """What a type checker sees of a generator method; see `TypedMethod`."""
+
+    __name__: str
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it here."""
+        raise NotImplementedError
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
+        """Call it in the actor's process."""
+        raise NotImplementedError
+
+
+class GeneratorDescriptor(Protocol[P, T_co]):
+    """A `TypedGenerator`, found on an object."""
+
+    def __get__(self, instance: object, owner: Any) -> TypedGenerator[P, T_co]:
+        """What the attribute of an object is."""
+        ...
