@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from aiogpu.api.context import RuntimeContext as RuntimeContext
     from aiogpu.api.context import get_gpu_ids as get_gpu_ids
     from aiogpu.api.context import get_runtime_context as get_runtime_context
+    from aiogpu.api.decorator import remote as remote
     from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
     from aiogpu.api.map import Results as Results
-    from aiogpu.api.method import method as method
+    from aiogpu.api.method_decorator import method as method
     from aiogpu.api.node import available_resources as available_resources
     from aiogpu.api.node import cluster_resources as cluster_resources
     from aiogpu.api.node import init as init
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session as Session
     from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.task import RemoteFunction as RemoteFunction
-    from aiogpu.api.task import remote as remote
     from aiogpu.core.snapshot import NodeStatus as NodeStatus
     from aiogpu.core.why import Why as Why
     from aiogpu.errors import ActorDiedError as ActorDiedError
@@ -82,7 +82,7 @@ _ROOMS = {
     "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
     "api.map": ("Results",),
-    "api.method": ("method",),
+    "api.method_decorator": ("method",),
     "api.node": (
         "available_resources",
         "cluster_resources",
@@ -95,7 +95,8 @@ _ROOMS = {
     "api.run": ("run",),
     "api.session": ("Session",),
     "api.stream": ("Stream",),
-    "api.task": ("RemoteFunction", "remote"),
+    "api.decorator": ("remote",),
+    "api.task": ("RemoteFunction",),
     "core.snapshot": ("NodeStatus",),
     "core.why": ("Why",),
     "errors": (

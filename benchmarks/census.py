@@ -85,3 +85,39 @@ def by_part(lasting: Mapping[str, str]) -> dict[str, list[int]]:
     for part, beginning in lasting.items():
         parts[part] = [p for p, name in below.items() if name.startswith(beginning)]
     return parts
+
+
+def shared_memory() -> int:
+    """Bytes of memory without a name that this process and those below it hold open.
+
+    What several of them hold counts once; see memfd_create(2).
+    """
+    sizes: dict[int, int] = {}
+    for pid in (os.getpid(), *descendants()):
+        with suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(entry.path).startswith("/memfd:"):
+                        found = entry.stat()
+                        sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
+
+
+def forget_peak() -> None:
+    """Let `peak_memory` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had in memory at most, all kinds together."""
+    return _own("VmHWM")
+
+
+def memory_now() -> int:
+    """Bytes that this process has in memory, all kinds together."""
+    return _own("VmRSS")
+
+
+def _own(key: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(text.partition(f"{key}:")[2].split()[0]) * 1024

@@ -30,6 +30,7 @@ class Scale:
         blocks: of these, for the workload and as many for the floor.
         gathered: calls in a block of overlapping ones.
         gathers: blocks of these.
+        items: of one stream.
         isolated: calls in a block of overlapping isolated ones.
         isolates: blocks of these.
         singles: calls in a block of isolated ones awaited one at a time.
@@ -44,6 +45,10 @@ class Scale:
         width: what the root of a tree of tasks starts.
         trees: blocks of trees.
         actors: that live at once, where many do.
+        large: bytes of a large value.
+        copies: blocks of these on their way.
+        uses: tasks that are given one by its handle.
+        handles: arguments of one task.
         mapped: items of a map.
         maps: blocks of these.
         is_judged: whether it is enough to hold against a goal.
@@ -53,6 +58,7 @@ class Scale:
     blocks: int
     gathered: int
     gathers: int
+    items: int
     isolated: int
     isolates: int
     singles: int
@@ -67,6 +73,10 @@ class Scale:
     width: int
     trees: int
     actors: int
+    large: int
+    copies: int
+    uses: int
+    handles: int
     mapped: int
     maps: int
     is_judged: bool
@@ -77,6 +87,7 @@ FULL = Scale(
     blocks=40,
     gathered=20_000,
     gathers=5,
+    items=100_000,
     isolated=200,
     isolates=8,
     singles=50,
@@ -91,6 +102,10 @@ FULL = Scale(
     width=100,
     trees=5,
     actors=1_000,
+    large=100_000_000,
+    copies=25,
+    uses=50,
+    handles=10_000,
     mapped=1_000_000,
     maps=3,
     is_judged=True,
@@ -100,6 +115,7 @@ QUICK = Scale(
     blocks=2,
     gathered=200,
     gathers=2,
+    items=500,
     isolated=8,
     isolates=1,
     singles=4,
@@ -114,6 +130,10 @@ QUICK = Scale(
     width=4,
     trees=1,
     actors=8,
+    large=1_000_000,
+    copies=2,
+    uses=4,
+    handles=50,
     mapped=2_000,
     maps=1,
     is_judged=False,

@@ -34,6 +34,9 @@ Preload = Sequence[str] | None
 """Modules that are imported once for all workers; None for the system's default."""
 
 
+Use = Callable[..., asyncio.Future[Any]]
+"""Starts a task with values, or handles of them, in any number."""
+
 Create = Callable[[], Awaitable[Call[None]]]
 """Makes an actor, once it is awaited; gives its method `noop`, with which it lives."""
 
@@ -170,6 +173,32 @@ class Environment(Protocol):
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """A function of `tasks` as a task; `UnsupportedError` if it cannot be."""
+        ...
+
+    def taking(self, function: Callable[..., object]) -> Use:
+        """A function of `tasks` as a task that is given values, or their handles.
+
+        Raises:
+            UnsupportedError: handles are no arguments.
+        """
+        ...
+
+    async def keep(self, value: object) -> object:
+        """Keep a value for tasks; gives its handle.
+
+        Raises:
+            UnsupportedError: no values are kept.
+        """
+        ...
+
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """A generator of `tasks` as a task; gives its items as they come.
+
+        Raises:
+            UnsupportedError: tasks give one result.
+        """
         ...
 
     def actor(self, cls: type) -> Create:

@@ -1,6 +1,10 @@
 """The user code of all workloads. Imports little, since workers import it."""
 
 import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+_kept: Final[dict[int, Any]] = {}
 
 
 class Plain:
@@ -119,3 +123,42 @@ def hang(number: int) -> None:
     with socket(AF_UNIX) as visitor:
         visitor.connect(f"\0aiogpu-benchmarks-{number}")
     lock(mutex)
+
+
+def take(value: object = None) -> None:
+    """Do nothing with what was given, if anything was."""
+
+
+def give_same(value: object) -> object:
+    """Give back what was given."""
+    return value
+
+
+def give_kept(size: int) -> object:
+    """An array of that size, made once in a process."""
+    import numpy
+
+    if size not in _kept:
+        _kept[size] = numpy.ones(size, numpy.uint8)
+    return _kept[size]
+
+
+def first_of(value: Any) -> int:
+    """Look at one element."""
+    return int(value[0])
+
+
+def count_all(*values: object) -> int:
+    """How many there are."""
+    return len(values)
+
+
+def numbers(count: int) -> Iterator[int]:
+    """So many small items."""
+    yield from range(count)
+
+
+async def numbers_softly(count: int) -> AsyncIterator[int]:
+    """The same as a coroutine."""
+    for number in range(count):
+        yield number

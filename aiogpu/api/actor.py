@@ -22,10 +22,11 @@ from aiogpu.api.actor_options import (
     ActorOptions,
     check_actor_options,
 )
+from aiogpu.api.definition import Definition
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
-from aiogpu.api.task import Decorated, Definition
+from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments

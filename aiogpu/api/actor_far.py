@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 from weakref import WeakValueDictionary
 
-from aiogpu.api.blocking import BlockingHandle, get
+from aiogpu.api.blocking import get
+from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError, NodeError

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.blocking import handle_by
 from aiogpu.api.caller import host_beside_loop
+from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
-from aiogpu.errors import InternalError, MisuseError
+from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
 from aiogpu.wire.payload import dump_whole
 from aiogpu.worker.context import kept, passing, take_kept
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from aiogpu.api.early import Awaited
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
-    from aiogpu.api.several import Several
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
-    from aiogpu.engines.family import Host
     from aiogpu.runtime.call import Receiver, Site
 
 UNCHECKED: Final = 1 << 20
@@ -313,44 +312,3 @@ class _Watcher:
     def why(self, name: str, number: int) -> Why:
         """What the actor does."""
         return self._link.why(name, number)
-
-
-class NearSeveral(NamedTuple):
-    """A call with several results, in a program's process; see `several.Start`.
-
-    Attributes:
-        link: the tie to the actor.
-        method: what is called.
-        payload: the pickled arguments.
-    """
-
-    link: ActorLink
-    method: str
-    payload: bytes
-
-    def in_program(self, _session: object, several: Several) -> None:
-        """Make it on the program's node."""
-        several.stop, several.ask = self.link.cancel, self.link.why
-        self.link.ask_actor(partial(self._call, several), several.fail)
-
-    def _call(self, several: Several, actor: ActorPort) -> None:
-        if not several.done():
-            several.note(actor.call(self.method, self.payload, several))
-
-    def by_host(self, host: Host, several: Several) -> None:
-        """Make it for a task that shares its program's process."""
-        several.stop, several.ask = host.cancel, host.why
-        self.link.ask_actor(
-            lambda actor: several.note(
-                host.call(actor.id, self.method, self.payload, several)
-            ),
-            several.fail,
-        )
-
-    def on_loop(self, _link: object, _several: object) -> NoReturn:
-        """No worker has such a tie."""
-        raise InternalError(f"{self!r} belongs to a program")
-
-    def in_plain_code(self, _several: object) -> NoReturn:
-        """No worker has such a tie."""
-        raise InternalError(f"{self!r} belongs to a program")

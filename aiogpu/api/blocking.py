@@ -1,279 +1,32 @@
-"""Handles without an event loop: what `.remote()` gives in a plain task.
+"""Calls from plain code, which has no event loop, and how it waits: `aiogpu.get`.
 
-A plain function that runs as a task has no loop, so it waits by `aiogpu.get`. asyncio
-stays out of this file: importing it would cost such a task more than it does.
+asyncio stays out of this file: importing it would cost a plain task more than it does.
 """
 
 from __future__ import annotations
 
 import time
 from _thread import get_ident
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
-from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import (
-    DeserializationError,
     MisuseError,
-    TaskCancelledError,
     TaskTimeoutError,
 )
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Failed
-from aiogpu.wire.payload import load_result
-from aiogpu.wire.sharing import Discard
-from aiogpu.worker.context import current, passing
+from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiogpu.api.handle import Handle
-    from aiogpu.api.several import Several
     from aiogpu.engines.family import Family, Host
     from aiogpu.runtime.call import Site
-    from aiogpu.runtime.values import Value
-    from aiogpu.wire.outgoing import Reference
-    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
-
-
-class BlockingHandle(Generic[T]):
-    """A child's result to be, in a plain function; see `get`.
-
-    To type checkers `.remote()` gives a `Handle` everywhere.
-
-    Attributes:
-        task_name: name of the task.
-        part: which of several results of it this is; -1 for all of it.
-        child: its number among the children of the task that has started it.
-        family: all of these.
-        owner: stops the work; None for the family itself.
-        shared: what others refer to who were given it, None for nobody.
-        raw: the value pickled, if it is there.
-        on_end: are called with it when it has ended or was cancelled.
-    """
-
-    __aiogpu_handle__ = True
-    __slots__ = (
-        "__weakref__",
-        "_error",
-        "_payload",
-        "_state",
-        "_trace",
-        "_value",
-        "child",
-        "family",
-        "on_end",
-        "owner",
-        "part",
-        "raw",
-        "shared",
-        "task_name",
-    )
-
-    def __init__(self, task_name: str, family: Family) -> None:
-        self.task_name = task_name
-        self.child = 0
-        self.family = family
-        self.owner: Several | Borrowed | None = None
-        self.shared: Reference | None = None
-        self.part = -1
-        self.raw: bytes | None = None
-        self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
-        self._state = "pending"
-        self._payload: bytes | None = None
-        self._value: T | None = None
-        self._error: Exception | None = None
-        self._trace: TracebackType | None = None
-
-    def __repr__(self) -> str:
-        return f"<BlockingHandle {self.task_name} {self._state}>"
-
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a handle is not its result and has no truth value; write "
-            f"aiogpu.get({self.task_name}.remote(...))."
-        )
-
-    def __await__(self) -> Generator[Any, None, T]:
-        on_loop = getattr(self.owner, "on_loop", None)
-        if on_loop is not None and is_loop_running():
-            # It came before the loop ran.
-            return on_loop(self.task_name).__await__()  # type: ignore[no-any-return]
-        raise MisuseError(
-            f"the handle of {self.task_name} was made in a plain function, where no "
-            f"event loop runs; wait by aiogpu.get(handle)."
-        )
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # Late: only a handle within something that is sent comes here.
-        from aiogpu.api.borrow import borrow
-        from aiogpu.wire.outgoing import refer
-
-        return borrow, (refer(self.task_name, self.share), self.task_name)
-
-    def share(self) -> Reference:
-        """What others refer to who are given this handle; it is a holder as well."""
-        if self.shared is None:
-            self.shared = share(self)
-        return self.shared
-
-    def done(self) -> bool:
-        """Whether the task has ended or was cancelled."""
-        return self._state != "pending"
-
-    def cancelled(self) -> bool:
-        """Whether `cancel` has stopped it."""
-        return self._state == "cancelled"
-
-    def cancel(self) -> bool:
-        """Stop the work; False if it had ended before."""
-        if self.done():
-            return False
-        if self.owner is not None:
-            self.owner.cancel(self.child)
-        else:
-            nested.current_family().withdraw(self.child)
-        self._end("cancelled")
-        if self.shared is not None:
-            self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
-        return True
-
-    def why(self) -> NoReturn:
-        """Refuse: only the program asks why a task waits.
-
-        Raises:
-            NodeError: always.
-        """
-        raise error_inside_task(f"why() of the handle of {self.task_name}")
-
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result; called by the engine."""
-        self._payload = self.raw = payload
-        if self.shared is not None:
-            self._tell("receive", payload)
-        self._end("finished")
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the child's worker says of its failure; called by the engine."""
-        if self.shared is not None:
-            self._tell("reject", failed)
-        self._refuse(unpack_failure(failed, self.task_name))
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result; called by an engine of this process."""
-        self._refuse(error)
-        self.family.upsets += 1
-
-    def abandon(self) -> None:
-        """Learn that the task has ended first; called by the engine."""
-        self._refuse(abandoned(self.task_name))
-
-    def _refuse(self, error: Exception) -> None:
-        if self.shared is not None:
-            self._tell("fail", error)
-        self._error, self._trace = error, error.__traceback__
-        self._end("failed")
-
-    def _end(self, state: str) -> None:
-        self._state = state
-        for tell in self.on_end:
-            tell(self)
-
-    def stand_for(self, value: Value) -> None:
-        """It has come from elsewhere: others know it by that value already."""
-        self.shared = value
-        self.child = value.task
-
-    def _tell(self, how: str, told: object) -> None:
-        """In the program's own process others may wait for it as well."""
-        tell = getattr(self.shared, how, None)
-        if tell is not None:
-            tell(told)
-
-    @property
-    def error(self) -> Exception | None:
-        """Why there will be no result, None if there is one or may be."""
-        return self._error
-
-    def exception(self) -> Exception | None:
-        """Why there is no result, None if there is one."""
-        return self._error
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether there will be no result."""
-        return self._state in ("failed", "cancelled")
-
-    def result(self) -> T:
-        """The result of a child that has ended; see `get` for waiting.
-
-        Raises:
-            TaskCancelledError: it was cancelled.
-            MisuseError: it has not ended.
-            DeserializationError: its result cannot be unpickled in this process.
-        """
-        if not self.done():
-            raise MisuseError(f"{self.task_name} has not ended; aiogpu.get() waits.")
-        if self.cancelled():
-            raise TaskCancelledError(f"{self.task_name} was cancelled.")
-        if self._error is not None:
-            # Else each raise would add its frames to those of the last.
-            raise self._error.with_traceback(self._trace)
-        if self._payload is not None:
-            payload, self._payload = self._payload, None
-            try:
-                self._value = load_result(payload)
-            except DeserializationError as error:
-                self._state, self._error = "failed", error
-                raise
-        return self._value  # type: ignore[return-value]
-
-
-def share(handle: BlockingHandle[Any]) -> Reference:
-    """What others refer to who are given a handle of plain code."""
-    if current.loans is not None:
-        return nested.family().shares.share(handle)
-    from aiogpu.api.borrow import value_of
-
-    return value_of(handle)
-
-
-class Borrowed:
-    """Owns a handle that has come from elsewhere, and asks for its value when needed.
-
-    Attributes:
-        loan: of that value.
-    """
-
-    def __init__(self, loan: Loan) -> None:
-        self.loan = loan
-
-    def on_loop(self, name: str) -> Any:
-        """The same handle for the event loop that runs."""
-        from aiogpu.api.borrow_far import borrow_far
-
-        return borrow_far(self.loan, name)
-
-    def fetch(self, handle: BlockingHandle[Any]) -> None:
-        """Ask for the value."""
-        handle.child = nested.family().fetch(self.loan.id, handle)
-
-    def cancel(self, _child: int) -> None:
-        """Stop whoever makes the value."""
-        nested.family().tell(Discard(self.loan.id))
-
-
-def abandoned(task_name: str) -> TaskCancelledError:
-    """The error of a child that ends with the task that has started it."""
-    return TaskCancelledError(
-        f"{task_name} was stopped, since the task that had started it has ended."
-    )
 
 
 def submit_child(site: Site, payload: bytes) -> Any:
@@ -446,6 +199,10 @@ def _late(handles: list[BlockingHandle[Any]], timeout: float | None) -> str:
 
 def _wrong(given: object) -> str:
     kind = type(given).__name__
+    if kind in ("Stream", "BlockingStream"):
+        return (
+            f"aiogpu.get() was given {given!r}; iterate it, its items come one by one."
+        )
     if kind in ("Handle", "ChildHandle"):
         return (
             "aiogpu.get() waits in plain tasks, for what they have started; this "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.api.blocking import BlockingHandle, Borrowed
+from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, Literal, NamedTuple
 
+from aiogpu.api.definition import Definition
 from aiogpu.api.handle import Handle
-from aiogpu.api.task import Definition, RemoteFunction
+from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, new_function_id
 from aiogpu.wire.failure import RAISED, unpack_failure

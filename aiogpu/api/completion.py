@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle, Borrowed
+from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, NoLoopError, OptionError

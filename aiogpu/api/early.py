@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -72,3 +73,9 @@ def submit_early(
     """Start a task whose handle exists, unless nobody wants it any more."""
     if not handle.done():
         handle.task_id = engine.submit(site, payload, receiver)
+
+
+def retrieve(opening: asyncio.Task[None]) -> None:
+    """Look at its error, which is told elsewhere, so that asyncio does not."""
+    if not opening.cancelled():
+        opening.exception()

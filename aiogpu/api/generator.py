@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack
 
+from aiogpu.api.definition import Definition
 from aiogpu.api.mapper import no_map
 from aiogpu.api.options import TaskOptions, not_counted
-from aiogpu.api.task import Definition, RemoteFunction, merged
+from aiogpu.api.task import RemoteFunction, merged
 from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments

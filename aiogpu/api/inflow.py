@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiogpu.api.blocking import abandoned
+from aiogpu.api.blocking_handle import abandoned
 from aiogpu.core.window import Window
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.payload import load_result

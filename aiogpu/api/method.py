@@ -6,25 +6,21 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import (
     TYPE_CHECKING,
     Any,
-    Concatenate,
     Final,
     Generic,
     NoReturn,
     ParamSpec,
     Protocol,
-    TypedDict,
     TypeVar,
-    Unpack,
     overload,
 )
 
-from aiogpu.api.actor_options import MethodOptions, check_method_options
+from aiogpu.api.actor_options import MethodOptions
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.options import MAX_BUFFERED, not_buffered, not_counted
+from aiogpu.api.options import MAX_BUFFERED
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
@@ -33,7 +29,6 @@ from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
 from aiogpu.worker.chunk import CHUNKED
 
 if TYPE_CHECKING:
-    from aiogpu.api.generator_method import GeneratorDescriptor
     from aiogpu.api.handle import Handle
     from aiogpu.api.several import Start
 
@@ -248,7 +243,23 @@ class TypedMethod(Mapper, Generic[P, R_co]):
         """Call it here."""
         raise NotImplementedError
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R_co]: ...
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[R_co]:
         """Call it in the actor's process."""
         raise NotImplementedError
 
@@ -262,92 +273,3 @@ class MethodDescriptor(Protocol[P, R_co]):
     def __get__(self, instance: object, owner: Any) -> TypedMethod[P, R_co]:
         """What the attribute of an object is."""
         ...
-
-
-class MethodKeywords(TypedDict, total=False):
-    """The options of a method, as `@aiogpu.method(...)` takes them.
-
-    Attributes:
-        num_returns: 1.
-        max_buffered: for a generator, how many items it may be ahead of its consumer;
-            64 unless given.
-        concurrency_group: one of those that the class's `concurrency_groups` name.
-    """
-
-    num_returns: int | None
-    max_buffered: int | None
-    concurrency_group: str | None
-
-
-class MethodDecorator(Protocol):
-    """What `@method(...)` with options gives."""
-
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
-    ) -> MethodDescriptor[P, R]: ...
-
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self,
-        function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]],
-        /,
-    ) -> GeneratorDescriptor[P, R]: ...
-
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, P], R], /
-    ) -> MethodDescriptor[P, R]: ...
-
-
-@overload
-def method(
-    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /
-) -> MethodDescriptor[P, R]: ...
-
-
-@overload
-def method(  # type: ignore[overload-overlap]
-    function: Callable[Concatenate[Any, P], Iterator[R] | AsyncIterator[R]], /
-) -> GeneratorDescriptor[P, R]: ...
-
-
-@overload
-def method(function: Callable[Concatenate[Any, P], R], /) -> MethodDescriptor[P, R]: ...
-
-
-@overload
-def method(**options: Unpack[MethodKeywords]) -> MethodDecorator: ...
-
-
-def method(function: Any = None, /, **options: Unpack[MethodKeywords]) -> Any:
-    """Give a method options, and type checkers its parameters and result.
-
-    The method itself stays as it is; all public methods of an actor's class can be
-    called, with this or without.
-
-    Args:
-        function: the method.
-        **options: see `MethodKeywords`.
-
-    Raises:
-        OptionError: names the option, the value and what is allowed.
-        MisuseError: it is no function.
-    """
-    checked = MethodOptions(**check_method_options(dict(options)))
-
-    def mark(function: Any) -> Any:
-        if not inspect.isfunction(function):
-            raise MisuseError(
-                f"method() was given {function!r}; write it above a method of a class."
-            )
-        is_generator = inspect.isgeneratorfunction(function)
-        if not is_generator and not inspect.isasyncgenfunction(function):
-            if checked.max_buffered is not None:
-                raise not_buffered(function.__qualname__)
-        elif checked.num_returns != 1:
-            raise not_counted(function.__qualname__, checked.num_returns)
-        setattr(function, MARK, checked)
-        return function
-
-    return mark if function is None else mark(function)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from aiogpu.api.blocking import abandoned
+from aiogpu.api.blocking_handle import abandoned
 from aiogpu.api.handle import Handle
 from aiogpu.api.stream import Stream
 from aiogpu.engines.nested import LoopLink, family

@@ -127,20 +127,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """
-    options = check_node_options(
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        resources=resources,
-        accelerator_type=accelerator_type,
-        preload=preload,
-        log_to_driver=log_to_driver,
-        cancel_grace=cancel_grace,
-        spare_workers=spare_workers,
-        memory=memory,
-        memory_guard=memory_guard,
-        object_memory=object_memory,
-        spill_directory=spill_directory,
-    )
+    given = dict(locals())
+    del given["address"], given["ignore_reinit_error"]
+    options = check_node_options(**given)
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(check_text("address", address) or default_address(), options, shared)
 

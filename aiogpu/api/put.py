@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from aiogpu.api.blocking import BlockingHandle
+from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.packing import packed
 from aiogpu.engines.family import is_loop_running
+from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result
 from aiogpu.worker.context import current
@@ -28,6 +29,12 @@ class Putting(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<Putting {self.handle!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            "put() gives no handle before it is awaited; write `handle = await "
+            "aiogpu.put(value)`, in a plain task `aiogpu.get(aiogpu.put(value))`."
+        )
 
     def __await__(self) -> Generator[Any, None, Handle[T]]:
         yield from ()

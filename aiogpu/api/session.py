@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.address import default_address, refuse_in_worker
-from aiogpu.api.early import Awaited, EarlyRequests, submit_early
+from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
 from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
@@ -106,13 +106,7 @@ class Session:
         return Stream(name, owner, size, self._loop, self._engine.waits)
 
     def pack(self, outgoing: Outgoing) -> bytes:
-        """Make a payload of arguments that are more than a pickle.
-
-        Raises:
-            MisuseError: a handle among them belongs to another event loop.
-            NodeError: the node is closed, or belongs to another process.
-            ObjectMemoryError: there is no room for them.
-        """
+        """Make a payload of arguments; see `packing.packed`."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
@@ -150,7 +144,8 @@ class Session:
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all."""
-        self._engine.demand(task, limit)
+        if self._state is not SessionState.FORKED:
+            self._engine.demand(task, limit)
 
     def cancel(self, task: int) -> None:
         """Stop a task; its handle says so."""
@@ -221,7 +216,7 @@ class Session:
         told = error if isinstance(error, Exception) else NodeClosedError(_GIVEN_UP)
         if self._early.fail_all(told) and self._opening is not None:
             # The handles carry the error; the task need not warn of it as well.
-            self._opening.add_done_callback(_retrieve)
+            self._opening.add_done_callback(retrieve)
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:
@@ -251,7 +246,7 @@ class Session:
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
             if self._opening is not None:
-                _retrieve(self._opening)
+                retrieve(self._opening)
             if self._state is not SessionState.CLOSED:
                 self._state = SessionState.CLOSING
                 await self._engine.close()
@@ -302,12 +297,6 @@ class Session:
         """The interpreter ends and no loop runs any more: leave no files."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.abandon()
-
-
-def _retrieve(opening: asyncio.Task[None]) -> None:
-    """Look at its error, which is told elsewhere, so that asyncio does not."""
-    if not opening.cancelled():
-        opening.exception()
 
 
 def start_session(

@@ -10,7 +10,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aiogpu.api.blocking import BlockingHandle, handle_for
+from aiogpu.api.blocking import handle_for
+from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.caller import host_beside_loop, session_of_caller
 from aiogpu.api.early import submit_early
 from aiogpu.engines import nested

@@ -6,24 +6,19 @@ the session are imported by the first `.remote()` alone.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
     Any,
-    Final,
     Generic,
-    NamedTuple,
     NoReturn,
     ParamSpec,
-    Protocol,
     TypeVar,
     Unpack,
-    cast,
     overload,
 )
 
+from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.options import (
     MAX_BUFFERED,
@@ -31,93 +26,21 @@ from aiogpu.api.options import (
     check_options,
     not_buffered,
 )
-from aiogpu.errors import MisuseError, OptionError
+from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
-    HEAVY,
     dump_arguments,
-    dump_function,
-    dump_reference,
-    is_sent_by_value,
     load_reference,
 )
 
 if TYPE_CHECKING:
-    from aiogpu.api.actor import RemoteClass
-    from aiogpu.api.actor_keywords import AnyKeywords
-    from aiogpu.api.generator import RemoteGenerator
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
-    from aiogpu.runtime.call import Function, Site
+    from aiogpu.runtime.call import Site
 
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
-_MAIN: Final = ("__main__", "__mp_main__")
-
-
-class Reference(NamedTuple):
-    """A function that others import by name."""
-
-    module: str
-    qualname: str
-
-
-_referenced: Final[dict[Reference, Definition]] = {}
-"""Who is meant by a name; a later definition of it must be sent by value."""
-
-
-class Definition:
-    """One decorated function, shared by all its `.options(...)`."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
-        is_async_generator = inspect.isasyncgenfunction(function)
-        self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
-        self.is_generator = is_async_generator or inspect.isgeneratorfunction(function)
-        self._sent: Function | None = None
-
-    def sent(self) -> Function:
-        """The function as workers get it; pickled when it is first needed.
-
-        A warning tells of one that takes much with it.
-
-        Raises:
-            SerializationError: with the path to what cannot be pickled.
-        """
-        if self._sent is None:
-            from aiogpu.runtime.call import Function, new_function_id
-
-            reference = self.reference()
-            payload = (
-                dump_function(self.name, self.function)
-                if reference is None
-                else dump_reference(*reference)
-            )
-            self._sent = Function(new_function_id(), payload)
-            if len(payload) > HEAVY:
-                from aiogpu.wire.weight import advise_on_function
-
-                advise_on_function(self.name, self.function, len(payload))
-        return self._sent
-
-    def reference(self) -> Reference | None:
-        """The name under which workers can import the function, None without one."""
-        reference = Reference(
-            getattr(self.function, "__module__", None) or "__main__",
-            getattr(self.function, "__qualname__", self.name),
-        )
-        if reference.module in _MAIN or is_sent_by_value(reference.module):
-            return None
-        found: object = sys.modules.get(reference.module)
-        for name in reference.qualname.split("."):
-            found = getattr(found, name, None)
-        if getattr(found, "__aiogpu_function__", found) is not self.function:
-            return None
-        if _referenced.setdefault(reference, self) is not self:
-            return None
-        return reference
 
 
 class Decorated:
@@ -149,7 +72,23 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._submit: Callable[[Site, bytes], Handle[R]]
         self._in_chunks: RemoteFunction[..., Any] | None = None
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+
+    @overload  # a handle as an argument: its type takes the place of the value's
+    def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    @overload
+    def remote(
+        self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
+    ) -> Handle[R]: ...
+
+    def remote(self, *args: Any, **kwargs: Any) -> Handle[R]:
         """Start the task; gives its handle at once.
 
         Raises:
@@ -239,14 +178,14 @@ def _rebuild(
     source: Reference | Callable[..., Any], options: TaskOptions
 ) -> RemoteFunction[..., Any]:
     if not isinstance(source, Reference):
-        return _made(Definition(source), options)
+        return made(Definition(source), options)
     found = load_reference(*source)
     if isinstance(found, RemoteFunction):
-        return _made(found._definition, options)
-    return _made(Definition(found), options)
+        return made(found._definition, options)
+    return made(Definition(found), options)
 
 
-def _made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
+def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., Any]:
     """What a function of its kind becomes; raises `OptionError` if one does not fit."""
     if definition.is_generator:
         from aiogpu.api.generator import RemoteGenerator
@@ -255,108 +194,6 @@ def _made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., A
     return RemoteFunction(definition, options)
 
 
-class RemoteDecorator(Protocol):
-    """What `@remote(...)` with options gives: a decorator that keeps types."""
-
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, function: type[A], /
-    ) -> RemoteClass[..., A]: ...
-
-    @overload
-    def __call__(
-        self, function: Callable[P, Coroutine[Any, Any, R]], /
-    ) -> RemoteFunction[P, R]: ...
-
-    @overload
-    def __call__(
-        self, function: Callable[P, Iterator[R] | AsyncIterator[R]], /
-    ) -> RemoteGenerator[P, R]: ...
-
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
-
-
-@overload
-def remote(  # type: ignore[overload-overlap]
-    function: type[A], /
-) -> RemoteClass[..., A]: ...
-
-
-@overload
-def remote(
-    function: Callable[P, Coroutine[Any, Any, R]], /
-) -> RemoteFunction[P, R]: ...
-
-
-@overload
-def remote(
-    function: Callable[P, Iterator[R] | AsyncIterator[R]], /
-) -> RemoteGenerator[P, R]: ...
-
-
-@overload
-def remote(function: Callable[P, R], /) -> RemoteFunction[P, R]: ...
-
-
-@overload
-def remote(**options: Unpack[AnyKeywords]) -> RemoteDecorator: ...
-
-
-def remote(function: Any = None, /, **options: Any) -> Any:
-    """Make a function or a class remote: `@remote`, or `@remote(num_gpus=0.25)`.
-
-    Args:
-        function: a plain function, an `async def`, a generator of either kind, or
-            the class of an actor.
-        **options: see `Options` for functions, `ActorKeywords` for classes.
-
-    Raises:
-        OptionError: names the option, the value and what is allowed.
-        MisuseError: it is neither, or a function of a kind that cannot be a task.
-    """
-    _check_any(dict(options))
-    if function is None:
-        return lambda function: _decorate(function, dict(options))
-    if options:
-        raise MisuseError(
-            "remote() takes a function or options, not both; write "
-            "`@remote(num_gpus=1)` above the function."
-        )
-    return _decorate(function, {})
-
-
-def _check_any(options: dict[str, Any]) -> None:
-    """Refuse what neither a task nor an actor takes, before it is known which it is."""
-    from aiogpu.api.actor_options import ACTOR_CHECKS, check_actor_options
-
-    try:
-        check_options(options)
-    except OptionError:
-        if not set(options) <= set(ACTOR_CHECKS):
-            raise
-        check_actor_options(options)
-
-
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
     """Options on top of others; raises `OptionError`."""
     return base._replace(**check_options(dict(options)))
-
-
-def _decorate(function: object, options: dict[str, Any]) -> object:
-    if isinstance(function, type):
-        from aiogpu.api.actor import decorate_class
-
-        return decorate_class(function, options)
-    if "__aiogpu_function__" in getattr(function, "__dict__", ()):
-        name = getattr(function, "__name__", "")
-        raise MisuseError(
-            f"{name} is remote already; write {name}.options(...) to change its "
-            f"options."
-        )
-    checked = merged(TaskOptions(), cast("Options", options))
-    if not callable(function):
-        raise MisuseError(
-            f"remote() was given {function!r}; give it a function, or options by name."
-        )
-    return _made(Definition(function), checked)

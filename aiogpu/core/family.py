@@ -28,10 +28,10 @@ def adopt(parent: TaskRecord, child: TaskRecord) -> None:
         parent.kin.children[child.id] = child
 
 
-def detach(child: TaskRecord) -> None:
-    """A task does not end any more with the one that has started it."""
-    kin = child.kin
-    if kin is not None and kin.parent is not None:
+def detach(child: TaskRecord | None) -> None:
+    """A task, if it has not ended, does not end with the one that has started it."""
+    kin = None if child is None else child.kin
+    if child is not None and kin is not None and kin.parent is not None:
         assert kin.parent.kin is not None, kin.parent
         kin.parent.kin.children.pop(child.id, None)
         kin.parent = None

@@ -215,9 +215,7 @@ class Scheduler(Node):
         return self._place(now, effects)
 
     def _on_detached(self, event: events.Detached, _: float) -> Sequence[Effect]:
-        record = self.tasks.get(event.task)
-        if record is not None:
-            detach(record)
+        detach(self.tasks.get(event.task))
         return NOTHING
 
     def _on_resides(self, event: events.Resides, now: float) -> Sequence[Effect]:

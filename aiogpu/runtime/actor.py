@@ -7,38 +7,24 @@ again as often as `max_restarts` says. This is that task's receiver.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.actor_call import ActorCall
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Invoke, Leave
+from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
 from aiogpu.wire.failure import LEFT, unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
 from aiogpu.wire.streaming import Demand
 
-if TYPE_CHECKING:
-    from aiogpu.runtime.values import Value
-
 AHEAD: Final = 256
 """Calls that a process which runs one at a time may have before it."""
 NO_HANDLE: Final = "nobody had a handle to it any more."
-
-
-class ActorState(Enum):
-    """Where an actor is."""
-
-    PENDING = "pending"
-    """It waits for its place, or its constructor runs; maybe not for the first time."""
-    ALIVE = "alive"
-    LEAVING = "leaving"
-    """It was told to end after what it was sent."""
-    DEAD = "dead"
 
 
 class Actor:
@@ -60,6 +46,8 @@ class Actor:
         is_killed: `kill` has ended this process, and another takes its place.
         calls: those that were not answered, by number.
         mailboxes: by concurrency group.
+        new_number: gives the next call's.
+        lines: calls that wait for their arguments.
         caller_here: tells the callers of this process apart.
         on_idle: told when nobody can call it any more and all was answered.
         on_leaving: told when it was told to end.
@@ -94,10 +82,9 @@ class Actor:
         self.on_leaving: Callable[[Actor], None]
         self.on_dead: Callable[[Actor], None]
         self._unwanted = 0
-        self._lines: Lines | None = None
-        self._later: dict[CallId, CallId] = {}
+        self.lines = Lines(self)
         self._terms = terms
-        self._new_number = new_number
+        self.new_number = new_number
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
         self._end: Exception | None = None
@@ -130,58 +117,32 @@ class Actor:
         mailbox = self.mailboxes[
             groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
         ]
-        number = self._new_number()
+        number = self.new_number()
         limit = terms.windows.get(method, 0) if terms.windows else 0
         self.calls[number] = ActorCall(
             method, payload, receiver, terms.max_task_retries, mailbox, limit
         )
-        if self._lines or type(payload) is not bytes:
-            lines = self._lines = self._lines or Lines(self._post_held, self._refuse)
+        if self.lines.callers or type(payload) is not bytes:
             if caller is None:
                 caller = self.caller_here()
-            if lines.holds_back(caller, payload):
-                lines.join(caller, number, payload)
+            if self.lines.holds_back(caller, payload):
+                self.lines.join(caller, number, payload)
                 return number
-        self._post(number, mailbox)
+        self.post(number, mailbox)
         return number
 
-    def _post(self, number: CallId, mailbox: Mailbox) -> None:
+    def post(self, number: CallId, mailbox: Mailbox) -> None:
+        """Send a call, or have it wait for its process."""
         if self.worker is None or self.worker.peer is None:
             # It waits for a process; it may not count as lost with the last one.
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
-            self.worker.peer.post(self._order(number))
-
-    def _order(self, number: CallId) -> Invoke:
-        """What the process is told of a call."""
-        assert self.worker is not None, self
-        order = self.calls[number].order(number)
-        if type(order.payload) is not bytes:
-            order = order._replace(payload=self.worker.borrow(order.payload))
-        return order
-
-    def _post_held(self, number: CallId) -> None:
-        """A call that stood in line is on its way; its place is behind those sent."""
-        call = self.calls.pop(number, None)
-        if call is None:
-            return  # it was cancelled, or the actor has died
-        call.known_as = number
-        later = self._new_number()
-        self._later[number] = later
-        self.calls[later] = call
-        self._post(later, call.mailbox)
-
-    def _refuse(self, number: CallId, value: Value) -> None:
-        """An argument of a call has failed; so it never runs."""
-        call = self.calls.pop(number, None)
-        if call is not None and call.receiver is not None:
-            value.tell(call.receiver)
-            self.look_if_idle()
+            self.worker.peer.post(self.calls[number].order(number, self.worker))
 
     def demand(self, number: CallId, limit: int) -> None:
         """A call that is a stream may yield so many items in all."""
-        number = self.number_of(number)
+        number = self.lines.number_of(number)
         call = self.calls.get(number)
         if call is None or not call.limit:
             return
@@ -231,7 +192,7 @@ class Actor:
         if call is None:
             return
         if call.known_as:
-            self._later.pop(call.known_as, None)
+            self.lines.forget(call.known_as)
         mailbox, receiver = call.mailbox, call.receiver
         mailbox.sent.pop(answer.task, None)
         if receiver is None:
@@ -258,13 +219,9 @@ class Actor:
 
     def _send(self, numbers: list[CallId]) -> None:
         if numbers and self.worker is not None and self.worker.peer is not None:
-            post = self.worker.peer.post
+            worker, post = self.worker, self.worker.peer.post
             for number in numbers:
-                post(self._order(number))
-
-    def number_of(self, known_as: CallId) -> CallId:
-        """The number of a call now, by that under which its caller knows it."""
-        return self._later.get(known_as, known_as)
+                post(self.calls[number].order(number, worker))
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""

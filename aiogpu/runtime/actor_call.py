@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.runtime.call import Receiver
 from aiogpu.wire.acting import Invoke
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.slot import LiveWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +35,9 @@ class ActorCall:
     passed: int = 0
     known_as: CallId = 0
 
-    def order(self, number: CallId) -> Invoke:
-        """What its process is told."""
-        return Invoke(number, self.method, self.payload, self.limit, self.passed)
+    def order(self, number: CallId, worker: LiveWorker) -> Invoke:
+        """What its process is told; what its payload refers to is lent to that."""
+        payload = self.payload
+        if type(payload) is not bytes:
+            payload = worker.borrow(payload)
+        return Invoke(number, self.method, payload, self.limit, self.passed)

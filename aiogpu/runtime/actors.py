@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.events import Resides
 from aiogpu.core.ids import TaskId
 from aiogpu.errors import ActorDiedError
-from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
+from aiogpu.runtime.actor import NO_HANDLE, Actor
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.death import Death, describe_death, describe_loss
 from aiogpu.runtime.pool import Pool
@@ -107,7 +108,7 @@ class Actors(Register):
         if found is None:
             return
         worker = found.worker
-        number = found.number_of(number)
+        number = found.lines.number_of(number)
         if found.cancel(number) and worker is not None and worker.peer is not None:
             found.drops += 1
             self._orders.drop(worker, number, found.drops)

@@ -38,12 +38,13 @@ from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
-from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.death import Death
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
+from aiogpu.runtime.telling import Telling
 from aiogpu.runtime.values import unfinished_in
 from aiogpu.wire.messages import Done, Failed, Skipped
 
@@ -77,7 +78,7 @@ class Driver:
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
-        self._deaths: dict[WorkerId, Death] = {}
+        self._telling = Telling(self._calls, self.guard)
         self._last_task = 0
         self._last_number = 0
         self._timers = scheduler.timers
@@ -104,13 +105,13 @@ class Driver:
             effects.Interrupt: self._interrupt,
             effects.Retire: self._retire,
             effects.Kill: self._kill,
-            effects.Settle: self._settle,
-            effects.Expire: self._expire,
-            effects.Lose: self._lose,
-            effects.Deadlock: self._deadlock,
-            effects.Disown: self._disown,
-            effects.Abandon: self._abandon,
-            effects.Forget: self._forget,
+            effects.Settle: self._telling.settle,
+            effects.Expire: self._telling.expire,
+            effects.Lose: self._telling.lose,
+            effects.Deadlock: self._telling.deadlock,
+            effects.Disown: self._telling.disown,
+            effects.Abandon: self._telling.abandon,
+            effects.Forget: self._telling.forget,
         }
 
     def __repr__(self) -> str:
@@ -266,11 +267,11 @@ class Driver:
     def _on_gone(self, worker: int, death: Death) -> None:
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
-        self._deaths[gone] = death
+        self._telling.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
-        del self._deaths[gone]
+        del self._telling.deaths[gone]
         self.guard.forget(worker)
         tell_callers()
 
@@ -332,39 +333,3 @@ class Driver:
 
     def _kill(self, effect: effects.Kill) -> None:
         self._pool.kill(effect.worker)
-
-    def _settle(self, effect: effects.Settle) -> None:
-        calls, task = self._calls, effect.task
-        call = calls.young.pop(task, None) or calls.pop(task)
-        receiver, answer = call.receiver, call.answer
-        assert receiver is not None, call
-        if type(answer) is Done:
-            receiver.receive(answer.payload)
-        elif call.error is not None:
-            receiver.fail(call.error)
-        elif type(answer) is Failed:
-            receiver.reject(answer)
-
-    def _expire(self, effect: effects.Expire) -> None:
-        self._calls[effect.task].tell_timeout()
-
-    def _abandon(self, effect: effects.Abandon) -> None:
-        self._calls[effect.task].tell_closed()
-
-    def _lose(self, effect: effects.Lose) -> None:
-        call = self._calls.pop(effect.task)
-        name, death = call.site.spec.name, self._deaths[effect.worker]
-        short = self.guard.explain(name, effect.worker, death)
-        error = short or describe_death(name, death)
-        if effect.note:
-            error.add_note(effect.note)
-        call.tell(error)
-
-    def _deadlock(self, effect: effects.Deadlock) -> None:
-        self._calls.pop(effect.task).tell_deadlock(effect.reason)
-
-    def _disown(self, effect: effects.Disown) -> None:
-        self._calls[effect.task].tell_disowned()
-
-    def _forget(self, effect: effects.Forget) -> None:
-        del self._calls[effect.task]

@@ -8,7 +8,6 @@ callers do not, for the argument may depend on them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from aiogpu.core.mailbox import CallId
+    from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.values import Value
 
 
@@ -38,33 +38,33 @@ class Lines:
     """The lines of one actor's callers.
 
     Attributes:
-        post: sends a call on its way; given its number.
-        refuse: fails a call for an argument that has failed.
+        callers: by caller, his calls that wait.
     """
 
-    def __init__(
-        self,
-        post: Callable[[CallId], object],
-        refuse: Callable[[CallId, Value], object],
-    ) -> None:
-        self._post = post
-        self._refuse = refuse
-        self._by_caller: dict[int, deque[Held]] = {}
+    def __init__(self, actor: Actor) -> None:
+        self.callers: dict[int, deque[Held]] = {}
+        self._actor = actor
+        self._later: dict[CallId, CallId] = {}
 
     def __repr__(self) -> str:
-        return f"<Lines of {len(self._by_caller)} callers>"
+        return f"<Lines of {len(self.callers)} callers>"
 
-    def __bool__(self) -> bool:
-        return bool(self._by_caller)
+    def number_of(self, known_as: CallId) -> CallId:
+        """The number of a call now, by that under which its caller knows it."""
+        return self._later.get(known_as, known_as)
+
+    def forget(self, known_as: CallId) -> None:
+        """A call was answered that its caller knows under another number."""
+        self._later.pop(known_as, None)
 
     def holds_back(self, caller: int, payload: bytes) -> bool:
         """Whether a call of that caller's with this payload has to wait."""
-        return caller in self._by_caller or not is_complete(payload)
+        return caller in self.callers or not is_complete(payload)
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
         """Have a call wait in its caller's line."""
         held = Held(number)
-        self._by_caller.setdefault(caller, deque()).append(held)
+        self.callers.setdefault(caller, deque()).append(held)
         if type(payload) is Parcel:
             values = dict.fromkeys(payload.needs)
             held.missing = len(values) + 1
@@ -80,7 +80,7 @@ class Lines:
         self._go_on(caller)
 
     def _go_on(self, caller: int) -> None:
-        line = self._by_caller.get(caller)
+        line = self.callers.get(caller)
         while line and (not line[0].missing or line[0].failed):
             held = line.popleft()
             if held.failed is not None:
@@ -88,7 +88,25 @@ class Lines:
             else:
                 self._post(held.number)
         if line is not None and not line:
-            self._by_caller.pop(caller, None)
+            self.callers.pop(caller, None)
+
+    def _post(self, number: CallId) -> None:
+        """A call is on its way; its place is behind those that were sent."""
+        calls = self._actor.calls
+        call = calls.pop(number, None)
+        if call is None:
+            return  # it was cancelled, or the actor has died
+        call.known_as = number
+        later = self._later[number] = self._actor.new_number()
+        calls[later] = call
+        self._actor.post(later, call.mailbox)
+
+    def _refuse(self, number: CallId, value: Value) -> None:
+        """An argument of a call has failed; so it never runs."""
+        call = self._actor.calls.pop(number, None)
+        if call is not None and call.receiver is not None:
+            value.tell(call.receiver)
+            self._actor.look_if_idle()
 
 
 def is_complete(payload: bytes) -> bool:

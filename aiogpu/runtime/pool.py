@@ -76,7 +76,7 @@ class Pool:
         self.workers: dict[int, LiveWorker] = {}
         self.on_started: Callable[[int], None]
         self.on_gone: Callable[[int, Death], None]
-        self.on_outdated: Callable[[Environment], None] = _unheard
+        self.on_outdated: Callable[[Environment], object] = bool  # nobody is told yet
         self.hearing = Hearing(console)
         self.hearing.on_imported = self._on_imported
         self.orders = Orders(self.workers, zygotes.page)
@@ -99,8 +99,7 @@ class Pool:
     def use(self, store: Store) -> None:
         """Have values and shared memory kept by that."""
         self._store = self.hearing.store = store
-        store.writer_of = self.workers.get
-        store.memory.show_on(self._zygotes.page)
+        store.serve(self.workers, self._zygotes.page)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -292,9 +291,7 @@ class Pool:
 
     def _tell_gone(self, worker_id: int, death: Death) -> None:
         # Not before: the core may speak of the worker until it is told.
-        lending = self.workers.pop(worker_id).lending
-        if lending is not None:
-            lending.close()
+        self.workers.pop(worker_id).return_loans()
         if death.known == cause.CROWDED:
             self.slots.make_room()
         self.on_gone(worker_id, death)
@@ -337,7 +334,7 @@ class Pool:
         """End all keepers, and with them whatever is left; wait for it."""
         self._is_closing = True
         if self._store is not None:
-            self._store.memory.show_on(None)
+            self._store.serve({}, None)
         for worker in self.workers.values():
             worker.start_timer.cancel()
         for slot in self.slots:
@@ -351,7 +348,3 @@ class Pool:
             with suppress(ProcessLookupError):
                 self._send_signal(slot.keeper_pid, signal.SIGKILL)
         await self.slots.gone(CLOSE_LIMIT)
-
-
-def _unheard(_environment: Environment) -> None:
-    """Nobody has spares yet."""

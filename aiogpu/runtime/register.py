@@ -6,7 +6,8 @@ import asyncio
 from contextlib import suppress
 
 from aiogpu.errors import ActorDiedError, ActorNameError
-from aiogpu.runtime.actor import Actor, ActorState
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_state import ActorState
 
 
 class Register:

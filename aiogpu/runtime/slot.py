@@ -98,6 +98,11 @@ class LiveWorker:
         """The payload that it is sent; what that refers to is lent to it."""
         return payload if self.store is None else self.store.dispatch(self, payload)
 
+    def return_loans(self) -> None:
+        """It has ended, and has nothing any more."""
+        if self.lending is not None:
+            self.lending.close()
+
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""
         messages: list[Message] = []

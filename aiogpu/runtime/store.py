@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +28,7 @@ from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
 
 if TYPE_CHECKING:
+    from aiogpu.memory.page import ControlPage
     from aiogpu.runtime.slot import LiveWorker
 
 WARM: Final = 1 << 30
@@ -38,13 +39,12 @@ class Store:
     """See above. Made for the running loop, used on it alone.
 
     Attributes:
-        writer_of: gives the live worker of an id, None without one.
         memory: how much it takes and may take.
         catch_up: takes in the workers that have connected for descriptors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
-        self.writer_of: Callable[[int], LiveWorker | None] = _nobody
+        self._workers: Mapping[int, LiveWorker] = {}
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
@@ -58,6 +58,13 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {len(self._segments)} segments>"
+
+    def serve(
+        self, workers: Mapping[int, LiveWorker], page: ControlPage | None
+    ) -> None:
+        """Have these workers, by id, and no page if there are none any more."""
+        self._workers = workers
+        self.memory.show_on(page)
 
     def pack(self, outgoing: Outgoing) -> bytes:
         """Make the payload of what the program sends.
@@ -227,7 +234,7 @@ class Store:
             with suppress(KeyError):  # the store was closed
                 self._warm.give_back(identity)
             return
-        writer = self.writer_of(owner)
+        writer = self._workers.get(owner)
         if writer is not None and writer.peer is not None:
             writer.peer.send(Recycle((identity,)))
 
@@ -244,11 +251,6 @@ def filled(parcel: Parcel) -> Parcel:
     parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
     contents = parcel.contents._replace(parts=parts)
     return Parcel.of(contents, parcel.holds, parcel.source)
-
-
-def _nobody(_worker: int) -> LiveWorker | None:
-    """There are no workers yet."""
-    return None
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from aiogpu.errors import (
     DeserializationError,
+    ObjectMemoryError,
     RemoteTraceback,
     SerializationError,
     TaskError,
@@ -31,6 +32,7 @@ UNREADABLE: Final = "unreadable"
 UNSENDABLE: Final = "unsendable"
 """The result could not be pickled."""
 
+_NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
 
@@ -77,7 +79,9 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
             f"arguments: {what}"
         )
     elif failed.kind == UNSENDABLE:
-        revived = SerializationError(f"{task_name} ran, but {failed.message}")
+        has_room = failed.type_name != _NO_ROOM
+        kind = SerializationError if has_room else ObjectMemoryError
+        revived = kind(f"{task_name} ran, but {failed.message}")
     else:
         revived = TaskError(
             f"{task_name} failed with an exception that cannot be raised here: {what}",

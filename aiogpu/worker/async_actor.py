@@ -21,8 +21,8 @@ from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import GLANCES, SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
+from aiogpu.worker.parcels import arguments_in, packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage

@@ -17,8 +17,8 @@ from aiogpu.wire.streaming import Demand
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.loans import arguments_in
 from aiogpu.worker.outflow import Outflow, pour_softly
+from aiogpu.worker.parcels import arguments_in
 
 
 class Coroutines:

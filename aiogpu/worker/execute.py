@@ -23,8 +23,8 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_function, several
 from aiogpu.worker.context import ActorExit, current
-from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
+from aiogpu.worker.parcels import arguments_in, packed
 from aiogpu.worker.poison import poisoned_by, tell
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from aiogpu.worker.interrupts import Interrupts
     from aiogpu.worker.threads import Threads
 
-_ASYNC: Final = 0x80 | 0x200
-"""The flags of the code of an `async def`, and of one that yields; see `inspect`."""
+CO_COROUTINE: Final = 0x80
+"""Among the flags of the code of an `async def`; see `inspect`."""
 OWN_FRAMES: Final = "/aiogpu/worker/"
 """Marks this package's own frames, which a user's traceback leaves out."""
 
@@ -197,7 +197,7 @@ class Executor:
                 if function is None:
                     function = self._load(known_as)
             if has_handles(payload) and is_coroutine(function):
-                args, kwargs = self._on_loop().load(payload)
+                args, kwargs = self._own_loop().load(payload)
             else:
                 args, kwargs = arguments_in(payload)
             kind = RAISED
@@ -226,9 +226,9 @@ class Executor:
         return loaded
 
     def _await(self, coroutine: CoroutineType[Any, Any, Any], task: int) -> Any:
-        return self._on_loop().run(coroutine, task)
+        return self._own_loop().run(coroutine, task)
 
-    def _on_loop(self) -> Coroutines:
+    def _own_loop(self) -> Coroutines:
         if self._coroutines is None:
             # asyncio costs 40 ms to import; only the first coroutine pays.
             from aiogpu.worker.coroutines import Coroutines
@@ -238,7 +238,7 @@ class Executor:
 
     def _pour(self, items: Any, flow: Outflow) -> None:
         if hasattr(items, "__anext__"):
-            self._on_loop().pour(items, flow)
+            self._own_loop().pour(items, flow)
         else:
             pour(items, flow, Holding(self._channel, self._interrupts, flow).hold)
 
@@ -266,4 +266,4 @@ def is_coroutine(function: object) -> bool:
         function = inner
     code = getattr(function, "__code__", None)
     # As `inspect` does, which is slow to import.
-    return code is not None and bool(code.co_flags & _ASYNC)
+    return code is not None and bool(code.co_flags & CO_COROUTINE)

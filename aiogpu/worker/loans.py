@@ -14,13 +14,12 @@ import socket
 from _thread import allocate_lock, get_ident
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.payload import load_arguments
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
@@ -87,7 +86,6 @@ class Loans:
         self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
         self._mapped: dict[int, Loan] = {}
         self._arrived: dict[int, int] = {}
-        self._unwanted: dict[int, int] = {}
         self._socket: socket.socket | None = None
         self._sender: DescriptorSender
         self._receiver: DescriptorReceiver
@@ -95,22 +93,23 @@ class Loans:
         self._warm: WarmSegments | None = None
 
     def take_in(self, messages: list[Message]) -> list[Message]:
-        """What has come, its parcels opened so far that they count as loans."""
-        found: list[Message] = []
-        for message in messages:
-            if type(message) is Recycle:
-                self._recycle(message.segments)
-                continue
+        """What has come: its parcels as loans, and what concerns these taken in."""
+        has_recycled = False
+        for index, message in enumerate(messages):
             payload = getattr(message, "payload", None)
-            if type(message) is ChildItems:
+            if payload is not None:
+                if is_parcel(payload):
+                    taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
+                    messages[index] = taken
+            elif type(message) is ChildItems:
                 items = tuple(map(self.take_payload, message.payloads))
-                found.append(message._replace(payloads=items))
-            elif payload and is_parcel(payload):
-                parcel = self.borrow(payload)
-                found.append(message._replace(payload=parcel))  # type: ignore[call-arg]
-            else:
-                found.append(message)
-        return found
+                messages[index] = message._replace(payloads=items)
+            elif type(message) is Recycle:
+                self._recycle(message.segments)
+                has_recycled = True
+        if has_recycled:
+            return [one for one in messages if type(one) is not Recycle]
+        return messages
 
     def take_payload(self, payload: bytes) -> bytes:
         """A payload that has come; a loan, if it refers to something."""
@@ -336,21 +335,3 @@ class Loans:
         """This process is a fork of the worker: it must not speak for it."""
         if self._socket is not None:
             self._socket.close()
-
-
-def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a call is given; what of it is kept keeps alive what it needs itself."""
-    if type(payload) is not Parcel:
-        return load_arguments(payload)
-    try:
-        return load_arguments(payload)
-    finally:
-        payload.let_go()
-
-
-def packed(outgoing: Outgoing) -> bytes:
-    """The payload of what this worker sends; see `Loans.pack`."""
-    loans = current.loans
-    if loans is None:
-        raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
-    return loans.pack(outgoing)

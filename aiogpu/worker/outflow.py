@@ -20,7 +20,7 @@ from aiogpu.wire.payload import dump_result
 from aiogpu.wire.streaming import Demand, Items
 from aiogpu.worker.children import SLICE
 from aiogpu.worker.context import passing, take_passing
-from aiogpu.worker.loans import packed
+from aiogpu.worker.parcels import packed
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -109,6 +109,7 @@ def pour(items: Iterator[Any], flow: Outflow, hold: Callable[[], object]) -> Non
         send = flow.send
         for item in items:
             send(item)
+            del item  # it may be large, and the next is as well
             hold()
     finally:
         close = getattr(items, "close", None)
@@ -132,11 +133,13 @@ async def pour_softly(
         if hasattr(items, "__anext__"):
             async for item in items:
                 flow.send(item)
+                del item
                 if flow.is_held:
                     await _opened(flow, new_future)
         else:
             for item in items:
                 flow.send(item)
+                del item
                 if flow.is_held:
                     await _opened(flow, new_future)
     finally:

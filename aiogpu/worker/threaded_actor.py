@@ -16,8 +16,8 @@ from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.loans import arguments_in, packed
 from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
+from aiogpu.worker.parcels import arguments_in, packed
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from benchmarks.port import (
     Preload,
     Programs,
     UnsupportedError,
+    Use,
 )
 
 T = TypeVar("T")
@@ -92,6 +93,25 @@ class AiogpuLocal:
             max_calls=1 if need.is_isolated else 0,
             cancel_grace=need.grace,
         )(function).remote
+
+    def taking(self, function: Callable[..., object]) -> Use:
+        """`f.remote`, whose arguments may be handles."""
+        if not hasattr(aiogpu, "put"):
+            raise UnsupportedError("in this version of aiogpu handles are no arguments")
+        return aiogpu.remote(function).remote
+
+    async def keep(self, value: object) -> object:
+        """`put`."""
+        return await aiogpu.put(value)
+
+    def stream(
+        self, function: Callable[[int], Any]
+    ) -> Callable[[int], AsyncIterator[int]]:
+        """`f.remote`, which is what a program iterates."""
+        if not hasattr(aiogpu, "Stream"):
+            raise UnsupportedError("this version of aiogpu has no streams")
+        start: Callable[[int], AsyncIterator[int]] = aiogpu.remote(function).remote
+        return start
 
     def actor(self, cls: type) -> Create:
         """`A.remote`, which is what a program calls; a handle of it keeps it alive."""

@@ -69,6 +69,18 @@ class Executor:
         assert pool is not None
         return lambda number: asyncio.wrap_future(pool.submit(function, number))
 
+    def taking(self, function: Callable[..., object]) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor's tasks are given no handles")
+
+    async def keep(self, value: object) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor keeps no values")
+
+    def stream(self, function: Callable[[int], object]) -> NoReturn:
+        """Never possible."""
+        raise UnsupportedError("an executor's calls give one result")
+
     def actor(self, cls: type) -> NoReturn:
         """Never possible."""
         raise UnsupportedError("an executor has no actors")

@@ -25,8 +25,10 @@ from benchmarks.workloads import (
     scheduler_only,
     spaced,
     start,
+    streams,
     throughput,
     turnover,
+    values,
 )
 
 Workload = Callable[[Environment, Scale], Awaitable[list[Row]]]
@@ -41,10 +43,12 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "cancel": cancel.measure,
     "turnover": turnover.measure,
     "throughput": throughput.measure,
+    "streams": streams.measure,
     "nested": nested.measure,
     "actors": actors.measure,
     "many_actors": many_actors.measure,
     "batching": batching.measure,
+    "values": values.measure,
     "map": mapping.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,

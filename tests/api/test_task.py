@@ -14,8 +14,9 @@ import cloudpickle
 import pytest
 
 import aiogpu
+from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.session import Session
-from aiogpu.api.task import Definition, Reference, RemoteFunction
+from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import load_function
 from tests.api.paper_engine import PaperEngine

@@ -134,15 +134,9 @@ def test_the_page_of_figures_has_its_marks(tmp_path):
 
 def test_an_environment_that_lacks_something_says_so():
     lacking = ["gpu_latency", "nested", "batching", "backlog", "queue", "many_gpus"]
-    lacking += [
-        "map",
-        "isolated",
-        "spaced",
-        "cancel",
-        "turnover",
-        "actors",
-        "many_actors",
-    ]
+    lacking += ["isolated", "spaced", "cancel", "turnover", "actors", "many_actors"]
+    lacking += ["values", "map"]
+    lacking += ["streams"]
     done = run("--environment", "executor", "noop_latency", *lacking)
     assert done.returncode == 0, done.stderr
     assert "not measured: an executor shares out no GPUs" in done.stdout
@@ -158,6 +152,7 @@ def test_blocks_are_as_long_as_the_method_asks():
     assert FULL.gathered == 20_000
     assert (FULL.waiting, FULL.few) == (1_000_000, 1_000)
     assert (FULL.width, FULL.mapped) == (100, 1_000_000)
+    assert (FULL.large, FULL.uses, FULL.handles) == (100_000_000, 50, 10_000)
     assert FULL.is_judged
     assert not QUICK.is_judged
 

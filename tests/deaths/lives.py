@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import aiogpu
@@ -63,6 +63,27 @@ async def life_of_a_soft_parent_and_its_child(max_retries: int) -> object:
 
 async def life_of_a_task_with_a_daemon(max_retries: int) -> object:
     return await leaves_a_daemon.options(num_gpus=1, max_retries=max_retries).remote(1)
+
+
+@aiogpu.remote(max_buffered=2)
+def yields(number: int) -> Iterator[int]:
+    for _ in range(3):
+        yield number + 1
+
+
+@aiogpu.remote(max_buffered=2)
+def passes_on(number: int, max_retries: int) -> Iterator[int]:
+    yield from yields.options(max_retries=max_retries).remote(number)  # type: ignore[misc]
+
+
+async def life_of_a_stream_and_its_child(max_retries: int) -> object:
+    task = passes_on.options(max_retries=max_retries)
+    found = [each async for each in task.remote(1, max_retries)]
+    async for each in task.remote(1, max_retries):
+        if each:
+            break
+    assert found == [2] * 3, found
+    return 2
 
 
 @aiogpu.remote
@@ -136,6 +157,7 @@ LIVES: Final[dict[str, Life]] = {
     "reused": life_of_reused_tasks,
     "nested": life_of_a_parent_and_its_child,
     "nested-soft": life_of_a_soft_parent_and_its_child,
+    "stream": life_of_a_stream_and_its_child,
     "daemon": life_of_a_task_with_a_daemon,
     "actor": life_of_an_actor,
     "actor-soft": life_of_a_soft_actor,

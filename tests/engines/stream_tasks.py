@@ -190,11 +190,11 @@ async def doubled_softly(end: int) -> AsyncIterator[int]:
 @aiogpu.remote
 def misuses() -> list[str]:
     """What plain code is told that takes its stream for another thing."""
-    from aiogpu import MisuseError
+    from aiogpu import MisuseError, get
 
     told = []
     with closing(numbers.remote(3)) as stream:  # type: ignore[type-var]
-        for use in (bool, lambda it: it.__aiter__(), lambda it: it.__reduce__()):
+        for use in (bool, get, lambda it: it.__aiter__(), lambda it: it.__reduce__()):
             try:
                 use(stream)
             except MisuseError as error:

@@ -94,6 +94,20 @@ async def sum_softly(actor: Any) -> int:
     return sum([number async for number in actor.count.remote(500)])
 
 
+@aiogpu.remote(num_cpus=0)
+async def asks(actor: Any, times: int) -> AsyncIterator[list[str]]:
+    """A generator that has a handle as an argument, and nobody else has it."""
+    for _ in range(times):
+        yield await actor.has_ended.remote()
+
+
+@aiogpu.remote
+async def makes(number: int) -> AsyncIterator[Any]:
+    """Yields handles of actors that it has made."""
+    for _ in range(number):
+        yield Async.remote()
+
+
 @pytest.fixture(params=[Serial, Threaded, Async])
 def kind(request: pytest.FixtureRequest, address: str) -> Any:
     """Each kind of actor, where there may be one."""
@@ -243,3 +257,12 @@ async def test_a_pool_and_a_map_refuse_it(address: str) -> None:
         async with aiogpu.ActorPool(Serial, 1) as pool:
             with pytest.raises(aiogpu.MisuseError, match="generator"):
                 pool.count.remote(1)
+
+
+async def test_handles_of_actors_go_either_way(address: str) -> None:
+    """[B29] They live as long as somebody has them or waits for them."""
+    async with aiogpu.init(address=address, num_cpus=1):
+        assert [each async for each in asks.remote(Async.remote(), 70)] == [[]] * 70
+        async for actor in makes.remote(3):
+            assert [each async for each in actor.count.remote(2)] == [0, 1]
+            assert await actor.has_ended.remote() == ["count"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import ActorDiedError, NodeClosedError
-from aiogpu.runtime.actor import Actor, ActorState
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import ActorTerms
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, Invoke, Leave
 from aiogpu.wire.failure import LEFT, RAISED

@@ -21,7 +21,8 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.errors import ActorDiedError
-from aiogpu.runtime.actor import Actor, ActorState
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import ActorTerms
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, Invoke
 from aiogpu.wire.failure import RAISED

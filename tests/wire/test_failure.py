@@ -10,6 +10,7 @@ import pytest
 
 from aiogpu.errors import (
     DeserializationError,
+    ObjectMemoryError,
     RemoteTraceback,
     SerializationError,
     TaskError,
@@ -350,6 +351,12 @@ def test_a_result_that_could_not_be_sent_says_so():
     assert type(arrived) is SerializationError
     assert str(arrived) == "work ran, but the result cannot be pickled"
     assert type(arrived.__cause__) is RemoteTraceback
+
+
+def test_a_result_without_room_says_so():
+    arrived = travel(ObjectMemoryError("it has no room"), UNSENDABLE)
+    assert type(arrived) is ObjectMemoryError
+    assert str(arrived) == "work ran, but it has no room"
 
 
 # Tracebacks

@@ -29,7 +29,6 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, take_kept
-from aiogpu.worker.execute import is_coroutine
 from aiogpu.worker.outflow import UnsendableError
 
 AnyCoroutine = Coroutine[Any, Any, Any]
@@ -63,7 +62,7 @@ class Executor:
         try:
             with self._step(job):
                 function = job.function(self)
-                args, kwargs = _arguments(job, function)
+                args, kwargs = _arguments(job)
                 kind = RAISED
                 value = function(*args, **kwargs)
                 if type(value) is CoroutineType:
@@ -161,11 +160,11 @@ class Executor:
         return loaded
 
 
-def _arguments(job: Job, function: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a call is given; handles for a coroutine are its loop's."""
     payload = supplied(job.call.payload)
     if asyncio._get_running_loop() is not None or not (
-        has_handles(payload) and is_coroutine(function)
+        has_handles(payload) and job.call.site.is_coroutine
     ):
         return load_arguments(payload)
     asyncio._set_running_loop(job.runner.loop)
@@ -179,4 +178,5 @@ def _packed(job: Job, value: object) -> Outcome:
     result = dump_result(value)
     if isinstance(result, Outgoing):
         result = job.runner.node.pack(result)
+        job.let_go(result)
     return Outcome(Done(job.id, result), carried=take_kept())

@@ -18,6 +18,7 @@ from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call, pass_on
+from aiogpu.runtime.values import unfinished_in
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.worker.context import take_kept
@@ -101,6 +102,11 @@ class Job:
         return self.record.state is TaskState.WAITING
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether its time is up."""
+        return self.due is not None and self.runner.loop.time() >= self.due
+
+    @property
     def has_ended(self) -> bool:
         """Whether its code has stopped, or never ran."""
         return self.record.state is TaskState.ENDED
@@ -138,6 +144,13 @@ class Job:
             error = call.error or unpack_failure(answer, self.name)
             outcome.show_frames(error)
             call.tell(error)
+
+    def let_go(self, result: bytes) -> None:
+        """Children to which the result has handles go on without their parent."""
+        for task in unfinished_in(result):
+            child = self.brood.pop(TaskId(task), None)
+            if child is not None:
+                child.parent = None
 
     def is_retried(self, outcome: Outcome) -> bool:
         """Whether it is to be tried again after an attempt that ended so."""

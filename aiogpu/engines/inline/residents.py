@@ -20,7 +20,8 @@ from aiogpu.errors import (
     NodeClosedError,
     NodeError,
 )
-from aiogpu.runtime.actor import NO_HANDLE, Actor, ActorState
+from aiogpu.runtime.actor import NO_HANDLE, Actor
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.death import describe_loss

@@ -67,10 +67,8 @@ class Runner:
         elif parent is not None and parent.record.state is not TaskState.RUNNING:
             call.tell_disowned()
         else:
-            is_urgent = maker is not None
-            self.add(
-                Job(record, call, self, parent=parent or maker, is_urgent=is_urgent)
-            )
+            above = parent or maker
+            self.add(Job(record, call, self, parent=above, is_urgent=bool(maker)))
         return record.id
 
     def add(self, job: Job) -> None:
@@ -114,24 +112,19 @@ class Runner:
 
     def _look(self, job: Job, too_large: list[Job]) -> bool:
         """Begin a job, or end it; False if it has to wait on."""
-        if self._is_overdue(job):
+        if job.is_overdue:
             # A plain function before it has kept the loop from ringing.
             self._expire(job)
             return True
         arguments = expected(job)
         if arguments is Expected.NEVER:
             self._end(job)
-        elif arguments is Expected.LATER:
-            return False
-        elif self.node.lend(job):
+        elif arguments is Expected.NOW and self.node.lend(job):
             self._begin(job)
         else:
-            too_large.append(job)
+            too_large += [job] if arguments is Expected.NOW else []
             return False
         return True
-
-    def _is_overdue(self, job: Job) -> bool:
-        return job.due is not None and self.loop.time() >= job.due
 
     def _play(self, call: Job) -> None:
         """Run a call of an actor at once, on top of whatever runs."""
@@ -216,7 +209,7 @@ class Runner:
     def _finish(self, job: Job, outcome: Outcome) -> None:
         self.disown(job)
         if job.record.state is TaskState.RUNNING:
-            if self._is_overdue(job):
+            if job.is_overdue:
                 job.call.tell_timeout()
             elif job.is_retried(outcome):
                 self.loop.call_soon(self._attempt, job, context=self._context)
@@ -294,8 +287,8 @@ class Runner:
         job.on_end()
         if not self._turns.running and not self.node.beside.jobs:
             self._is_quiet.set()
-        if self._is_run:
-            self.loop.stop()
+        for runner in list(self.node.runners):
+            runner.note_item()  # its plain code may wait for this one
         self.wake()
 
     def run_until(

@@ -29,6 +29,12 @@ async def arguments() -> None:
     embed.options(num_gpus=1).remote("1")  # refused
 
 
+async def handles_as_arguments() -> None:
+    text: bytes = await embed.remote(embed.remote(1))  # refused
+    embed.remote([embed.remote(1)])  # refused
+    print(text)
+
+
 async def results() -> None:
     number: int = await embed.remote(1)  # refused
     text: str = embed.remote(1)  # refused
@@ -73,7 +79,7 @@ async def maps() -> None:
     embed.map([1], orderd=False)  # refused
     embed.map([1], chunk="all")  # refused
     embed.map([1], chunk=2.0)  # refused
-    pair.map([1])  # refused
+    pair.map([1])  # refused by pyright
     nothing.map([1])  # refused
     for text in embed.map([1]):  # refused
         print(text)

@@ -4,7 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from typing import Any, assert_type
 
 import aiogpu
@@ -15,6 +22,7 @@ from aiogpu import (
     RemoteFunction,
     Results,
     Session,
+    Stream,
     Why,
 )
 
@@ -76,6 +84,22 @@ async def handles_have_the_type_of_the_result() -> None:
     assert_type(aiogpu.remote(identity).remote(1), Handle[int])
     assert_type(aiogpu.remote(num_gpus=1)(identity).remote(1), Handle[int])
     assert_type(aiogpu.remote(runs_later).remote(1), Handle[int])
+
+
+@aiogpu.remote
+def compare(label: str, before: list[float], after: list[float]) -> float:
+    return after[-1] - before[-1]
+
+
+async def a_handle_may_take_the_place_of_a_value() -> None:
+    losses, start = train.remote(1), await aiogpu.put([1.0])
+    assert_type(start, Handle[list[float]])
+    assert_type(embed.remote(compare.remote("a", [0.0], losses)), Handle[str])
+    assert_type(compare.remote("a", start, losses), Handle[float])
+    assert_type(compare.remote("a", start, [1.0]), Handle[float])
+    assert_type(
+        aiogpu.typed(Encoders.remote("a")).embed.remote(start), Handle[list[float]]
+    )
 
 
 async def a_handle_tells_its_result_and_its_error() -> None:
@@ -180,6 +204,46 @@ async def asyncio_takes_handles() -> None:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(embed.remote(1).coro())
         assert_type(task, asyncio.Task[str])
+
+
+@aiogpu.remote
+def words(text: str) -> Iterator[str]:
+    yield from text.split()
+
+
+@aiogpu.remote(max_buffered=2, num_cpus=0.5)
+async def lengths(text: str) -> AsyncGenerator[int, None]:
+    yield len(text)
+
+
+def letters(text: str) -> Generator[str, None, None]:
+    yield from text
+
+
+class Reader:
+    @aiogpu.method
+    def lines(self, number: int) -> Iterator[bytes]:
+        yield b"line"
+
+    @aiogpu.method(max_buffered=1)
+    async def later(self) -> AsyncIterator[float]:
+        yield 1.5
+
+
+async def streams_have_the_type_of_their_items() -> None:
+    assert_type(words.remote("a b"), Stream[str])
+    assert_type(lengths.remote("a"), Stream[int])
+    assert_type(lengths.options(max_buffered=None).remote("a"), Stream[int])
+    assert_type(aiogpu.remote(letters).remote("a"), Stream[str])
+    async for word in words.remote("a b"):
+        assert_type(word, str)
+    async with lengths.remote("a") as stream:
+        assert_type(await anext(stream), int)
+        assert_type(stream.cancel(), bool)
+    assert_type(await stream.why(), Why)
+    reader = aiogpu.typed(aiogpu.remote(Reader).remote())
+    assert_type(reader.lines.remote(1), Stream[bytes])
+    assert_type(reader.later.remote(), Stream[float])
 
 
 async def urls() -> AsyncGenerator[str, None]:

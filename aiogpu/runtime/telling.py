@@ -1,0 +1,71 @@
+"""How owners are told what has become of their tasks: one effect of the core each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiogpu.core.ids import WorkerId
+from aiogpu.runtime.death import Death, describe_death
+from aiogpu.wire.messages import Done, Failed
+
+if TYPE_CHECKING:
+    from aiogpu.core import effects
+    from aiogpu.core.table import Table
+    from aiogpu.runtime.call import Call
+    from aiogpu.runtime.memory_guard import MemoryGuard
+
+
+class Telling:
+    """Tells the receivers of one node's calls.
+
+    Attributes:
+        deaths: how workers have ended of which the core is being told.
+    """
+
+    def __init__(self, calls: Table[Call], guard: MemoryGuard) -> None:
+        self.deaths: dict[WorkerId, Death] = {}
+        self._calls = calls
+        self._guard = guard
+
+    def settle(self, effect: effects.Settle) -> None:
+        """Its code has ended: tell what came of it."""
+        calls, task = self._calls, effect.task
+        call = calls.young.pop(task, None) or calls.pop(task)
+        receiver, answer = call.receiver, call.answer
+        assert receiver is not None, call
+        if type(answer) is Done:
+            receiver.receive(answer.payload)
+        elif call.error is not None:
+            receiver.fail(call.error)
+        elif type(answer) is Failed:
+            receiver.reject(answer)
+
+    def expire(self, effect: effects.Expire) -> None:
+        """Its time is up."""
+        self._calls[effect.task].tell_timeout()
+
+    def abandon(self, effect: effects.Abandon) -> None:
+        """The node closes."""
+        self._calls[effect.task].tell_closed()
+
+    def lose(self, effect: effects.Lose) -> None:
+        """Its worker has died."""
+        call = self._calls.pop(effect.task)
+        name, death = call.site.spec.name, self.deaths[effect.worker]
+        short = self._guard.explain(name, effect.worker, death)
+        error = short or describe_death(name, death)
+        if effect.note:
+            error.add_note(effect.note)
+        call.tell(error)
+
+    def deadlock(self, effect: effects.Deadlock) -> None:
+        """The wait for it could never end."""
+        self._calls.pop(effect.task).tell_deadlock(effect.reason)
+
+    def disown(self, effect: effects.Disown) -> None:
+        """Who has started it has ended."""
+        self._calls[effect.task].tell_disowned()
+
+    def forget(self, effect: effects.Forget) -> None:
+        """Nobody waits for it."""
+        del self._calls[effect.task]

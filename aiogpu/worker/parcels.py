@@ -1,0 +1,31 @@
+"""What a worker's code is given, and what it gives: payloads opened and made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.errors import NodeClosedError
+from aiogpu.wire.parcel import Parcel
+from aiogpu.wire.payload import load_arguments
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.wire.outgoing import Outgoing
+
+
+def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a call is given; what of it is kept keeps alive what it needs itself."""
+    if type(payload) is not Parcel:
+        return load_arguments(payload)
+    try:
+        return load_arguments(payload)
+    finally:
+        payload.let_go()
+
+
+def packed(outgoing: Outgoing) -> bytes:
+    """The payload of what this worker sends; see `Loans.pack`."""
+    loans = current.loans
+    if loans is None:
+        raise NodeClosedError("this process is a fork of a worker, and sends nothing.")
+    return loans.pack(outgoing)
