@@ -38,6 +38,7 @@ class BlockingHandle(Generic[T]):
 
     Attributes:
         task_name: name of the task.
+        part: which of several results of it this is; -1 for all of it.
         child: its number among the children of the task that has started it.
         family: all of these.
         owner: stops the work; None for the family itself.
@@ -58,6 +59,7 @@ class BlockingHandle(Generic[T]):
         "family",
         "on_end",
         "owner",
+        "part",
         "raw",
         "shared",
         "task_name",
@@ -69,6 +71,7 @@ class BlockingHandle(Generic[T]):
         self.family = family
         self.owner: Several | Borrowed | None = None
         self.shared: Reference | None = None
+        self.part = -1
         self.raw: bytes | None = None
         self.on_end: tuple[Callable[[BlockingHandle[Any]], object], ...] = ()
         self._state = "pending"
@@ -126,6 +129,8 @@ class BlockingHandle(Generic[T]):
         else:
             nested.current_family().withdraw(self.child)
         self._end("cancelled")
+        if self.shared is not None:
+            self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
         return True
 
     def why(self) -> NoReturn:

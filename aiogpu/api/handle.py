@@ -53,6 +53,7 @@ class Handle(asyncio.Future[T]):
 
     Attributes:
         task_name: name of the task.
+        part: which of several results of it this is; -1 for all of it.
     """
 
     __aiogpu_handle__ = True
@@ -65,6 +66,7 @@ class Handle(asyncio.Future[T]):
         "_shared",
         "_value",
         "_waiters",
+        "part",
         "task_id",
         "task_name",
     )
@@ -81,6 +83,7 @@ class Handle(asyncio.Future[T]):
         self._payload: bytes | None = None
         self._raw: bytes | None = None
         self._shared: Value | None = None
+        self.part = -1
         self._value: T | None = None
         self._error: DeserializationError | None = None
 
@@ -109,6 +112,7 @@ class Handle(asyncio.Future[T]):
         """It has come from elsewhere: others know it by that value already."""
         self._shared = value
         self.task_id = value.task
+        self._callbacks_added += 1  # others may want it, whoever withdraws
 
     def __bool__(self) -> NoReturn:
         raise MisuseError(
@@ -121,6 +125,9 @@ class Handle(asyncio.Future[T]):
         from aiogpu.api.borrow import borrow
         from aiogpu.wire.outgoing import refer
 
+        running = asyncio._get_running_loop()
+        if running is not None:
+            check_loop(self, running)
         return borrow, (refer(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:

@@ -130,6 +130,7 @@ class BorrowedHandle(ChildHandle[T]):
         super().__init__(task_name, link, link.loop, link)
         self._link = link
         self._loan: Loan = loan
+        self._callbacks_added += 1  # others may want it, whoever withdraws
 
     def settle_with(self, payload: bytes) -> None:
         """The value is here already."""

@@ -200,7 +200,8 @@ def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
         session = session_of_caller()
         several.begin(tuple(session.new_handle(one, several) for one in names))
         start.in_program(session, several)
-    for handle in several.handles:
+    for index, handle in enumerate(several.handles):
+        handle.part = index
         if isinstance(handle, BlockingHandle):
             handle.child = several.task_id
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aiogpu.runtime.call import pass_on
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
+from aiogpu.wire.parcel import part_of
 from aiogpu.wire.streaming import ChildItems
 
 if TYPE_CHECKING:
@@ -21,20 +22,20 @@ class Child:
 
     Attributes:
         worker: the parent's.
-        value: tells others the same, None for nobody.
+        values: tell others the same, or that part of it; None for nobody.
     """
 
-    __slots__ = ("_number", "value", "worker")
+    __slots__ = ("_number", "values", "worker")
 
     def __init__(self, worker: LiveWorker, number: int) -> None:
         self.worker = worker
-        self.value: Value | None = None
+        self.values: list[tuple[Value, int]] | None = None
         self._number = number
 
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
-        if self.value is not None:
-            self.value.receive(payload)
+        for value, part in self.values or ():
+            value.receive(part_of(payload, part))
         if type(payload) is not bytes:
             payload = self.worker.borrow(payload)
         self._send(ChildDone(self._number, payload))
@@ -47,8 +48,8 @@ class Child:
 
     def reject(self, failed: Failed) -> None:
         """Pass on what the child's worker said of its failure."""
-        if self.value is not None:
-            self.value.reject(failed)
+        for value, _ in self.values or ():
+            value.reject(failed)
         self._send(ChildFailed(self._number, *failed[1:]))
 
     def fail(self, error: Exception) -> None:

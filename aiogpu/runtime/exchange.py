@@ -60,11 +60,8 @@ class Exchange:
 
     def _value(self, worker: LiveWorker, identity: int) -> Value:
         """The value that a worker speaks of, which it may just have put."""
-        value = find(identity)
-        if value is None:
-            value = Value("put", identity=identity)
-            self._store.lending(worker).lend(value)
-        return value
+        self._store.announce(worker, identity)
+        return known(identity)
 
     def _put(self, worker: LiveWorker, message: Put) -> None:
         self._value(worker, message.value).receive(message.payload)
@@ -78,12 +75,12 @@ class Exchange:
         if child is not None:
             value.task = child
             value.stop = partial(self._driver.cancel, child)
-            _tell_as_well(self._driver.receiver_of(TaskId(child)), value)
+            _tell_as_well(self._driver.receiver_of(TaskId(child)), value, message.part)
             return
         actor, number = worker.asked.get(message.child, (0, 0))
         if number:
             value.stop = partial(self._driver.actors.cancel, actor, number)
-            _tell_as_well(self._driver.actors.receiver_of(number), value)
+            _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
         # Else it was told before, and the worker says so when it hears that.
 
     def _fetch(self, worker: LiveWorker, message: Fetch) -> None:
@@ -111,8 +108,8 @@ class Exchange:
             value.stop()
 
 
-def _tell_as_well(receiver: Receiver | None, value: Value) -> None:
+def _tell_as_well(receiver: Receiver | None, value: Value, part: int) -> None:
     while isinstance(receiver, Carrying):
         receiver = receiver.receiver
     if isinstance(receiver, Child):
-        receiver.value = value
+        receiver.values = [*(receiver.values or ()), (value, part)]

@@ -23,12 +23,14 @@ from aiogpu.wire.messages import (
     Submit,
 )
 from aiogpu.wire.parcel import MARK
-from aiogpu.wire.sharing import Put
+from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.wire.streaming import Items
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
 """The messages whose payload may refer to values or to shared memory."""
+_ANNOUNCING: Final = frozenset({Put, PutFailed, Share})
+"""Those that begin a value, of which the next message may speak."""
 
 
 class Hearing:
@@ -75,6 +77,8 @@ class Hearing:
                 self._show(worker, message)  # type: ignore[arg-type]
             elif output.number > console.written:
                 # After what was printed before it, and the answers before it.
+                if kind in _ANNOUNCING:
+                    self.store.announce(worker, message.value)  # type: ignore[union-attr]
                 console.after(output.number, partial(self._pass_on, worker, message))
             elif kind is Done:
                 on_done(worker.id, message)  # type: ignore[arg-type]

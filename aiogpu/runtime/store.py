@@ -22,7 +22,7 @@ from aiogpu.memory.warm import WarmSegments
 from aiogpu.runtime.lending import Lending
 from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.segment import SharedSegment
-from aiogpu.runtime.values import Value, known
+from aiogpu.runtime.values import Value, find, known
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
@@ -150,6 +150,14 @@ class Store:
         if worker.lending is None:
             worker.lending = Lending(self._loop, worker.id)
         return worker.lending
+
+    def announce(self, worker: LiveWorker, identity: int) -> None:
+        """A worker speaks of a value that it may just have put: it is known by now.
+
+        What is said of it may be heard only when what was printed before is out.
+        """
+        if find(identity) is None:
+            self.lending(worker).lend(Value("put", identity=identity))
 
     def admit(self, worker: LiveWorker, payload: bytes) -> bytes:
         """Take in the payload of a worker: what it refers to is kept from here on.

@@ -119,6 +119,13 @@ class Parcel(bytes):
         return buffers[0], buffers[1:]
 
 
+def part_of(payload: bytes, part: int) -> bytes:
+    """One of several results; the payload itself if `part` is below zero."""
+    if part < 0 or type(payload) is not Parcel:
+        return payload
+    return payload.parts[part]
+
+
 def has_handles(payload: bytes) -> bool:
     """Whether unpickling it makes handles."""
     return type(payload) is Parcel and (

@@ -55,10 +55,14 @@ class PutFailed(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Worker to driver: the result of this child is a value as well, under that id."""
+    """Worker to driver: the result of this child is a value as well, under that id.
+
+    Or, where it has several results, the part of that index; -1 for all of it.
+    """
 
     value: int
     child: int
+    part: int
 
 
 class Fetch(NamedTuple):

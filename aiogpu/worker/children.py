@@ -217,6 +217,7 @@ class Children:
         """Nobody wants a child's result any more: stop it."""
         if self._receivers.pop(child, None) is not None:
             self.upsets += 1
+            self.shares.withdraw(child)
             self._channel.send(Withdraw(current.task, child))
 
     def withdraw_soon(self, child: int) -> None:

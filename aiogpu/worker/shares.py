@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message
+from aiogpu.wire.parcel import part_of
 from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.worker.context import current
 
@@ -44,16 +45,35 @@ class Shareable(Protocol):
         """Why there will be no result, None if there is one or may be."""
         ...
 
+    @property
+    def part(self) -> int:
+        """Which of several results of the child it is; -1 for all of it."""
+        ...
+
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
         ...
+
+
+class _Due(NamedTuple):
+    """A result that was shared before it came.
+
+    Attributes:
+        loan: of the value; it is needed until the answer was passed on.
+        part: which of several results it is; -1 for all of it.
+        name: of the task.
+    """
+
+    loan: Loan
+    part: int
+    name: str
 
 
 class Shares:
     """See above.
 
     Attributes:
-        due: the children that were shared before their answer came, and as what.
+        due: what was shared before its answer came, by child.
     """
 
     def __init__(
@@ -62,7 +82,7 @@ class Shares:
         read: Callable[[], object],
         new_number: Callable[[], int],
     ) -> None:
-        self.due: dict[int, int] = {}
+        self.due: dict[int, list[_Due]] = {}
         self._channel = channel
         self._read = read
         self._new_number = new_number
@@ -88,8 +108,17 @@ class Shares:
         if error is not None:
             failed = pack_failure(0, RAISED, error, OWN_FRAMES)
             return self._lent(PutFailed(identity, *failed[1:]))
-        self.due[handle.child] = identity
-        return self._lent(Share(identity, handle.child))
+        loan = self._lent(Share(identity, handle.child, handle.part))
+        due = self.due.setdefault(handle.child, [])
+        due.append(_Due(loan, handle.part, handle.task_name))
+        return loan
+
+    def withdraw(self, child: int) -> None:
+        """A child is cancelled: nobody else will say so of its result."""
+        for due in self.due.pop(child, ()):
+            error = TaskCancelledError(f"{due.name} was cancelled.")
+            failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+            self._channel.send(PutFailed(due.loan.id, *failed[1:]))
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
         assert current.loans is not None, self
@@ -104,13 +133,12 @@ class Shares:
         """
         if not isinstance(message, ChildDone | ChildFailed):
             return
-        identity = self.due.pop(message.child, None)
-        if identity is None:
-            return
-        if isinstance(message, ChildDone):
-            self._channel.send(Put(identity, message.payload))
-        else:
-            self._channel.send(PutFailed(identity, *message[1:]))
+        for due in self.due.pop(message.child, ()):
+            if isinstance(message, ChildFailed):
+                self._channel.send(PutFailed(due.loan.id, *message[1:]))
+            else:
+                payload = part_of(message.payload, due.part)
+                self._channel.send(Put(due.loan.id, payload))
 
 
 def _is_due(handle: Shareable) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -338,11 +337,6 @@ async def split_softly(value: list[Any]) -> list[Any]:
 
 
 @aiogpu.remote
-def split_by_generator(n: int) -> Iterator[int]:
-    return (i * i for i in range(n))
-
-
-@aiogpu.remote
 async def gated_split(path: str, name: str, value: list[Any]) -> list[Any]:
     await pass_gate_softly(path, name)
     return value
@@ -464,3 +458,14 @@ def call_in_order(actor: Any, path: str, name: str) -> list[Any]:
     aiogpu.get(handles)
     found: list[Any] = aiogpu.get(actor.all.remote())
     return found
+
+
+@aiogpu.remote
+def split_by_dict() -> Any:
+    """Its keys are iterated."""
+    return {"x": 1, "y": 2, "z": 3}
+
+
+@aiogpu.remote
+def split_unwilling() -> Any:
+    return 1, Unwilling()
