@@ -96,3 +96,9 @@ class Streaming(RuleBasedStateMachine):
 
 Streaming.TestCase.settings = settings(max_examples=50, deadline=None)
 TestStreaming = Streaming.TestCase
+
+
+def test_it_shows_how_far_it_is():
+    window = Window(4)
+    window.take()
+    assert repr(window) == "<Window 1 taken, 4 allowed>"

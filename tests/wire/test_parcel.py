@@ -9,7 +9,16 @@ import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.wire import frames
-from aiogpu.wire.parcel import MARK, Contents, Parcel, is_parcel, pack, unpack
+from aiogpu.wire.parcel import (
+    MARK,
+    Contents,
+    Parcel,
+    has_handles,
+    is_parcel,
+    pack,
+    part_of,
+    unpack,
+)
 
 FULL = Contents(
     stream=b"stream",
@@ -115,3 +124,36 @@ def test_its_pickle_may_be_there_as_well():
     memory = Memory(b"stream", b"a")
     stream, buffers = Parcel.of(Contents(segment=7), source=memory).open()
     assert (bytes(stream), list(map(bytes, buffers))) == (b"stream", [b"a"])
+
+
+def test_it_may_be_placed_in_a_segment_later():
+    placed = FULL.placed(9, 8192, [(0, 5), (64, 7)])
+    assert (placed.segment, placed.size) == (9, 8192)
+    assert placed.spans == (0, 5, 64, 7)
+    assert placed.stream == FULL.stream
+
+
+def test_it_keeps_nothing_alive_once_it_has_let_go():
+    parcel = Parcel.of(FULL, (object(),), source=Memory(), needs=("n",))
+    parcel.let_go()
+    assert (parcel.holds, parcel.parts, parcel.needs) == ((), (), ())
+    assert parcel.source is None
+    assert unpack(parcel) == FULL
+
+
+def test_one_of_several_results_is_a_part():
+    parcel = Parcel.of(Contents(parts=(b"a", b"b")))
+    assert part_of(parcel, 1) == b"b"
+    assert part_of(parcel, -1) is parcel
+    assert part_of(b"plain", 0) == b"plain"
+
+
+def test_handles_are_in_it_or_in_its_parts():
+    plain, holding = Parcel.of(Contents()), Parcel.of(Contents(values=(3,)))
+    assert not has_handles(b"plain")
+    assert not has_handles(plain)
+    assert has_handles(holding)
+    outer = Parcel.of(Contents(parts=(b"plain", b"other")))
+    assert not has_handles(outer)
+    outer.parts = (b"plain", holding)
+    assert has_handles(outer)
