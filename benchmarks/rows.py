@@ -192,14 +192,23 @@ def beside_row(
 
 
 def slowest_row(
-    name: str, samples: Block, goal: Goal, scale: Scale, *notes: str
+    name: str, samples: Block, goal: Goal, scale: Scale, *notes: str, fault: str = ""
 ) -> Row:
-    """Milliseconds of which the goal speaks for every one, so the slowest is judged."""
+    """Milliseconds of which the goal speaks for every one, so the slowest is judged.
+
+    Args:
+        name: of the row.
+        samples: nanoseconds of each.
+        goal: of the slowest.
+        scale: whether there was enough of it.
+        notes: what is to be said besides.
+        fault: what makes the run invalid, empty if nothing does.
+    """
     slowest = max(samples) / MS
     return Row(
         name,
         "ms",
-        judge(slowest, goal, scale),
+        judge(slowest, goal, scale, fault),
         p50=percentile([samples], 50) / MS,
         p99=percentile([samples], 99) / MS,
         note="; ".join([f"slowest of {len(samples)}: {slowest:.1f} ms", *notes]),

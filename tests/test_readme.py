@@ -41,7 +41,7 @@ def without_pids(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("program", "output"), PROGRAMS, ids=["first", "errors", "actor"]
+    ("program", "output"), PROGRAMS, ids=["first", "errors", "actor", "values"]
 )
 def test_program_prints_what_is_said(program: str, output: str, tmp_path: Path) -> None:
     path = tmp_path / "program.py"

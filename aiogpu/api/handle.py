@@ -152,7 +152,10 @@ class Handle(asyncio.Future[T]):
             except (asyncio.CancelledError, GeneratorExit):
                 self._withdraw(waiter)
                 raise
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # see `result`
 
     __iter__ = __await__
 
@@ -275,13 +278,18 @@ class Handle(asyncio.Future[T]):
         Raises:
             DeserializationError: it cannot be unpickled in this process.
         """
-        _result(self)
-        if self._payload is not None:
-            self._decode()
-        if self._error is not None:
-            # Else each raise would add its frames to those of the last.
-            raise self._error.with_traceback(None)
-        return self._value  # type: ignore[return-value]
+        try:
+            _result(self)
+            if self._payload is not None:
+                self._decode()
+            if self._error is not None:
+                # Else each raise would add its frames to those of the last.
+                raise self._error.with_traceback(None)
+            return self._value  # type: ignore[return-value]
+        finally:
+            # An error's traceback keeps this frame, and with it the error, and all
+            # that the caller's frames hold, arrays say, until the collector runs.
+            del self
 
     def exception(self) -> BaseException | None:
         """The task's error, or the one of unpickling its result; None without."""

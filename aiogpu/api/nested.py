@@ -48,12 +48,16 @@ class ChildHandle(Handle[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if self.done():
-            return self.result()
+            try:
+                return self.result()
+            finally:
+                del self  # see `Handle.result`
         self._waits.begin_wait(self.task_id)
         try:
             return (yield from super().__await__())
         finally:
             self._waits.end_wait(self.task_id)
+            del self
 
     __iter__ = __await__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiogpu.wire.parcel import Parcel
 from aiogpu.wire.payload import HEAVY
 from aiogpu.worker.context import current
 
@@ -38,7 +39,7 @@ def packed_call(
     """
     payload = packed(outgoing)
     size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
-    if size >= HEAVY:
+    if size >= HEAVY and not (type(payload) is Parcel and payload.is_shown):
         global _repeats  # noqa: PLW0603 - most programs never need it
         if _repeats is None:
             from aiogpu.wire.repeats import Repeats

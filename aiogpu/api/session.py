@@ -36,7 +36,7 @@ _GIVEN_UP: Final = "this node was given up before it was open."
 
 _get_running_loop: Final = asyncio._get_running_loop
 
-_sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
+sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 
 
 class Session:
@@ -52,7 +52,7 @@ class Session:
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
-        _sessions[loop] = self
+        sessions[loop] = self
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value} {self._engine!r}>"
@@ -83,7 +83,10 @@ class Session:
     def submit(self, site: Site, payload: bytes) -> Handle[Any]:
         """Start a task; see `RemoteFunction.remote`."""
         handle = self._new_handle(site.spec.name, self, self._loop)
-        self.start(site, payload, handle)
+        if self._state is SessionState.OPEN and not passing:
+            handle.task_id = self._engine.submit(site, payload, handle)
+        else:
+            self.start(site, payload, handle)
         return handle
 
     def start(self, site: Site, payload: bytes, handle: Awaited) -> None:
@@ -265,8 +268,8 @@ class Session:
 
     def _forget(self, state: SessionState) -> None:
         self._state = state
-        if _sessions.get(self._loop) is self:
-            del _sessions[self._loop]
+        if sessions.get(self._loop) is self:
+            del sessions[self._loop]
 
     def cluster_resources(self) -> dict[str, float]:
         """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
@@ -315,12 +318,12 @@ def current_session() -> Session:
         NoLoopError: no event loop is running in this thread.
     """
     loop = _get_running_loop()
-    session = _sessions.get(loop)  # type: ignore[arg-type]
+    session = sessions.get(loop)  # type: ignore[arg-type]
     if session is not None:
         return session
     refuse_in_worker("the node")
     if loop is None:
-        for inherited in _sessions.values():
+        for inherited in sessions.values():
             if inherited.is_forked:
                 raise inherited.unusable()
         raise NoLoopError(
@@ -332,16 +335,16 @@ def current_session() -> Session:
 
 def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
     """The session of that loop, None if it has none."""
-    return _sessions.get(loop)  # type: ignore[arg-type]
+    return sessions.get(loop)  # type: ignore[arg-type]
 
 
 def _disown_all() -> None:
-    for session in _sessions.values():
+    for session in sessions.values():
         session.disown()
 
 
 def _abandon_all() -> None:
-    for session in list(_sessions.values()):
+    for session in list(sessions.values()):
         session.abandon()
 
 

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.session import current_session, session_of
+from aiogpu.api.session import current_session, session_of, sessions
 from aiogpu.engines.family import host_of_task
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _get_running_loop: Final = asyncio._get_running_loop
 
 def submit(site: Site, payload: bytes) -> Handle[Any]:
     """Start a task on the running loop's node; see `RemoteFunction.remote`."""
-    session = session_of(_get_running_loop())
+    session = sessions.get(_get_running_loop())  # type: ignore[arg-type]
     if session is None:
         host = host_of_task.get()
         if host is not None:

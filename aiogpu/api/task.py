@@ -98,11 +98,11 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         """
         site = self._site or self._prepare()
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
-        if isinstance(payload, Outgoing):
+        if type(payload) is Outgoing:
             from aiogpu.api.packing import packed_call
 
             payload = packed_call(site.spec.name, args, kwargs, payload)
-        return self._submit(site, payload)
+        return self._submit(site, payload)  # type: ignore[arg-type]
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:
         if self._in_chunks is None:

@@ -6,6 +6,7 @@ import _thread
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import ref
 
 from aiogpu.memory.segment import map_readonly
@@ -16,6 +17,20 @@ class _Sight(ref[mmap.mmap]):
 
     __slots__ = ("segment",)
     segment: int
+
+
+class Shown(NamedTuple):
+    """Where in a segment some buffers lie.
+
+    Attributes:
+        segment: its number.
+        size: its bytes.
+        spans: offset and length of each buffer.
+    """
+
+    segment: int
+    size: int
+    spans: list[tuple[int, int]]
 
 
 class Mappings:
@@ -78,6 +93,48 @@ class Mappings:
         """Whether a view of it is there."""
         sight = self._latest.get(segment)
         return segment in self._counts or (sight is not None and sight() is not None)
+
+    def shown(self, buffers: Sequence[memoryview]) -> Shown | None:
+        """Where buffers lie that are views of a segment, and as its writer wrote them.
+
+        Args:
+            buffers: contiguous.
+
+        Returns:
+            None if one is not of it, or may have been changed in this process, or if
+            they are less than half of it.
+        """
+        if not self._latest:
+            return None
+        # Late: it costs more than all the rest, and is seldom needed.
+        from aiogpu.memory.whereabouts import address_of
+
+        first = address_of(buffers[0])
+        for segment, sight in [*self._latest.items()]:
+            mapping = sight()
+            begin = 0 if mapping is None else address_of(mapping)
+            if mapping is not None and begin <= first < begin + len(mapping):
+                return self._shown(segment, mapping, begin, buffers)
+        return None
+
+    def _shown(
+        self,
+        segment: int,
+        mapping: mmap.mmap,
+        begin: int,
+        buffers: Sequence[memoryview],
+    ) -> Shown | None:
+        from aiogpu.memory.whereabouts import address_of, is_as_mapped
+
+        spans = [(address_of(buffer) - begin, buffer.nbytes) for buffer in buffers]
+        is_within = all(
+            offset >= 0 and offset + length <= len(mapping) for offset, length in spans
+        )
+        size = sum(length for _, length in spans)
+        if not is_within or 2 * size < len(mapping):
+            return None
+        is_same = all(is_as_mapped(begin + offset, length) for offset, length in spans)
+        return Shown(segment, len(mapping), spans) if is_same else None
 
     def _mapping(self, segment: int, fd: int, size: int) -> mmap.mmap:
         sight = self._latest.get(segment)

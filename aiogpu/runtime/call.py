@@ -23,6 +23,7 @@ from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
+    from aiogpu.runtime.slot import LiveWorker
     from aiogpu.wire.messages import Done, Failed
 
 _log: Final = logging.getLogger(__name__)
@@ -159,15 +160,15 @@ class Call:
     limit: int = 0
     passed: int = 0
 
-    def run(self, task: int, is_last: bool) -> Run:
-        """What its worker is told."""
-        site = self.site
+    def run(self, task: int, is_last: bool, worker: LiveWorker) -> Run:
+        """What its worker is told; what its payload refers to is lent to that."""
+        site, payload = self.site, self.payload
+        if type(payload) is not bytes:
+            payload = worker.borrow(payload)
         if not site.window:
-            return Run(task, site.id, self.payload, is_last, self.number)
+            return Run(task, site.id, payload, is_last, self.number)
         limit = self.limit or site.window
-        return Run(
-            task, site.id, self.payload, is_last, self.number, limit, self.passed
-        )
+        return Run(task, site.id, payload, is_last, self.number, limit, self.passed)
 
     def send_to(self, worker: int, number: int) -> None:
         """Note that it goes to a worker now; what another one said is void."""

@@ -22,7 +22,7 @@ from aiogpu.wire.messages import (
     Spoilt,
     Submit,
 )
-from aiogpu.wire.parcel import is_parcel
+from aiogpu.wire.parcel import MARK
 from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.wire.streaming import Items
 
@@ -68,7 +68,7 @@ class Hearing:
         on_done = self.on_answer if worker.actor is None else self.on_acting
         for message in messages:
             kind = type(message)
-            if (kind in _CARRIERS and is_parcel(message.payload)) or kind is Items:  # type: ignore[union-attr, arg-type]
+            if (kind in _CARRIERS and message.payload[:1] == MARK) or kind is Items:  # type: ignore[union-attr, index]
                 admitted = self._admit(worker, message)
                 if admitted is None:
                     return

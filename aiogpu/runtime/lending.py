@@ -30,10 +30,12 @@ class Lending:
 
     Attributes:
         worker: id of the worker.
+        warm: bytes of its segments that stand ready to be written again, by id.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: int) -> None:
         self.worker = worker
+        self.warm: dict[int, int] = {}
         self._loop = loop
         self._things: dict[int, SharedSegment | Value] = {}
         self._counts: dict[int, int] = {}

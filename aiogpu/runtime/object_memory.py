@@ -14,18 +14,24 @@ PART: Final = 0.3
 """The part of the memory that may be used here that values take unless told."""
 
 
+WARM_PART: Final = 4
+"""Of the limit, at most one in so many bytes stands ready in workers."""
+
+
 class ObjectMemory:
     """Counts the segments that somebody reads, whoever has written them.
 
     Attributes:
         limit: bytes; beyond it values are written to disk.
         used: bytes in memory now.
+        warm: bytes of segments that stand ready in workers, to be written again.
     """
 
     def __init__(self, limit: int | None = None, directory: str | None = None) -> None:
         self.limit = limit
         self._directory = directory
         self.used = 0
+        self.warm = 0
         self._page: ControlPage | None = None
 
     def __repr__(self) -> str:
@@ -54,7 +60,22 @@ class ObjectMemory:
         """Bytes to the limit; below zero beyond it."""
         if self.limit is None:
             self.limit = int(MemoryBounds().safe_limit() * PART)
-        return self.limit - self.used
+        return self.limit - self.used - self.warm
+
+    def keep_warm(self, size: int) -> bool:
+        """Count a segment that nobody reads as ready; False if it is too much."""
+        if not size or size > min(
+            self.left, (self.limit or 0) // WARM_PART - self.warm
+        ):
+            return False
+        self.warm += size
+        self._show()
+        return True
+
+    def use_warm(self, size: int) -> None:
+        """What stood ready is written again, or has gone with its worker."""
+        self.warm -= size
+        self._show()
 
     def _show(self) -> None:
         if self._page is not None:

@@ -9,7 +9,7 @@ from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Drop, Leave
-from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
+from aiogpu.wire.messages import Bind, Cancel, Message, Signal
 from aiogpu.wire.streaming import Demand
 
 
@@ -28,7 +28,7 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
-        run = _run(worker, task, call, is_last)
+        run = call.run(task, is_last, worker)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
             return
@@ -79,7 +79,7 @@ class Orders:
             site = call.site
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            messages.append(_run(worker, task, call, is_last=False))
+            messages.append(call.run(task, False, worker))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:
@@ -114,11 +114,3 @@ class Orders:
                 worker.peer.send(Cancel(task))
         elif slot.keeper is not None:
             slot.keeper.send(Signal(worker_id))
-
-
-def _run(worker: LiveWorker, task: int, call: Call, is_last: bool) -> Run:
-    """What a worker is told of a task; what its payload refers to is lent to it."""
-    run = call.run(task, is_last)
-    if type(run.payload) is not bytes:
-        run = run._replace(payload=worker.borrow(run.payload))
-    return run

@@ -100,8 +100,8 @@ class LiveWorker:
 
     def return_loans(self) -> None:
         """It has ended, and has nothing any more."""
-        if self.lending is not None:
-            self.lending.close()
+        if self.lending is not None and self.store is not None:
+            self.store.forget(self.lending)
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.mappings import Mappings
+from aiogpu.memory.mappings import Mappings, Shown
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
 from aiogpu.runtime.lending import Lending
@@ -26,6 +26,7 @@ from aiogpu.runtime.values import Value, find, known
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
+from aiogpu.wire.sharing import WARM as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
@@ -87,12 +88,25 @@ class Store:
             returns=outgoing.returns,
         )
         size = outgoing.size
-        segment = None
+        segment = shown = None
         if size >= APART:
-            segment, contents = self._write(outgoing, contents)
+            shown = self._shown(outgoing)
+            if shown is not None:
+                segment = self._mapped[shown.segment]
+                contents = contents.placed(*shown)
+            else:
+                segment, contents = self._write(outgoing, contents)
         elif size:
             contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
-        return Parcel.of(contents, (segment, *outgoing.references), self, values)
+        parcel = Parcel.of(contents, (segment, *outgoing.references), self, values)
+        parcel.is_shown = shown is not None
+        return parcel
+
+    def _shown(self, outgoing: Outgoing) -> Shown | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if len(outgoing.stream) >= APART:
+            return None
+        return self._mappings.shown(outgoing.buffers)
 
     def _write(
         self, outgoing: Outgoing, contents: Contents
@@ -108,11 +122,7 @@ class Store:
             return None, contents._replace(buffers=whole)
         if len(buffers) > len(outgoing.buffers):
             contents = contents._replace(stream=b"")
-        return shared, contents._replace(
-            segment=shared.id,
-            size=shared.size,
-            spans=tuple(number for span in spans for number in span),
-        )
+        return shared, contents.placed(shared.id, shared.size, spans)
 
     def _written(
         self, buffers: list[memoryview]
@@ -177,6 +187,7 @@ class Store:
         if not lending.is_connected:
             self.catch_up()
         descriptor = lending.receive(contents.segment)
+        self.memory.use_warm(lending.warm.pop(contents.segment, 0))
         return self._shared(contents.segment, descriptor, contents.size)
 
     def dispatch(self, worker: LiveWorker, payload: bytes) -> bytes:
@@ -194,6 +205,12 @@ class Store:
         for part in parcel.parts:
             if type(part) is Parcel:
                 self._lend(lending, part)
+
+    def forget(self, lending: Lending) -> None:
+        """A worker has ended: it has nothing any more."""
+        self.memory.use_warm(sum(lending.warm.values()))
+        lending.warm.clear()
+        lending.close()
 
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, for this process to read."""
@@ -236,7 +253,12 @@ class Store:
             return
         writer = self._workers.get(owner)
         if writer is not None and writer.peer is not None:
-            writer.peer.send(Recycle((identity,)))
+            warm = self.lending(writer).warm
+            is_kept = sum(warm.values()) + counted <= WARM_OF_WORKER
+            is_kept = is_kept and self.memory.keep_warm(counted)
+            if is_kept:
+                warm[identity] = counted
+            writer.peer.send(Recycle((identity if is_kept else -identity,)))
 
     def close(self) -> None:
         """Give up this process's hold on all of it; what is mapped stays until read."""

@@ -41,7 +41,10 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
         SerializationError: it would be longer than `limit`.
     """
     pack = _pack
-    if _payload_size(message) >= LARGE:
+    payload: bytes | None = getattr(message, "payload", None)
+    if payload is None and (type(message) is Items or type(message) is ChildItems):
+        payload = max(message.payloads, key=len, default=b"")
+    if payload is not None and len(payload) >= LARGE:
         pack = msgpack.Packer(unicode_errors=_SURROGATES).pack
     try:
         body: bytes = pack((TAGS[type(message)], *message))
@@ -55,12 +58,6 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
     return _pack_length(len(body)) + body
 
 
-def _payload_size(message: Message) -> int:
-    if type(message) is Items or type(message) is ChildItems:
-        return sum(map(len, message.payloads))
-    return len(getattr(message, "payload", None) or b"")
-
-
 def encode_all(messages: Iterable[Message]) -> bytes:
     """The frames of messages that go out together.
 
@@ -70,7 +67,7 @@ def encode_all(messages: Iterable[Message]) -> bytes:
     pack, pack_length, tags = _pack, _pack_length, TAGS
     parts: list[bytes] = []
     for message in messages:
-        if _payload_size(message) >= LARGE:
+        if len(getattr(message, "payload", None) or b"") >= LARGE:
             parts.append(encode(message))
             continue
         body = pack((tags[type(message)], *message))

@@ -7,7 +7,7 @@ handles. In a process it is an object that keeps alive what it refers to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from aiogpu.errors import ProtocolError
@@ -43,6 +43,19 @@ class Contents(NamedTuple):
     values: tuple[int, ...] = ()
     returns: int = 0
 
+    def placed(
+        self, segment: int, size: int, spans: Iterable[tuple[int, int]]
+    ) -> Contents:
+        """The same with its buffers in a segment.
+
+        Args:
+            segment: id of it.
+            size: its bytes.
+            spans: offset and length of each buffer.
+        """
+        flat = tuple(number for span in spans for number in span)
+        return self._replace(segment=segment, size=size, spans=flat)
+
 
 class Source(Protocol):
     """Who has the shared memory that a parcel refers to."""
@@ -61,8 +74,10 @@ class Parcel(bytes):
         holds: what it keeps alive.
         source: who has its segment.
         needs: the values that are arguments, in a process that has them.
+        is_shown: its buffers lay in shared memory before, and were not copied.
     """
 
+    is_shown = False
     contents: Contents
     parts: tuple[bytes, ...]
     holds: tuple[object, ...]

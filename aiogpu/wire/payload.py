@@ -80,8 +80,10 @@ def _without(
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Undo `dump_arguments`; raises whatever unpickling raises."""
+    if type(payload) is not Parcel:
+        return pickle.loads(payload)  # type: ignore[no-any-return]
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = load(payload)
-    if type(payload) is not Parcel or not payload.parts:
+    if not payload.parts:
         return arguments
     args, kwargs = list(arguments[0]), arguments[1]
     for place, part in zip(payload.contents.places, payload.parts, strict=True):

@@ -11,12 +11,17 @@ from typing import Final, NamedTuple
 
 SEGMENTS: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
+WARM: Final = 1 << 28
+"""Bytes of its segments that stand ready in one worker, to be written again."""
 OWNER: Final = 36
 """Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
 
 
 class Recycle(NamedTuple):
-    """Driver to worker: nobody reads these segments of yours; write them again."""
+    """Driver to worker: nobody reads these segments of yours; write them again.
+
+    Those whose id comes negated are to be closed: the node has no memory to spare.
+    """
 
     segments: tuple[int, ...]
 

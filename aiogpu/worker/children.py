@@ -192,7 +192,8 @@ class Children:
         """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
-        returned = current.loans.tell() if current.loans is not None else None
+        loans = current.loans
+        returned = loans.tell() if loans is not None and loans.over else None
         if returned is not None:
             self._channel.send(returned)
 

@@ -21,7 +21,7 @@ from aiogpu.wire.failure import (
 from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
-from aiogpu.wire.payload import dump_result, load_function, several
+from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
@@ -196,10 +196,11 @@ class Executor:
                 function = self._functions.get(known_as)
                 if function is None:
                     function = self._load(known_as)
-            if has_handles(payload) and is_coroutine(function):
-                args, kwargs = self._own_loop().load(payload)
-            else:
-                args, kwargs = arguments_in(payload)
+            args, kwargs = (
+                load_arguments(payload)
+                if type(payload) is bytes
+                else self._opened(function, payload)
+            )
             kind = RAISED
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
@@ -211,14 +212,22 @@ class Executor:
                 value = None
             kind = UNSENDABLE
             result = dump_result(value)
-            if isinstance(result, Outgoing):
+            if type(result) is Outgoing:
                 result = packed(result)
-            done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)
+            done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)  # type: ignore[arg-type]
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             interrupts.entered = 0
             return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
         return done
+
+    def _opened(
+        self, function: Callable[..., Any], payload: bytes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in a parcel."""
+        if has_handles(payload) and is_coroutine(function):
+            return self._own_loop().load(payload)
+        return arguments_in(payload)
 
     def _load(self, function: int) -> Callable[..., Any]:
         loaded: Callable[..., Any] = load_function(self._payloads[function])

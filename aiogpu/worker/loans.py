@@ -20,21 +20,18 @@ from weakref import WeakValueDictionary
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle, Returned
+from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.memory.mappings import Mappings
+    from aiogpu.memory.mappings import Mappings, Shown
     from aiogpu.memory.page import ControlPage
     from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
     from aiogpu.memory.warm import WarmSegments
     from aiogpu.wire.messages import Message
     from aiogpu.worker.interrupts import Interrupts
-
-WARM: Final = 1 << 28
-"""Bytes of segments that stand ready to be written again."""
 
 
 REFUSED: Final = 5e-3
@@ -265,11 +262,28 @@ class Loans:
             returns=outgoing.returns,
         )
         size = outgoing.size
+        loan = None
         if size >= APART:
-            contents = self._write(outgoing, contents)
+            shown = self._shown(outgoing)
+            if shown is not None:
+                contents = contents.placed(*shown)
+                loan = self._mapped[shown.segment]
+            else:
+                contents = self._write(outgoing, contents)
         elif size:
             contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
-        return Parcel.of(contents, (*outgoing.handles, *outgoing.references), self)
+        holds = (*outgoing.handles, *outgoing.references, loan)
+        parcel = Parcel.of(contents, holds, self)
+        parcel.is_shown = loan is not None
+        return parcel
+
+    def _shown(self, outgoing: Outgoing) -> Shown | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if self._mappings is None or len(outgoing.stream) >= APART:
+            return None
+        shown = self._mappings.shown(outgoing.buffers)
+        # Of what this process has put itself, the driver may know nothing any more.
+        return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
         buffers = list(outgoing.buffers)
@@ -283,11 +297,7 @@ class Loans:
             return contents._replace(buffers=whole)
         if len(buffers) > len(outgoing.buffers):
             contents = contents._replace(stream=b"")
-        return contents._replace(
-            segment=segment.id,
-            size=segment.size,
-            spans=tuple(number for span in spans for number in span),
-        )
+        return contents.placed(segment.id, segment.size, spans)
 
     def _written(
         self, buffers: list[memoryview]
@@ -340,7 +350,10 @@ class Loans:
     def _recycle(self, segments: tuple[int, ...]) -> None:
         with self._lock:
             for identity in segments:
-                self._own_segments().give_back(identity)
+                if identity < 0:
+                    self._own_segments().discard(-identity)
+                else:
+                    self._own_segments().give_back(identity)
 
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""

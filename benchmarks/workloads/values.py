@@ -16,8 +16,24 @@ from typing import Any, Final
 from benchmarks.census import forget_peak, memory_now, peak_memory, shared_memory
 from benchmarks.method import Block, Pair, Scale, alternate, one_at_a_time, rotate
 from benchmarks.port import Environment, Use
-from benchmarks.rows import Goal, Row, beside_row, judge, missing_row, slowest_row
-from benchmarks.tasks import count_all, first_of, give_kept, give_same, take
+from benchmarks.rows import (
+    BUSY,
+    MS,
+    Goal,
+    Row,
+    beside_row,
+    judge,
+    missing_row,
+    slowest_row,
+)
+from benchmarks.tasks import (
+    count_all,
+    first_of,
+    give_kept,
+    give_same,
+    take,
+    take_and_give,
+)
 from benchmarks.workloads.isolated import not_there
 
 MB: Final = 1_000_000
@@ -73,14 +89,16 @@ class Copying:
 
 async def _ways(environment: Environment, scale: Scale) -> list[Row]:
     same = environment.taking(give_same)
+    another = environment.taking(take_and_give)
     there = environment.taking(take)
     back = environment.taking(give_kept)
     copying = Copying(scale.large)
-    twice, once, echoed, taken, given = await rotate(
+    twice, once, echoed, changed, taken, given = await rotate(
         [
             partial(copying.block, 2),
             partial(copying.block, 1),
             partial(_timed, lambda: same(copying.array)),
+            partial(_timed, lambda: another(copying.array, scale.large)),
             partial(_timed, lambda: there(copying.array)),
             partial(_timed, lambda: back(scale.large)),
         ],
@@ -90,6 +108,12 @@ async def _ways(environment: Environment, scale: Scale) -> list[Row]:
         beside_row(
             f"values: {_size(scale)} there and back",
             Pair(twice, echoed),
+            THERE_AND_BACK,
+            scale,
+        ),
+        beside_row(
+            f"values: {_size(scale)} there, another back",
+            Pair(twice, changed),
             THERE_AND_BACK,
             scale,
         ),
@@ -122,13 +146,15 @@ async def _by_handle(environment: Environment, scale: Scale) -> list[Row]:
     shared = shared_memory() - before
     copies = shared / scale.large
     (samples,), (without,) = pair.workload, pair.floor
+    busy = f"calls without it took longer; {BUSY}" if max(without) > MS else ""
     return [
         slowest_row(
             f"values: {_size(scale)} by handle, each use",
             samples,
             USE,
             scale,
-            f"of as many without it: {max(without) / MB:.1f} ms",
+            f"of as many without it: {max(without) / MS:.1f} ms",
+            fault=busy,
         ),
         Row(
             f"values: {_size(scale)} by handle, in all",

@@ -551,3 +551,23 @@ async def test_it_is_asked_on_its_own_loop(work: Work) -> None:
 
     with pytest.raises(MisuseError, match="belongs to another event loop"):
         await asyncio.get_running_loop().run_in_executor(None, ask)
+
+
+async def test_what_it_raised_keeps_nobodys_frames_alive(work: Work) -> None:
+    seen: list[weakref.ref[Work]] = []
+
+    async def use() -> None:
+        held = Work()
+        seen.append(weakref.ref(held))
+        await work.handle
+
+    work.handle.fail(ValueError("no"))
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await use()
+        # Only while the handle has the error, whose traceback has the frames.
+        del work.handle
+        assert seen[0]() is None
+    finally:
+        gc.enable()

@@ -43,8 +43,8 @@ def makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Makers]:
     monkeypatch.setattr(module, "create_engine", makers.create)
     monkeypatch.delenv("AIOGPU_ADDRESS", raising=False)
     yield makers
-    left = dict(module._sessions)
-    module._sessions.clear()
+    left = dict(module.sessions)
+    module.sessions.clear()
     assert left == {}, "a session was not forgotten"
 
 

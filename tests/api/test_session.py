@@ -42,10 +42,10 @@ LOOPS = [
 
 @pytest.fixture(autouse=True)
 def no_sessions_left() -> Iterator[None]:
-    assert module._sessions == {}
+    assert module.sessions == {}
     yield
-    left = dict(module._sessions)
-    module._sessions.clear()
+    left = dict(module.sessions)
+    module.sessions.clear()
     assert left == {}, "a session was not forgotten"
 
 

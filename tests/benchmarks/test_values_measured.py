@@ -57,7 +57,7 @@ async def test_what_is_kept_is_there_once_and_never_in_the_driver():
     pytest.importorskip("numpy")
     rows = await values.measure(ENVIRONMENTS["aiogpu"](), QUICK)
     found = {row.name.removeprefix("values: "): row for row in rows}
-    assert len(found) == len(rows) == 10
+    assert len(found) == len(rows) == 11
     in_all = found["1 MB by handle, in all"]
     assert in_all.p50 * values.MB == pytest.approx(QUICK.large, abs=4 * PAGESIZE)
     assert found["1 MB task to task, driver"].p50 < 5

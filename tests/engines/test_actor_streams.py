@@ -25,13 +25,10 @@ class Counting:
     def count(self, end: int) -> Iterator[int]:
         try:
             yield from range(end)
-        except GeneratorExit:
-            self.ended.append("exit")
-            if self.path:
-                say(self.path, "exit")
-            raise
         finally:
             self.ended.append("count")
+            if self.path:
+                say(self.path, "count")
 
     @aiogpu.method(max_buffered=1)
     def slowly(self) -> Iterator[int]:
@@ -150,9 +147,9 @@ async def test_leaving_early_ends_it_and_the_actor_goes_on(
             async for each in actor.count.remote(10**9):
                 if each == 100:
                     break
-            await gate.entered("exit")
-            gate.forget("exit")
-        assert await actor.has_ended.remote() == ["exit", "count"] * 2
+            await gate.entered("count")
+            gate.forget("count")
+        assert await actor.has_ended.remote() == ["count"] * 2
 
 
 async def test_leaving_a_coroutine_early(address: str, gate: Gate) -> None:

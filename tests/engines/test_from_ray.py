@@ -358,3 +358,19 @@ async def test_blocking_calls_become_awaits(gate: Gate) -> None:
         assert never.cancel()
         with pytest.raises(asyncio.CancelledError):
             await never
+
+
+async def test_object_refs_become_handles() -> None:
+    """[B16] [B17] `put`, a ref as an argument and within one, `num_returns`."""
+    async with aiogpu.init(num_cpus=2):
+        put = await aiogpu.put([1, 2])
+        assert await put == [1, 2]
+        assert await tasks.echo.remote(put) == [1, 2]
+        assert await tasks.add.remote(tasks.add.remote(1), b=tasks.add.remote(2)) == 5
+        (handle,) = await tasks.echo.remote([put])
+        assert isinstance(handle, aiogpu.Handle)
+        assert await handle == [1, 2]
+        first, second = tasks.echo.options(num_returns=2).remote(put)
+        assert (await first, await second) == (1, 2)
+        with pytest.raises(ValueError, match="no data"):
+            await tasks.add.remote(tasks.fail.remote(ValueError, "no data"))

@@ -63,7 +63,7 @@ async def test_leaving_the_loop_ends_the_producer_at_its_yield(
         async for item in generator.remote(gate.path):
             if item == 7:
                 break
-        await gate.entered("exit", "closed")
+        await gate.entered("closed")
         await idle(1.0)
         assert await tasks.add.remote(1) == 2, "its worker goes on"
 
@@ -74,8 +74,10 @@ async def test_the_other_ways_to_end_it_early(
     address: str, gate: Gate, generator: Any, how: str
 ) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
-        stream = generator.remote(gate.path)
+        stream = generator.options(max_buffered=1).remote(gate.path)
         assert await anext(stream) == 0
+        while "has 1 items" not in repr(stream):
+            await asyncio.sleep(0)  # until it stands at its yield
         if how == "aclose":
             async with aclosing(stream):
                 pass

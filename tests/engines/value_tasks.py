@@ -351,3 +351,30 @@ def pid() -> int:
 @aiogpu.remote
 def fail_with(_value: Any) -> None:
     raise LoudError("with an argument")
+
+
+@aiogpu.remote
+def give_sum(array: Any) -> int:
+    return int(array.sum())
+
+
+@aiogpu.remote
+def talk_and_pass() -> Any:
+    """Print, put, print, and hand on what was put."""
+    import numpy as np
+
+    for i in range(300):
+        print("before", i)
+    handle = aiogpu.get(aiogpu.put(np.ones(1 << 20, np.uint8)))
+    for i in range(300):
+        print("after", i)
+    return aiogpu.get(give_sum.remote(handle))
+
+
+@aiogpu.remote(max_retries=0)
+def make_and_kill(size: int) -> Any:
+    """Put something large, and be killed before anything is given."""
+    import numpy as np
+
+    kept.append(aiogpu.get(aiogpu.put(np.ones(size))))
+    os.kill(os.getpid(), 9)
