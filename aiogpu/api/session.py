@@ -96,11 +96,8 @@ class Session:
             from aiogpu.api.actor_link import carrying
 
             receiver = carrying(handle)
-        if self._state is SessionState.OPEN:
-            handle.task_id = self._engine.submit(site, payload, receiver)
-        else:
-            start = partial(submit_early, site, payload, handle, receiver)
-            self.when_open(start, handle.fail)
+        start = partial(submit_early, site, payload, handle, receiver)
+        self.when_open(start, handle.fail)
 
     def new_stream(self, name: str, owner: StreamOwner, size: int) -> Stream[Any]:
         """A stream of this loop, of which its owner tells."""
