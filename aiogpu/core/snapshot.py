@@ -28,6 +28,9 @@ LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
 
 
+_HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
+
+
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
     """One task that has not ended.
@@ -122,7 +125,7 @@ class NodeStatus:
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
         """The tasks that hold nothing yet; the first 100 of them."""
-        return tuple(t for t in self.tasks if t.state == TaskState.WAITING.value)
+        return tuple(t for t in self.tasks if t.state in _HOLD_NOTHING)
 
     def __repr__(self) -> str:
         return f"<NodeStatus {summary(self)}>"

@@ -102,6 +102,10 @@ class WarmSegments:
         self.bytes_warm += segment.size
         return True
 
+    def find(self, segment_id: int) -> Segment | None:
+        """The segment of that number that is in use, None if there is none."""
+        return self._in_use.get(segment_id)
+
     def discard(self, segment_id: int) -> None:
         """Close a segment, in use or warm; nothing is done if there is none."""
         if segment_id in self._warm:

@@ -166,24 +166,35 @@ class Loans:
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, mapped and read-only; see `Source`."""
         identity, flat = contents.segment, contents.spans
+        spans = list(zip(flat[::2], flat[1::2], strict=True))
         with self._lock:
             if self._mappings is None:
                 from aiogpu.memory.mappings import Mappings
 
                 self._mappings = Mappings(self._on_unmapped)
+            own = None if self._warm is None else self._warm.find(identity)
+            if own is not None:
+                return self._own_views(own, spans)
             if identity not in self._arrived:
                 self._receive(identity)
             self._mapped[identity] = self._loans[identity]
             try:
-                return self._mappings.views(
-                    identity,
-                    self._arrived[identity],
-                    contents.size,
-                    list(zip(flat[::2], flat[1::2], strict=True)),
-                )
+                descriptor = self._arrived[identity]
+                return self._mappings.views(identity, descriptor, contents.size, spans)
             except BaseException:
                 self._on_unmapped(identity)
                 raise
+
+    def _own_views(
+        self, own: Segment, spans: list[tuple[int, int]]
+    ) -> list[memoryview]:
+        """What this process has put itself; the kernel knows that it is read."""
+        assert self._mappings is not None, self
+        descriptor = own.share()
+        try:
+            return self._mappings.views(own.id, descriptor, own.size, spans)
+        finally:
+            os.close(descriptor)
 
     def _on_unmapped(self, identity: int) -> None:
         if self._mappings is not None and not self._mappings.is_mapped(identity):
@@ -261,7 +272,8 @@ class Loans:
                 contents = self._write(outgoing, contents)
         elif size:
             contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
-        parcel = Parcel.of(contents, (*outgoing.handles, *outgoing.references, loan))
+        holds = (*outgoing.handles, *outgoing.references, loan)
+        parcel = Parcel.of(contents, holds, self)
         parcel.is_shown = loan is not None
         return parcel
 
@@ -269,7 +281,9 @@ class Loans:
         """Where it lies already, if it is what somebody has written to a segment."""
         if self._mappings is None or len(outgoing.stream) >= APART:
             return None
-        return self._mappings.shown(outgoing.buffers)
+        shown = self._mappings.shown(outgoing.buffers)
+        # Of what this process has put itself, the driver may know nothing any more.
+        return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
         buffers = list(outgoing.buffers)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import aiogpu
+from tests.engines import keepers, odd_pickles
 from tests.engines import value_tasks as v
 from tests.gate import Gate
 
@@ -75,7 +76,7 @@ async def test_results_of_children_as_arguments(
 
 
 async def test_methods_have_several(node: aiogpu.Session) -> None:
-    for kind in (v.Serial, v.Soft):
+    for kind in (keepers.Serial, keepers.Soft):
         async with kind.remote() as actor:
             a, b = actor.both.remote([1, 2])
             assert [await b, await a] == [2, 1]
@@ -116,7 +117,7 @@ async def test_one_is_cancelled_and_the_other_comes(
 async def test_all_of_them_fail(node: aiogpu.Session) -> None:
     a, b = v.fail.options(num_returns=2).remote("both")
     for handle in (a, v.give.remote(b), b):
-        with pytest.raises(v.LoudError, match="both"):
+        with pytest.raises(odd_pickles.LoudError, match="both"):
             await handle
 
 

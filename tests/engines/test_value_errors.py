@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import aiogpu
+from tests.engines import keepers, odd_pickles
 from tests.engines import value_tasks as v
 from tests.gate import Gate
 
@@ -50,12 +51,12 @@ async def test_the_dependent_fails_alike_and_never_runs(
         await asyncio.wait([first])
     then = v.tell.remote(gate.path, "then", first)
     named = v.add.remote(1, b=first)
-    async with v.Serial.remote() as actor:
+    async with keepers.Serial.remote() as actor:
         called = actor.keep.remote(first)
         if state == "pending":
             gate.release("first")
         for handle in (then, named, called, v.add.remote(v.add.remote(then))):
-            with pytest.raises(v.LoudError, match="first") as caught:
+            with pytest.raises(odd_pickles.LoudError, match="first") as caught:
                 await handle
             assert "gated_fail" in str(caught.value.__cause__)
         assert await actor.all.remote() == [None]
@@ -65,12 +66,12 @@ async def test_the_dependent_fails_alike_and_never_runs(
 async def test_nobody_need_look_at_what_its_dependent_tells(
     node: aiogpu.Session, complaints: list[str]
 ) -> None:
-    with pytest.raises(v.LoudError, match="once"):
+    with pytest.raises(odd_pickles.LoudError, match="once"):
         await v.add.remote(v.add.remote(v.fail.remote("once")))
 
 
 async def test_an_error_that_cannot_be_pickled(node: aiogpu.Session) -> None:
-    failing = v.fail.remote("stubborn", v.StubbornError)
+    failing = v.fail.remote("stubborn", odd_pickles.StubbornError)
     for handle in (v.give.remote(failing), v.add_softly.remote(1, failing), failing):
         with pytest.raises(aiogpu.TaskError, match="stubborn"):
             await handle
@@ -81,9 +82,9 @@ async def test_an_error_comes_to_a_task_that_holds_the_handle(
 ) -> None:
     for task in (v.get_nested, v.await_nested, v.hand_on, v.hand_on_softly):
         failing = v.fail.remote("in a box")
-        with pytest.raises(v.LoudError, match="in a box"):
+        with pytest.raises(odd_pickles.LoudError, match="in a box"):
             await task.remote({"handle": failing})
-        with pytest.raises(v.LoudError):
+        with pytest.raises(odd_pickles.LoudError):
             await failing
 
 
@@ -96,10 +97,10 @@ async def test_failures_among_children(
 
 
 async def test_the_constructor_of_an_actor_never_runs(node: aiogpu.Session) -> None:
-    actor = v.Serial.remote(v.fail.remote("no model"))
+    actor = keepers.Serial.remote(v.fail.remote("no model"))
     with pytest.raises(aiogpu.ActorDiedError, match="no model") as caught:
         await actor
-    assert isinstance(caught.value.__cause__, v.LoudError)
+    assert isinstance(caught.value.__cause__, odd_pickles.LoudError)
 
 
 @pytest.mark.needs("processes")
@@ -149,7 +150,7 @@ async def test_cancelling_an_argument_fails_its_dependents(
 ) -> None:
     slow = v.gated.remote(gate.path, "slow", 5)
     await gate.entered("slow")
-    async with v.Serial.remote() as actor:
+    async with keepers.Serial.remote() as actor:
         waiting = [v.give.remote(slow), v.add.remote(v.add.remote(slow))]
         waiting.append(actor.keep.remote(slow))
         slow.cancel()

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 import aiogpu
+from tests.engines import keepers, odd_pickles
 from tests.engines import value_tasks as v
 from tests.gate import Gate
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 ACTORS = [
-    v.Serial,
-    pytest.param(v.Threaded, marks=pytest.mark.needs("threads")),
-    v.Soft,
+    keepers.Serial,
+    pytest.param(keepers.Threaded, marks=pytest.mark.needs("threads")),
+    keepers.Soft,
 ]
 
 
@@ -123,7 +124,7 @@ async def test_a_handle_goes_round_and_comes_back(node: aiogpu.Session) -> None:
     box: Any = {"handle": v.give.remote([1, 2])}
     for _ in range(5):
         box = await v.give_boxed.remote(box)
-    for kind in (v.Serial, v.Soft):
+    for kind in (keepers.Serial, keepers.Soft):
         async with kind.remote() as actor:
             assert await actor.keep.remote(box) == 2
             box = await actor.last.remote()
@@ -176,7 +177,7 @@ async def test_the_order_of_one_caller_is_kept(
     node: aiogpu.Session, gate: Gate
 ) -> None:
     """Behind a call whose argument is pending; others' calls go ahead."""
-    async with v.Serial.remote("made") as actor:
+    async with keepers.Serial.remote("made") as actor:
         pending = v.gated.remote(gate.path, "slow", "first")
         mine = [actor.keep.remote(pending)]
         mine += [actor.keep.remote(i) for i in range(3)]
@@ -195,10 +196,10 @@ async def test_the_order_of_one_caller_is_kept(
 @pytest.mark.parametrize(
     ("kind", "train"),
     [
-        (v.Serial, v.train),
-        (v.Serial, v.train_softly),
-        pytest.param(v.Threaded, v.train, marks=pytest.mark.needs("threads")),
-        (v.Soft, v.train_softly),
+        (keepers.Serial, v.train),
+        (keepers.Serial, v.train_softly),
+        pytest.param(keepers.Threaded, v.train, marks=pytest.mark.needs("threads")),
+        (keepers.Soft, v.train_softly),
     ],
 )
 async def test_an_argument_that_depends_on_the_actor(
@@ -213,12 +214,12 @@ async def test_an_argument_that_depends_on_the_actor(
 async def test_calls_behind_one_that_fails_or_is_cancelled(
     node: aiogpu.Session,
 ) -> None:
-    async with v.Serial.remote() as actor:
+    async with keepers.Serial.remote() as actor:
         lost = actor.keep.remote(v.fail.remote("lost"))
         given_up = actor.keep.remote(v.give.remote("given up"))
         last = actor.keep.remote("last")
         given_up.cancel()
-        with pytest.raises(v.LoudError):
+        with pytest.raises(odd_pickles.LoudError):
             await lost
         assert await last == 2
         assert await actor.all.remote() == [None, "last"]
@@ -227,7 +228,7 @@ async def test_calls_behind_one_that_fails_or_is_cancelled(
 async def test_an_actor_ends_after_a_call_that_waits_for_its_argument(
     node: aiogpu.Session, gate: Gate
 ) -> None:
-    actor = v.Serial.remote()
+    actor = keepers.Serial.remote()
     await actor
     slow = v.gated.remote(gate.path, "slow", 1)
     last = actor.add.remote(slow)

@@ -8,79 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 import aiogpu
-from tests.gate import pass_gate, pass_gate_softly, say
+from tests.engines.odd_pickles import (
+    LoudError,
+    Sighted,
+    Unwilling,
+)
+from tests.gate import pass_gate_softly, say
 
 kept: list[Any] = []
 """What a task leaves for the next one of its process."""
-
-
-class Sighted:
-    """Tells where it was unpickled: it is the pid of the process that did so last."""
-
-    def __init__(self, path: str, name: str = "sighted") -> None:
-        self.path = path
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return see, (self.path, self.name)
-
-
-def see(path: str, name: str) -> Sighted:
-    """Unpickles a `Sighted`, and notes the process in a file."""
-    with open(path, "a") as file:
-        file.write(f"{os.getpid()}\n")
-    return Sighted(path, name)
-
-
-class LoudError(Exception):
-    """Travels well."""
-
-
-class StubbornError(Exception):
-    """Cannot be pickled."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.socket = lambda: None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("not this one")
-
-
-class Unwilling:
-    """Cannot be pickled."""
-
-    def __reduce__(self) -> Any:
-        raise ValueError("I will not travel")
-
-
-class Explosive:
-    """Pickles well, and raises where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return explode, ("unpickled",)
-
-
-def explode(text: str) -> None:
-    raise LoudError(text)
-
-
-class Ending:
-    """Pickles well, and ends the process where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os._exit, (7,)
-
-
-class Gated:
-    """Waits at a gate where it is unpickled."""
-
-    def __init__(self, path: str, name: str) -> None:
-        self.path = path
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return pass_gate, (self.path, self.name)
 
 
 @aiogpu.remote
@@ -362,78 +298,9 @@ def add_gotten_parts(value: list[Any]) -> Any:
 
 
 @aiogpu.remote
-def shared_memory() -> tuple[int, int]:
-    """How many segments this process has open, and how many it has mapped."""
-    return open_segments()
-
-
-def open_segments() -> tuple[int, int]:
-    found = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            continue
-        found += "aiogpu-segment" in target
-    with open("/proc/self/maps") as maps:
-        return found, sum("aiogpu-segment" in line for line in maps)
-
-
-class Keeper:
-    """Keeps what it is given, and tells of it."""
-
-    def __init__(self, first: Any = None) -> None:
-        self.kept: list[Any] = [first]
-
-    def keep(self, value: Any) -> int:
-        self.kept.append(value)
-        return len(self.kept)
-
-    def all(self) -> list[Any]:
-        return self.kept
-
-    def last(self) -> Any:
-        return self.kept[-1]
-
-    def drop(self) -> None:
-        self.kept.clear()
-
-    def add(self, a: Any, b: Any = 1) -> Any:
-        return a + b
-
-    def read_last(self) -> Any:
-        """The value of the handle that it keeps."""
-        return aiogpu.get(self.kept[-1]["handle"])
-
-    @aiogpu.method(num_returns=2)
-    def both(self, value: list[Any]) -> Any:
-        return value
-
-    def pass_gate(self, path: str, name: str) -> str:
-        return pass_gate(path, name)
-
-    def fail(self, text: str) -> Any:
-        raise LoudError(text)
-
-
-@aiogpu.remote
-class Serial(Keeper):
-    pass
-
-
-@aiogpu.remote(max_concurrency=2)
-class Threaded(Keeper):
-    pass
-
-
-@aiogpu.remote
-class Soft(Keeper):
-    async def add(self, a: Any, b: Any = 1) -> Any:
-        await asyncio.sleep(0)
-        return a + b
-
-    async def read_last(self) -> Any:
-        return await self.kept[-1]["handle"]
+def put_and_keep(value: Any) -> None:
+    """Keep what was put, as it is read here, and drop the handle."""
+    kept.append(aiogpu.get(aiogpu.get(aiogpu.put(value))))
 
 
 @aiogpu.remote
@@ -469,3 +336,45 @@ def split_by_dict() -> Any:
 @aiogpu.remote
 def split_unwilling() -> Any:
     return 1, Unwilling()
+
+
+@aiogpu.remote
+def sighted(path: str) -> Sighted:
+    return Sighted(path)
+
+
+@aiogpu.remote
+def pid() -> int:
+    return os.getpid()
+
+
+@aiogpu.remote
+def fail_with(_value: Any) -> None:
+    raise LoudError("with an argument")
+
+
+@aiogpu.remote
+def give_sum(array: Any) -> int:
+    return int(array.sum())
+
+
+@aiogpu.remote
+def talk_and_pass() -> Any:
+    """Print, put, print, and hand on what was put."""
+    import numpy as np
+
+    for i in range(300):
+        print("before", i)
+    handle = aiogpu.get(aiogpu.put(np.ones(1 << 20, np.uint8)))
+    for i in range(300):
+        print("after", i)
+    return aiogpu.get(give_sum.remote(handle))
+
+
+@aiogpu.remote(max_retries=0)
+def make_and_kill(size: int) -> Any:
+    """Put something large, and be killed before anything is given."""
+    import numpy as np
+
+    kept.append(aiogpu.get(aiogpu.put(np.ones(size))))
+    os.kill(os.getpid(), 9)
