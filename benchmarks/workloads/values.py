@@ -14,7 +14,16 @@ from time import perf_counter_ns
 from typing import Any, Final
 
 from benchmarks.census import forget_peak, memory_now, peak_memory, shared_memory
-from benchmarks.method import Block, Pair, Scale, alternate, one_at_a_time, rotate
+from benchmarks.method import (
+    Block,
+    Pair,
+    Scale,
+    all_at_once,
+    alternate,
+    one_at_a_time,
+    percentile,
+    rotate,
+)
 from benchmarks.port import Environment, Use
 from benchmarks.rows import (
     BUSY,
@@ -210,8 +219,9 @@ async def _small(environment: Environment, scale: Scale) -> Row:
 async def _many(environment: Environment, scale: Scale) -> list[Row]:
     give = environment.taking(give_same)
     count = environment.taking(count_all)
-    finished, running = await rotate(
+    alone, finished, running = await rotate(
         [
+            partial(all_at_once, give, scale.handles),
             partial(_counted, give, count, scale.handles, True),
             partial(_counted, give, count, scale.handles, False),
         ],
@@ -225,7 +235,7 @@ async def _many(environment: Environment, scale: Scale) -> list[Row]:
             [took for (took,) in running],
             MANY,
             scale,
-            "the tasks included",
+            f"with the tasks, which take {percentile(alone, 50) / MS:,.0f} ms alone",
         ),
     ]
 
