@@ -11,12 +11,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiogpu.errors import SerializationError
+from aiogpu.runtime.values import Value
+from aiogpu.wire.frames import LARGEST_PAYLOAD
 from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
     from aiogpu.core.mailbox import CallId
     from aiogpu.runtime.actor import Actor
-    from aiogpu.runtime.values import Value
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +27,13 @@ class Held:
 
     Attributes:
         number: by which its caller knows it.
+        payload: its arguments.
         missing: how many of its arguments are not there.
         failed: an argument that never will be, None without.
     """
 
     number: CallId
+    payload: bytes
     missing: int = 0
     failed: Value | None = None
 
@@ -63,7 +67,7 @@ class Lines:
 
     def join(self, caller: int, number: CallId, payload: bytes) -> None:
         """Have a call wait in its caller's line."""
-        held = Held(number)
+        held = Held(number, payload)
         self.callers.setdefault(caller, deque()).append(held)
         if type(payload) is Parcel:
             values = dict.fromkeys(payload.needs)
@@ -83,8 +87,9 @@ class Lines:
         line = self.callers.get(caller)
         while line and (not line[0].missing or line[0].failed):
             held = line.popleft()
-            if held.failed is not None:
-                self._refuse(held.number, held.failed)
+            failed = held.failed or oversized(held.payload)
+            if failed is not None:
+                self._refuse(held.number, failed)
             else:
                 self._post(held.number)
         if line is not None and not line:
@@ -110,7 +115,29 @@ class Lines:
 
 
 def is_complete(payload: bytes) -> bool:
-    """Whether all arguments are there."""
+    """Whether all arguments are there, and no more than a call carries."""
     if type(payload) is not Parcel:
         return True
-    return not any(value.is_pending or value.has_failed for value in payload.needs)
+    if any(value.is_pending or value.has_failed for value in payload.needs):
+        return False
+    return size_of(payload) <= LARGEST_PAYLOAD
+
+
+def size_of(payload: Parcel) -> int:
+    """Bytes of the arguments that are there, as far as they are in no segment."""
+    return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
+
+
+def oversized(payload: bytes) -> Value | None:
+    """A value that has failed, if the arguments are more than a call carries."""
+    if type(payload) is not Parcel or (size := size_of(payload)) <= LARGEST_PAYLOAD:
+        return None
+    value = Value("its arguments")
+    value.fail(
+        SerializationError(
+            f"the values that are arguments of one call have {size} bytes in all; a "
+            f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "
+            f"it fewer, or have another task gather them."
+        )
+    )
+    return value

@@ -7,6 +7,7 @@ workers alone that have to do with shared memory. A worker says its id, and no m
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import struct
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from aiogpu.runtime.pool import Pool
     from aiogpu.runtime.store import Store
 
+_log: Final = logging.getLogger(__name__)
 BACKLOG: Final = 64
+RETRY: Final = 0.1
+"""Seconds after which connections are accepted again where that was not possible."""
 ID: Final = 8
 """Bytes of a worker's id, the lowest first."""
 _CREDENTIALS: Final = struct.Struct("iII")
@@ -37,13 +41,25 @@ class Passage:
         self._listening.setblocking(False)
         self._listening.bind(path)
         self._listening.listen(BACKLOG)
-        loop.add_reader(self._listening.fileno(), self._accept)
+        self._later: asyncio.TimerHandle | None = None
+        self._listen()
         store.catch_up = self.catch_up
+
+    def _listen(self) -> None:
+        self._later = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def _accept(self) -> bool:
         try:
             connected, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            # No descriptor, or no memory: who waits there is asked in again later.
+            _log.warning("! a worker cannot connect for shared memory yet: %s", error)
+            self._loop.remove_reader(self._listening.fileno())
+            if self._later is None:
+                self._later = self._loop.call_later(RETRY, self._listen)
             return False
         connected.setblocking(False)
         raw = connected.getsockopt(
@@ -84,6 +100,8 @@ class Passage:
 
     def close(self) -> None:
         """Accept nobody any more."""
+        if self._later is not None:
+            self._later.cancel()
         for sock in (*self._greeting, self._listening):
             self._loop.remove_reader(sock.fileno())
             sock.close()

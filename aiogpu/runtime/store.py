@@ -8,6 +8,8 @@ payload does, which is an object for that reason.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from aiogpu.errors import ProtocolError
 from aiogpu.memory.mappings import Mappings, Shown
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
+from aiogpu.runtime.descriptors import RESERVE, soft_limit
 from aiogpu.runtime.lending import Lending
 from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.segment import SharedSegment
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
     from aiogpu.runtime.slot import LiveWorker
 
+MARGIN: Final = RESERVE // 2
+"""Descriptors of this process that values leave to others."""
 WARM: Final = 1 << 30
 """Bytes of segments that stand ready to be written again."""
 
@@ -133,7 +138,12 @@ class Store:
         segment = self._warm.take(room, is_scarce)
         try:
             spans = segment.write(buffers)
-            return self._shared(segment.id, segment.share(), segment.size), spans
+            descriptor = segment.share()
+            if descriptor >= soft_limit() - MARGIN:
+                # Workers could not connect any more, to be given what there is.
+                os.close(descriptor)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self._shared(segment.id, descriptor, segment.size), spans
         except BaseException:
             self._warm.discard(segment.id)
             raise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.core.events import Cancelled, Supplied
 from aiogpu.core.ids import TaskId
-from aiogpu.runtime.line import is_complete
+from aiogpu.runtime.line import is_complete, oversized
 from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 class Supply:
     """What one task waits for before it may begin."""
 
-    __slots__ = ("_driver", "_missing", "_task", "_values")
+    __slots__ = ("_driver", "_missing", "_payload", "_task", "_values")
 
-    def __init__(self, driver: Driver, task: TaskId, values: dict[Value, None]) -> None:
+    def __init__(self, driver: Driver, task: TaskId, payload: Parcel) -> None:
         self._driver = driver
         self._task = task
-        self._values = values
-        self._missing = len(values)
+        self._payload = payload
+        self._values: dict[Value, None] = dict.fromkeys(payload.needs)
+        self._missing = len(self._values)
 
     @classmethod
     def of(cls, driver: Driver, task: TaskId, payload: bytes) -> Supply | None:
         """What a task with this payload waits for; None for nothing."""
         if type(payload) is not Parcel or is_complete(payload):
             return None
-        return cls(driver, task, dict.fromkeys(payload.needs))
+        return cls(driver, task, payload)
 
     @property
     def tasks(self) -> tuple[TaskId, ...]:
@@ -47,7 +48,11 @@ class Supply:
         if value.has_failed:
             self._refuse(value)
         elif not self._missing:
-            self._driver.feed(Supplied(self._task))
+            too_large = oversized(self._payload)
+            if too_large is None:
+                self._driver.feed(Supplied(self._task))
+            else:
+                self._refuse(too_large)
 
     def _refuse(self, value: Value) -> None:
         """Fail the task as the value has failed that it needs; it never runs."""

@@ -148,15 +148,19 @@ class Loans:
         ended: dict[int, int] = {}
         while self.over:
             identity, count = self.over.popleft()
-            ended[identity] = ended.get(identity, 0) + count
+            loan = self._loans.get(identity)
+            if loan is not None:
+                # It came again meanwhile: what is told as returned is closed here.
+                loan.count += count
+            else:
+                ended[identity] = ended.get(identity, 0) + count
         with self._lock:
             if self._socket is not None:
                 # What nobody opened holds its segment as long as it is not read.
                 self._read()
             for identity in ended:
-                if identity not in self._loans:
-                    self._close_descriptor(identity)
-        return Returned(tuple(ended), tuple(ended.values()))
+                self._close_descriptor(identity)
+        return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
     def _close_descriptor(self, identity: int) -> None:
         descriptor = self._arrived.pop(identity, None)

@@ -106,3 +106,29 @@ async def test_a_worker_is_killed_after_its_result_has_come(
     gated.cancel()
     os.kill(gate.pids["alive"], signal.SIGKILL)
     assert (await large).sum() == LARGE
+
+
+@pytest.mark.parametrize("kind", ["task", "actor"])
+@pytest.mark.parametrize("is_pending", [True, False])
+async def test_arguments_that_are_too_large_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_pending: bool
+) -> None:
+    """Each is small; together they are more than one frame carries."""
+    monkeypatch.setattr("aiogpu.runtime.line.LARGEST_PAYLOAD", 1 << 20)
+    async with asyncio.timeout(60), aiogpu.init(num_cpus=2):
+        parts = [v.give.remote(b"x" * 200_000) for _ in range(6)]
+        if not is_pending:
+            await asyncio.gather(*parts)
+        if kind == "task":
+            refused = v.how_many.remote(*parts)
+        else:
+            refused = v.Numbering.remote().how_many.remote(*parts)
+        with pytest.raises(aiogpu.SerializationError, match="have 12.* bytes in all"):
+            await refused
+        assert await v.how_many.remote(*parts[:4]) == 4
+        assert not unended(await aiogpu.status())
+
+
+def unended(status: aiogpu.NodeStatus) -> list[str]:
+    """The tasks that have not ended, actors left out."""
+    return [task.name for task in status.tasks if task.name != "Numbering"]

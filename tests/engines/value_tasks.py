@@ -378,3 +378,18 @@ def make_and_kill(size: int) -> Any:
 
     kept.append(aiogpu.get(aiogpu.put(np.ones(size))))
     os.kill(os.getpid(), 9)
+
+
+@aiogpu.remote
+def how_many(*values: object) -> int:
+    """How many there are."""
+    return len(values)
+
+
+@aiogpu.remote
+class Numbering:
+    """The same as an actor."""
+
+    def how_many(self, *values: object) -> int:
+        """How many there are."""
+        return len(values)
