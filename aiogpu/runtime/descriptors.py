@@ -1,7 +1,8 @@
 """The limit on this process's open descriptors: raised while a node is open.
 
-A slot takes four: the connections of its keeper and of its worker, and two pipes for
-what is written straight to stdout and stderr. 1024, which is usual, is soon used up.
+A slot takes five: the connections of its keeper and of its worker, which has a second
+one where there is shared memory, and two pipes for what is written straight to stdout
+and stderr. 1024, which is usual, is soon used up.
 What nodes start, and the program itself after the last node, has the limit that it
 had: `select` takes no descriptor above 1023, and there is code that tries them all.
 """
@@ -20,8 +21,8 @@ from aiogpu.memory.page import SLOTS
 
 _log: Final = logging.getLogger(__name__)
 
-PER_SLOT: Final = 4
-"""Descriptors that the driver holds for a slot: two connections and two pipes."""
+PER_SLOT: Final = 5
+"""Descriptors that the driver holds for a slot: three connections and two pipes."""
 RESERVE: Final = 32
 """Descriptors for a node itself, and for a program that opens few."""
 NOFILE: Final = resource.RLIMIT_NOFILE

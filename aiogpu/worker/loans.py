@@ -9,33 +9,26 @@ reads it any more, as the driver says.
 from __future__ import annotations
 
 import os
-import select
-import socket
-from _thread import allocate_lock, get_ident
+from _thread import allocate_lock
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from aiogpu.errors import NodeClosedError
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
+from aiogpu.worker.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from aiogpu.memory.mappings import Mappings, Shown
     from aiogpu.memory.page import ControlPage
-    from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
     from aiogpu.memory.warm import WarmSegments
     from aiogpu.wire.messages import Message
     from aiogpu.worker.interrupts import Interrupts
-
-
-REFUSED: Final = 5e-3
-"""Seconds after which a descriptor is sent again that the kernel would not take."""
 
 
 class Loan:
@@ -74,18 +67,12 @@ class Loans:
     ) -> None:
         self.over: deque[tuple[int, int]] = deque()
         self.are_used = False
-        self._path = path
         self._spill = spill
         self._page = page
-        self._interrupts = interrupts
-        self._main = get_ident()
         self._lock = allocate_lock()
         self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
         self._mapped: dict[int, Loan] = {}
-        self._arrived: dict[int, int] = {}
-        self._socket: socket.socket | None = None
-        self._sender: DescriptorSender
-        self._receiver: DescriptorReceiver
+        self._descriptors = Descriptors(path, interrupts)
         self._mappings: Mappings | None = None
         self._warm: WarmSegments | None = None
 
@@ -155,17 +142,11 @@ class Loans:
             else:
                 ended[identity] = ended.get(identity, 0) + count
         with self._lock:
-            if self._socket is not None:
-                # What nobody opened holds its segment as long as it is not read.
-                self._read()
+            # What nobody opened holds its segment as long as it is not read.
+            self._descriptors.take_in()
             for identity in ended:
-                self._close_descriptor(identity)
+                self._descriptors.close(identity)
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
-
-    def _close_descriptor(self, identity: int) -> None:
-        descriptor = self._arrived.pop(identity, None)
-        if descriptor is not None:
-            os.close(descriptor)
 
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, mapped and read-only; see `Source`."""
@@ -179,11 +160,9 @@ class Loans:
             own = None if self._warm is None else self._warm.find(identity)
             if own is not None:
                 return self._own_views(own, spans)
-            if identity not in self._arrived:
-                self._receive(identity)
+            descriptor = self._descriptors.receive(identity)
             self._mapped[identity] = self._loans[identity]
             try:
-                descriptor = self._arrived[identity]
                 return self._mappings.views(identity, descriptor, contents.size, spans)
             except BaseException:
                 self._on_unmapped(identity)
@@ -203,47 +182,6 @@ class Loans:
     def _on_unmapped(self, identity: int) -> None:
         if self._mappings is not None and not self._mappings.is_mapped(identity):
             self._mapped.pop(identity, None)
-
-    def _receive(self, wanted: int) -> None:
-        """Read descriptors until that one is there."""
-        connected = self._connected()
-        poll = select.poll()
-        poll.register(connected, select.POLLIN)
-        while wanted not in self._arrived:
-            poll.poll()
-            self._read()
-
-    def _read(self) -> None:
-        """Take in the descriptors that have come.
-
-        Raises:
-            NodeClosedError: the driver has gone.
-        """
-        with self._shielded():
-            try:
-                found = self._receiver.read(socket.MSG_DONTWAIT)
-            except EOFError:
-                raise NodeClosedError("the node has gone.") from None
-            for identity, descriptor in found:
-                self._close_descriptor(identity)  # it may have come before
-                self._arrived[identity] = descriptor
-
-    def _connected(self) -> socket.socket:
-        if self._socket is None:
-            from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
-
-            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connected.connect(self._path)
-            connected.sendall(current.worker.to_bytes(8, "little"))
-            self._sender = DescriptorSender(connected)
-            self._receiver = DescriptorReceiver(connected)
-            self._socket = connected
-        return self._socket
-
-    def _shielded(self) -> AbstractContextManager[object]:
-        if self._interrupts.entered and get_ident() == self._main:
-            return self._interrupts.shielded()
-        return nullcontext()
 
     def pack(self, outgoing: Outgoing) -> bytes:
         """Make the payload of what this process sends.
@@ -315,7 +253,7 @@ class Loans:
             segment = warm.take(room, is_scarce=room > self._page.left())
             try:
                 spans = segment.write(buffers)
-                self._pass(segment)
+                self._descriptors.send(segment)
             except BaseException:
                 warm.discard(segment.id)
                 raise
@@ -337,29 +275,15 @@ class Loans:
 
         return gettempdir()
 
-    def _pass(self, segment: Segment) -> None:
-        """Send the driver a descriptor; it reads it when it hears of the segment."""
-        connected = self._connected()
-        descriptor = segment.share()
-        try:
-            with self._shielded():
-                is_sent = self._sender.send(segment.id, descriptor)
-                while not is_sent:
-                    # Not by `select` alone: it is writable where the kernel refuses.
-                    select.select([], [connected], [], REFUSED)
-                    is_sent = self._sender.flush()
-        finally:
-            os.close(descriptor)
-
     def _recycle(self, segments: tuple[int, ...]) -> None:
         with self._lock:
             for identity in segments:
                 if identity < 0:
                     self._own_segments().discard(-identity)
                 else:
-                    self._own_segments().give_back(identity)
+                    with suppress(KeyError):  # it was closed here
+                        self._own_segments().give_back(identity)
 
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
-        if self._socket is not None:
-            self._socket.close()
+        self._descriptors.leave()

@@ -1,4 +1,4 @@
-"""[B12] How deep tasks may start tasks: each level costs four descriptors."""
+"""[B12] How deep tasks may start tasks: each level costs four or five descriptors."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ async def test_arguments_that_are_too_large_together_are_refused(
             refused = v.how_many.remote(*parts)
         else:
             refused = v.Numbering.remote().how_many.remote(*parts)
-        with pytest.raises(aiogpu.SerializationError, match="have 12.* bytes in all"):
+        with pytest.raises(aiogpu.SerializationError, match=r"have 12\d+ bytes in all"):
             await refused
         assert await v.how_many.remote(*parts[:4]) == 4
         assert not unended(await aiogpu.status())

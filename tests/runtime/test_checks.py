@@ -209,11 +209,11 @@ def test_a_directory_that_others_may_enter(runtime_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("soft", "hard", "level", "told"),
     [
-        (1024, 1024, OK, "1024 may be open; room for 229 workers"),
-        (256, 4096, OK, "256 may be open, 4096 while there is a node; room for 997 w"),
-        (64, 256, WARN, "64 may be open, 256 while there is a node; room for 39 work"),
-        (40, 40, MISSING, "40 may be open; room for 0 workers at a time, 4 for each"),
-        (-1, -1, OK, "no limit; room for 4080 workers at a time, 4 for each"),
+        (1024, 1024, OK, "1024 may be open; room for 180 workers"),
+        (256, 4096, OK, "256 may be open, 4096 while there is a node; room for 794 w"),
+        (64, 256, WARN, "64 may be open, 256 while there is a node; room for 31 work"),
+        (40, 40, MISSING, "40 may be open; room for 0 workers at a time, 5 for each"),
+        (-1, -1, OK, "no limit; room for 4080 workers at a time, 5 for each"),
     ],
 )
 def test_descriptors(soft: int, hard: int, level: Level, told: str) -> None:

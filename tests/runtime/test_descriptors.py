@@ -43,7 +43,7 @@ def test_what_a_limit_is_raised_to(soft: int, hard: int, becomes: int) -> None:
 
 @pytest.mark.parametrize(
     ("soft", "slots"),
-    [(1024, 223), (100 + ALL, SLOTS), (1 << 20, SLOTS), (ENDLESS, SLOTS), (90, 0)],
+    [(1024, 178), (100 + ALL, SLOTS), (1 << 20, SLOTS), (ENDLESS, SLOTS), (90, 0)],
 )
 def test_for_how_many_slots_there_is_room(soft: int, slots: int) -> None:
     assert slots_within(soft, used=100) == slots

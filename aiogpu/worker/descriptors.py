@@ -1,0 +1,116 @@
+"""Descriptors of shared memory that come to a worker and go from it.
+
+They have a socket of their own, which is connected when it is first needed. Each is
+matched by the id of its segment, since it comes before or after what names that.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from _thread import get_ident
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.errors import NodeClosedError
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+    from aiogpu.memory.segment import Segment
+    from aiogpu.worker.interrupts import Interrupts
+
+REFUSED: Final = 5e-3
+"""Seconds after which a descriptor is sent again that the kernel would not take."""
+
+
+class Descriptors:
+    """See above. Made in the zygote; used by one thread at a time."""
+
+    def __init__(self, path: str, interrupts: Interrupts) -> None:
+        self._path = path
+        self._interrupts = interrupts
+        self._main = get_ident()
+        self._arrived: dict[int, int] = {}
+        self._socket: socket.socket | None = None
+        self._sender: DescriptorSender
+        self._receiver: DescriptorReceiver
+
+    def __repr__(self) -> str:
+        return f"<Descriptors of {len(self._arrived)} segments>"
+
+    def receive(self, segment: int) -> int:
+        """The descriptor of a segment, waiting for it.
+
+        Raises:
+            NodeClosedError: the driver has gone.
+            OSError: it cannot be had, as where there are too many.
+        """
+        if segment not in self._arrived:
+            connected = self._connected()
+            poll = select.poll()
+            poll.register(connected, select.POLLIN)
+            while segment not in self._arrived:
+                poll.poll()
+                self.take_in()
+        return self._arrived[segment]
+
+    def take_in(self) -> None:
+        """Take in what has come, without waiting; raises as `receive` does."""
+        if self._socket is None:
+            return
+        with self._shielded():
+            try:
+                found = self._receiver.read(socket.MSG_DONTWAIT)
+            except EOFError:
+                raise NodeClosedError("the node has gone.") from None
+            for segment, descriptor in found:
+                self.close(segment)  # it may have come before
+                self._arrived[segment] = descriptor
+
+    def close(self, segment: int) -> None:
+        """A segment is not used any more."""
+        descriptor = self._arrived.pop(segment, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def send(self, segment: Segment) -> None:
+        """Send the driver a descriptor; it reads it when it hears of the segment.
+
+        Raises:
+            OSError: the driver has gone, or there are too many descriptors.
+        """
+        connected = self._connected()
+        descriptor = segment.share()
+        try:
+            with self._shielded():
+                is_sent = self._sender.send(segment.id, descriptor)
+                while not is_sent:
+                    # Not by `select` alone: it is writable where the kernel refuses.
+                    select.select([], [connected], [], REFUSED)
+                    is_sent = self._sender.flush()
+        finally:
+            os.close(descriptor)
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected.connect(self._path)
+            connected.sendall(current.worker.to_bytes(8, "little"))
+            self._sender = DescriptorSender(connected)
+            self._receiver = DescriptorReceiver(connected)
+            self._socket = connected
+        return self._socket
+
+    def _shielded(self) -> AbstractContextManager[object]:
+        if self._interrupts.entered and get_ident() == self._main:
+            return self._interrupts.shielded()
+        return nullcontext()
+
+    def leave(self) -> None:
+        """This process is a fork of the worker: it must not speak for it."""
+        if self._socket is not None:
+            self._socket.close()
