@@ -12,7 +12,7 @@ import aiogpu
 from tests.engines.draining import drained
 from tests.gate import Gate, pass_gate, say
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 class Counting:

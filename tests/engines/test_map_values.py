@@ -10,7 +10,7 @@ import pytest
 import aiogpu
 from tests.engines import tasks
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @aiogpu.remote

@@ -16,7 +16,7 @@ from tqdm.asyncio import tqdm
 import aiogpu
 from tests.engines import tasks
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 @pytest.mark.parametrize("chunk", [None, 7, "auto"])

@@ -17,7 +17,7 @@ from tests.engines import stream_tasks, tasks
 from tests.engines.draining import drained
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 async def idle(cpus: float) -> None:
