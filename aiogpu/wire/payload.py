@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
-from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.errors import DeserializationError, MisuseError, SerializationError
 from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
 from aiogpu.wire.parcel import Parcel
@@ -273,10 +273,14 @@ def _unpicklable(
 
     with collecting():  # handles are not to blame
         path = find_culprit(roots, measure)
-    return SerializationError(
-        f"{what} cannot be pickled: {path}: {_described(error)}. Create it inside the "
-        f"task, or pass what it is made from."
+    told = _described(error).rstrip(".")
+    # An error of ours says itself what to do instead.
+    advice = (
+        ""
+        if isinstance(error, MisuseError)
+        else " Create it inside the task, or pass what it is made from."
     )
+    return SerializationError(f"{what} cannot be pickled: {path}: {told}.{advice}")
 
 
 def _unreadable(error: BaseException) -> str:
