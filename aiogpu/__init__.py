@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import DeadlockError as DeadlockError
     from aiogpu.errors import DeserializationError as DeserializationError
     from aiogpu.errors import DeviceError as DeviceError
+    from aiogpu.errors import GpuOutOfMemoryError as GpuOutOfMemoryError
     from aiogpu.errors import InfeasibleError as InfeasibleError
     from aiogpu.errors import InternalError as InternalError
     from aiogpu.errors import MisuseError as MisuseError
@@ -107,6 +108,7 @@ _ROOMS = {
         "DeadlockError",
         "DeserializationError",
         "DeviceError",
+        "GpuOutOfMemoryError",
         "InfeasibleError",
         "InternalError",
         "MisuseError",
@@ -115,7 +117,6 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
-        "ObjectMemoryError",
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",

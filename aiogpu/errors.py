@@ -186,6 +186,42 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         return type(self), (str(self),), vars(self).copy()
 
 
+class GpuOutOfMemoryError(AiogpuError, MemoryError):
+    """The task ran out of device memory, or used more of it than it had asked for.
+
+    The framework's own error is told by `__cause__`, with its traceback.
+
+    Attributes:
+        asked: bytes on each GPU that the task had asked for by `gpu_memory=`, 0 for
+            none.
+        limit: bytes that it could use on each, 0 where it was not limited.
+        peak: the most bytes of device memory that it is known to have used, 0 where
+            nobody could tell.
+        devices: ids of its GPUs.
+        neighbours: names of the tasks that had a share of these GPUs as well.
+    """
+
+    def __init__(  # noqa: PLR0913 - the facts of one failure
+        self,
+        message: str,
+        *,
+        asked: int = 0,
+        limit: int = 0,
+        peak: int = 0,
+        devices: tuple[int | str, ...] = (),
+        neighbours: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.asked = asked
+        self.limit = limit
+        self.peak = peak
+        self.devices = devices
+        self.neighbours = neighbours
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self),), vars(self).copy()
+
+
 class ObjectMemoryError(AiogpuError, MemoryError):
     """A value has no room: neither in the object memory nor in a spill directory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
+from aiogpu.api.gpu_options import GpuWhere
 from aiogpu.api.keywords import Options
 from aiogpu.api.options import Lifetime, Strategy
 
@@ -19,6 +20,11 @@ class ActorKeywords(TypedDict, total=False):
         memory: main memory in bytes or as a text, "6GiB".
         resources: custom resources by name, such as `{"license": 1}`.
         accelerator_type: only devices of this type, such as "A100".
+        gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
+            "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.
+        gpu_memory: device memory on each GPU, beside `num_gpus` or in its place, in
+            bytes or as a text, "6GiB"; "share" is the part that `num_gpus` is of the
+            GPU's. So much is kept for the task, and its frameworks are limited to it.
         strategy: where a share of a GPU goes: "pack", the default, or "spread".
         name: under which `get_actor` finds it; free again when it is dead.
         namespace: of its name; the program's own unless given.
@@ -42,6 +48,8 @@ class ActorKeywords(TypedDict, total=False):
     memory: int | str | None
     resources: Mapping[str, float] | None
     accelerator_type: str | None
+    gpu_where: GpuWhere | None
+    gpu_memory: int | str | None
     strategy: Strategy | None
     name: str | None
     namespace: str | None

@@ -18,6 +18,7 @@ from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.where import Where
 
 THREADS: Final = 1
 """Plain methods that run at once unless the options say otherwise."""
@@ -36,6 +37,8 @@ class ActorOptions(NamedTuple):
     memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
+    gpu_where: Where | None = None
+    gpu_memory: int = 0
     strategy: Any = "pack"
     name: str | None = None
     namespace: str | None = None
@@ -62,6 +65,8 @@ class ActorOptions(NamedTuple):
             memory=self.memory,
             resources=self.resources,
             accelerator_type=self.accelerator_type,
+            gpu_where=self.gpu_where,
+            gpu_memory=self.gpu_memory,
             strategy=self.strategy,
             max_calls=1,
             max_retries=self.max_restarts,
@@ -140,6 +145,7 @@ ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
         name: CHECKS[name]
         for name in (
             *("num_gpus", "memory", "resources", "accelerator_type", "strategy"),
+            *("gpu_where", "gpu_memory"),
             *("name", "lifetime", "priority", "runtime_env"),
         )
     },

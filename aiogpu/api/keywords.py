@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from aiogpu.api.gpu_options import GpuWhere, RetryOom
 from aiogpu.api.options import Lifetime, Strategy
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
@@ -25,6 +26,13 @@ class Options(TypedDict, total=False):
             short (`OutOfMemoryError`), and tried again alone.
         resources: custom resources by name, such as `{"license": 1}`.
         accelerator_type: only devices of this type, such as "A100".
+        gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
+            "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.
+        gpu_memory: device memory on each GPU, beside `num_gpus` or in its place, in
+            bytes or as a text, "6GiB"; "share" is the part that `num_gpus` is of the
+            GPU's. So much is kept for the task, and its frameworks are limited to it.
+        retry_oom: "exclusive" tries a task that has run out of GPU memory once more,
+            with a GPU of its own; None, the default, does not.
         strategy: where a share of a GPU goes: "pack", the default, to the fullest
             GPU with room for it; "spread" to the emptiest.
         max_calls: calls of this function after which its worker ends; 0 is no
@@ -53,6 +61,9 @@ class Options(TypedDict, total=False):
     memory: int | str | None
     resources: Mapping[str, float] | None
     accelerator_type: str | None
+    gpu_where: GpuWhere | None
+    gpu_memory: int | str | None
+    retry_oom: RetryOom | None
     strategy: Strategy | None
     max_calls: int | None
     max_retries: int | None

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.node_options import check_flag, check_node_options
@@ -87,13 +87,17 @@ class Opening:
             )
 
 
-def init(  # noqa: PLR0913 - all by keyword, each an option of its own
+def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     *,
     address: str | None = None,
     num_cpus: float | None = None,
     num_gpus: int | None = None,
     resources: Mapping[str, float] | None = None,
     accelerator_type: str | None = None,
+    gpu_memory: int | str | None = None,
+    gpu_memory_enforce: bool = False,
+    mps: Literal["auto", "off"] = "off",
+    cpu_affinity: Literal["auto", "off"] = "auto",
     preload: Sequence[str] = "auto",
     log_to_driver: bool = True,
     cancel_grace: float = 2.0,
@@ -111,7 +115,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         num_cpus: CPUs to share out; what this process may use unless given.
         num_gpus: GPUs to share out, maybe more than there are; those detected else.
         resources: custom resources by name, such as `{"license": 2}`.
-        accelerator_type: type of the node's GPUs where it is not detected.
+        accelerator_type, gpu_memory: of the GPUs ("A100", "80GiB") where not detected.
+        gpu_memory_enforce: end a task that uses more than the `gpu_memory` it asked.
+        mps, cpu_affinity: "auto" or "off"; shares limited by MPS, CPUs near the GPUs.
         preload: modules that workers are forked with; "auto": those that prove dear.
         log_to_driver: show what tasks print, line by line.
         cancel_grace: seconds from a task's cancel to the kill of its process.
@@ -128,10 +134,9 @@ def init(  # noqa: PLR0913 - all by keyword, each an option of its own
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """
     given = dict(locals())
-    del given["address"], given["ignore_reinit_error"]
-    options = check_node_options(**given)
-    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
-    return Opening(check_text("address", address) or default_address(), options, shared)
+    where = check_text("address", given.pop("address")) or default_address()
+    shared = check_flag("ignore_reinit_error", given.pop("ignore_reinit_error"))
+    return Opening(where, check_node_options(**given), shared)
 
 
 async def shutdown() -> None:

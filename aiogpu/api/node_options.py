@@ -24,6 +24,10 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     num_gpus: object,
     resources: object,
     accelerator_type: object,
+    gpu_memory: object,
+    gpu_memory_enforce: object,
+    mps: object,
+    cpu_affinity: object,
     preload: object,
     log_to_driver: object,
     cancel_grace: object,
@@ -40,6 +44,12 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         num_gpus=_check_gpus(num_gpus),
         resources=_check_custom(resources),
         accelerator_type=check_text("accelerator_type", accelerator_type),
+        gpu_memory=None if gpu_memory is None else parse_size("gpu_memory", gpu_memory),
+        gpu_memory_enforce=check_flag("gpu_memory_enforce", gpu_memory_enforce),
+        mps=_check_switch("mps", mps, "to use an MPS server where one runs"),
+        cpu_affinity=_check_switch(
+            "cpu_affinity", cpu_affinity, "to keep workers on CPUs near their GPUs"
+        ),
         preload=tuple(name for name in modules if name != AUTO),
         learns=AUTO in modules,
         log_to_driver=check_flag("log_to_driver", log_to_driver),
@@ -126,6 +136,12 @@ def _check_directory(option: str, value: object) -> str | None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise OptionError(f"{option}={value!r}: this user may not write there.")
     return os.path.abspath(path)
+
+
+def _check_switch(option: str, value: object, purpose: str) -> str:
+    if isinstance(value, str) and value in ("auto", "off"):
+        return str(value)
+    raise OptionError(f"{option}={value!r} must be 'auto', {purpose}, or 'off'.")
 
 
 def check_flag(option: str, value: object) -> bool:

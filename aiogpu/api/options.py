@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
+from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
 from aiogpu.core.resources import (
     CPU,
     GPU,
@@ -25,6 +26,7 @@ from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.where import Where
 
 MANAGED: Final = ("CUDA_VISIBLE_DEVICES",)
 """Variables that aiogpu sets; a task that wants them left alone says so."""
@@ -55,6 +57,9 @@ class TaskOptions(NamedTuple):
     memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
+    gpu_where: Where | None = None
+    gpu_memory: int = 0
+    retry_oom: bool = False
     strategy: Strategy = "pack"
     max_calls: int | None = None
     max_retries: int = 3
@@ -75,6 +80,8 @@ class TaskOptions(NamedTuple):
             {GPU: self.num_gpus},
             self.accelerator_type,
             spread=self.strategy == "spread",
+            where=self.gpu_where,
+            gpu_memory=self.gpu_memory,
         )
 
     def spec(self, name: str, function: int) -> TaskSpec:
@@ -88,7 +95,7 @@ class TaskOptions(NamedTuple):
 
         max_calls = self.max_calls
         if max_calls is None:
-            max_calls = 1 if self.num_gpus else 0
+            max_calls = 1 if self.num_gpus or self.gpu_memory else 0
         return TaskSpec(
             name=self.name or name,
             shape=Shape(self.request(), tuple(sorted(self.runtime_env.items()))),
@@ -99,6 +106,7 @@ class TaskOptions(NamedTuple):
             timeout=self.timeout,
             cancel_grace=self.cancel_grace,
             is_detached=self.lifetime is not None,
+            retries_oom=self.retry_oom,
         )
 
 
@@ -314,6 +322,9 @@ CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "memory": _optional(_check_memory, 0),
     "resources": _optional(check_resources, {}),
     "accelerator_type": check_text,
+    "gpu_where": check_gpu_where,
+    "gpu_memory": check_gpu_memory,
+    "retry_oom": check_retry_oom,
     "strategy": _optional(_check_strategy, "pack"),
     "max_calls": whole(0, "None, 0 for no limit, or a whole number of calls"),
     "max_retries": whole(-1, "a whole number, 0 for none, -1 for no limit", 3),

@@ -38,6 +38,10 @@ class Device:
         uuid: the vendor's unique id, where it is known.
         name: the vendor's name for the product, where it is known.
         memory: bytes of device memory, 0 where unknown.
+        compute_capability: such as (8, 0), where it is known.
+        pci: the address on the PCI bus, such as "00000000:3B:00.0", where it is known.
+        links: UUIDs of the devices that a fast link (NVLink) joins with this one.
+        parent: UUID of the GPU of which this is a part (MIG); None for a whole one.
     """
 
     id: int | str
@@ -45,6 +49,10 @@ class Device:
     uuid: str | None = None
     name: str | None = None
     memory: int = 0
+    compute_capability: tuple[int, int] | None = None
+    pci: str | None = None
+    links: frozenset[str] = frozenset()
+    parent: str | None = None
 
 
 class DeviceSet:

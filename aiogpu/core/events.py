@@ -48,13 +48,15 @@ class TaskFinished:
     """A worker has answered: the task's code has stopped.
 
     `retry` says that it failed with an exception for which it is to be tried
-    again, should it have retries left; `took` how many seconds its code ran.
+    again, should it have retries left; `took` how many seconds its code ran;
+    `ran_out` that it has failed for want of device memory.
     """
 
     task: TaskId
     worker: WorkerId
     retry: bool = False
     took: float = 0.0
+    ran_out: bool = False
 
 
 @dataclass(slots=True)
@@ -142,6 +144,30 @@ class MemoryShort:
 
 
 @dataclass(slots=True)
+class Outgrown:
+    """A worker's task uses more device memory than was reserved for it: end it."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class Sick:
+    """A device is unfit for new tasks until it is `Well`, and why; told again, anew."""
+
+    kind: str
+    index: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Well:
+    """A device that was `Sick` may be used again."""
+
+    kind: str
+    index: int
+
+
+@dataclass(slots=True)
 class Settled:
     """The devices of a worker that has gone are free.
 
@@ -205,6 +231,9 @@ Event = (
     | Revoked
     | WorkerGone
     | MemoryShort
+    | Outgrown
+    | Sick
+    | Well
     | Settled
     | SetAside
     | Recovered

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiogpu.core.sizes import size
+from aiogpu.core.where import Where
 from aiogpu.errors import OptionError
 
 UNIT = 10_000
@@ -25,6 +26,8 @@ MEMORY = "memory"
 TYPE_PREFIX = "accelerator_type:"
 TYPE_SHARE = 10
 """What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
+BY_SHARE = -1
+"""A `Request.gpu_memory` that stands for the part that the share is of its device."""
 
 
 def quantity(option: str, value: object) -> int:
@@ -97,44 +100,63 @@ class Request:
         devices: amounts of resources that come as single devices (GPU).
         accelerator_type: restricts the choice to devices of that type.
         spread: a share goes to the emptiest device, not to the fullest with room.
+        where: restricts the choice to devices that fulfil this.
+        gpu_memory: bytes of device memory on each GPU, 0 where nothing was said of
+            it, or `BY_SHARE`. With a `devices` amount of 0 it is all that is asked
+            of one GPU.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
     devices: tuple[tuple[str, int], ...] = ()
     accelerator_type: str | None = None
     spread: bool = False
+    where: Where | None = None
+    gpu_memory: int = 0
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
-        key = (self.scalars, self.devices, self.accelerator_type, self.spread)
-        object.__setattr__(self, "_hash", hash(key))
+        object.__setattr__(self, "_hash", hash(self._key()))
+
+    def _key(self) -> tuple[object, ...]:
+        return (
+            self.scalars,
+            self.devices,
+            self.accelerator_type,
+            self.spread,
+            self.where,
+            self.gpu_memory,
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Request)
-            and self.scalars == other.scalars
-            and self.devices == other.devices
-            and self.accelerator_type == other.accelerator_type
-            and self.spread == other.spread
+            isinstance(other, Request) and self._key() == other._key()
         )
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - the fields of a request
         cls,
         amounts: Mapping[str, int],
         devices: Mapping[str, int],
         accelerator_type: str | None = None,
         *,
         spread: bool = False,
+        where: Where | None = None,
+        gpu_memory: int = 0,
     ) -> Request:
-        """Build a request from amounts in parts; zeros are dropped."""
+        """Build a request from amounts in parts; zeros are dropped.
+
+        But not that of a task which asks for GPU memory and no share of the rest.
+        """
         scalars = dict(amounts)
         if accelerator_type is not None:
             scalars[TYPE_PREFIX + accelerator_type] = TYPE_SHARE
-        return cls(_sorted(scalars), _sorted(devices), accelerator_type, spread)
+        held = _sorted(devices)
+        if gpu_memory and not devices.get(GPU):
+            held = tuple(sorted((*held, (GPU, 0))))
+        return cls(_sorted(scalars), held, accelerator_type, spread, where, gpu_memory)
 
     def as_numbers(self) -> dict[str, float]:
         """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`."""

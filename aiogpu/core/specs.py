@@ -63,6 +63,8 @@ class TaskSpec:
         is_detached: whether it outlives the task that has started it.
         is_endless: whether it holds what it has until its owner gives it up, so
             that nobody should wait for its end.
+        retries_oom: whether a task that has run out of device memory is tried once
+            more, with a device of its own.
         pace: how long its tasks take; shared and kept up to date by all of them.
         lane: of tasks that no other task has started.
     """
@@ -77,6 +79,7 @@ class TaskSpec:
     cancel_grace: float | None = None
     is_detached: bool = False
     is_endless: bool = False
+    retries_oom: bool = False
     pace: Pace = field(default_factory=Pace, repr=False)
     lane: Lane = field(init=False, repr=False, default=(0, 0))
 

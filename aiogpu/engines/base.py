@@ -22,6 +22,10 @@ class NodeOptions(NamedTuple):
         num_gpus: None for what is detected.
         resources: custom resources in whole units.
         accelerator_type: declared for all devices of a logical node.
+        gpu_memory: bytes declared for each of them.
+        gpu_memory_enforce: whether a task is ended that outgrows what it reserved.
+        mps: "auto" to use an MPS server where one runs.
+        cpu_affinity: "auto" to pin workers to the CPUs near their GPUs.
         preload: modules that the zygote imports.
         learns: whether it imports more, as workers turn out to need them.
         log_to_driver: whether tasks' output is shown.
@@ -37,6 +41,10 @@ class NodeOptions(NamedTuple):
     num_gpus: int | None = None
     resources: Mapping[str, float] = {}
     accelerator_type: str | None = None
+    gpu_memory: int | None = None
+    gpu_memory_enforce: bool = False
+    mps: str = "off"
+    cpu_affinity: str = "auto"
     preload: Sequence[str] = ()
     learns: bool = True
     log_to_driver: bool = True

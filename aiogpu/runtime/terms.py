@@ -7,10 +7,12 @@ a worker's hashes mean nothing in the driver.
 from __future__ import annotations
 
 import pickle
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.where import Where
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
 from aiogpu.wire.payload import dump_whole, load_result
 
@@ -23,6 +25,8 @@ class Terms(NamedTuple):
     devices: tuple[tuple[str, int], ...]
     accelerator_type: str | None
     spread: bool
+    where: tuple[Any, ...] | None
+    gpu_memory: int
     environment: tuple[tuple[str, str], ...]
     max_calls: int
     max_retries: int
@@ -33,6 +37,7 @@ class Terms(NamedTuple):
     is_coroutine: bool
     retried: bytes
     is_endless: bool = False
+    retries_oom: bool = False
     acting: tuple[Any, ...] | None = None
     window: int = 0
 
@@ -46,6 +51,8 @@ class Terms(NamedTuple):
             devices=request.devices,
             accelerator_type=request.accelerator_type,
             spread=request.spread,
+            where=None if request.where is None else astuple(request.where),
+            gpu_memory=request.gpu_memory,
             environment=spec.shape.environment,
             max_calls=spec.max_calls,
             max_retries=spec.max_retries,
@@ -56,6 +63,7 @@ class Terms(NamedTuple):
             is_coroutine=site.is_coroutine,
             retried=dump_whole(site.retry_exceptions),
             is_endless=spec.is_endless,
+            retries_oom=spec.retries_oom,
             acting=None if site.actor is None else _acting(site.actor),
             window=site.window,
         )
@@ -78,7 +86,12 @@ class Terms(NamedTuple):
         """
         retry_exceptions: Any = load_result(self.retried)
         request = Request(
-            self.scalars, self.devices, self.accelerator_type, self.spread
+            self.scalars,
+            self.devices,
+            self.accelerator_type,
+            self.spread,
+            None if self.where is None else Where(*self.where),
+            self.gpu_memory,
         )
         spec = TaskSpec(
             name=self.name,
@@ -91,6 +104,7 @@ class Terms(NamedTuple):
             cancel_grace=self.cancel_grace,
             is_detached=self.is_detached,
             is_endless=self.is_endless,
+            retries_oom=self.retries_oom,
         )
         return Site(
             id=new_site_id(),

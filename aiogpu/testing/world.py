@@ -125,7 +125,7 @@ class World(Onlooker):
         pace = self._paces.setdefault(function, Pace())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(cancel_grace, is_detached, is_endless, pace),
+            *(cancel_grace, is_detached, is_endless, False, pace),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} asks for {reason}")

@@ -84,11 +84,15 @@ class Bind(NamedTuple):
     """Driver to worker: your environment and devices, for life.
 
     `environ`: all variables that are to be set. `accelerators`: device ids by
-    kind, as integers or strings.
+    kind, as integers or strings. `gpu_memory`: bytes that it may use of each of its
+    GPUs, in their order, 0 where no limit is set; empty without any. `cpus`: those to
+    which it is pinned, empty for no pinning.
     """
 
     environ: dict[str, str]
     accelerators: dict[str, tuple[int | str, ...]]
+    gpu_memory: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
 
 
 class Define(NamedTuple):

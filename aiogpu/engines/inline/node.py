@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -12,7 +12,7 @@ from weakref import WeakSet
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import CPU, Request
+from aiogpu.core.resources import CPU
 from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.inline.beside import Beside
 from aiogpu.engines.inline.execute import Executor
@@ -188,9 +188,7 @@ class InlineNode:
         if self.turns.running or (job.parent and job.parent.id in self.beside.jobs):
             # Its ancestors wait meanwhile: the CPUs that they hold are its own.
             scalars = tuple(part for part in request.scalars if part[0] != CPU)
-            request = Request(
-                scalars, request.devices, request.accelerator_type, request.spread
-            )
+            request = replace(request, scalars=scalars)
         job.lease = self.ledger.take(request)
         return job.lease is not None
 
