@@ -14,6 +14,7 @@ from typing import Protocol
 
 from aiogpu.core.devices import Device
 
+from .health import Health
 from .sample import Sample
 
 
@@ -92,6 +93,10 @@ class DeviceWatch(Protocol):
 
     def look(self, device: Device) -> Sample:
         """Say what is on a device now. Never raises: the sample says what fails."""
+        ...
+
+    def check(self, device: Device) -> Health:
+        """Say whether a device is well. Never raises; what is unknown is not told."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from aiogpu.core.devices import Device
 
+from .health import Health
 from .sample import Sample
 
 COMPUTE: Final = "nvmlDeviceGetComputeRunningProcesses"
@@ -107,6 +108,10 @@ class NvmlWatch:
             return Sample(problem=str(error), is_lost=True)
         except nvml.NVMLError as error:
             return Sample(problem=str(error))
+
+    def check(self, device: Device) -> Health:
+        """Say whether a device is well; see `DeviceWatch`."""
+        return Health(is_lost=self.look(device).is_lost)
 
     def _look(self, nvml: ModuleType, uuid: str) -> Sample:
         handle = self._handles.get(uuid)

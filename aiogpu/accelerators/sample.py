@@ -21,6 +21,8 @@ class Sample:
         reads_pids: whether the driver's process ids are surely those that this
             process sees too.
         used: bytes of device memory in use, by whomever; None where unknown.
+        utilisation: percent of the last moments in which something ran on it; None
+            where unknown.
         problem: why nothing could be learnt, in a few words; None if it could.
         is_lost: the device does not answer and will not before a reset.
     """
@@ -29,5 +31,6 @@ class Sample:
     living: frozenset[int] = frozenset()
     reads_pids: bool = False
     used: int | None = None
+    utilisation: int | None = None
     problem: str | None = None
     is_lost: bool = False
