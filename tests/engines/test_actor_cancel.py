@@ -12,7 +12,10 @@ import aiogpu
 from tests.engines.actor_classes import Async, Closing, Counter, Slow, Threads
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
 
 
 async def cancelled(*handles: Any) -> bool:

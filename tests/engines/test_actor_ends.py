@@ -24,7 +24,10 @@ from tests.engines.actor_classes import (
 from tests.gate import Gate
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
 
 
 def has_gone(pid: int) -> bool:

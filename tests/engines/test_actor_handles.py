@@ -14,7 +14,10 @@ from tests.engines import handed_on
 from tests.engines.actor_classes import Counter
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
 
 
 def has_gone(pid: int) -> bool:

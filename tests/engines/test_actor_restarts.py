@@ -14,7 +14,10 @@ from tests.engines.actor_classes import Async, Counter, Slow, Threads
 from tests.gate import Gate
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+]
 
 ALWAYS = {"max_restarts": -1}
 AGAIN = {"max_restarts": -1, "max_task_retries": -1}

@@ -18,7 +18,10 @@ from tests.engines import tasks
 from tests.engines.test_output import SlowTerminal
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+]
 
 
 async def test_cancelling_what_ended_behind_a_slow_terminal(

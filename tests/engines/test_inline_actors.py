@@ -20,7 +20,10 @@ from tests.engines.actor_classes import Async, Broken, Counter, Groups, Threads
 from tests.program import start
 from tests.until import until
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 seen: list[Any] = []

@@ -15,7 +15,10 @@ from tests.engines import nested_tasks, tasks
 from tests.engines.nested_tasks import LostError, await_here, refusal, run_here
 from tests.gate import Gate, pass_gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+]
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from aiogpu.runtime.console import FULL
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+]
 
 
 async def test_lines_come_tagged_before_the_await_returns(
