@@ -128,7 +128,7 @@ class World(Onlooker):
             *(cancel_grace, is_detached, is_endless, False, pace),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
-            raise InfeasibleError(f"{name!r} asks for {reason}")
+            raise InfeasibleError(f"{name!r} can never run: {reason}")
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
