@@ -14,7 +14,7 @@ from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
-from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number
+from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, written
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +47,9 @@ class Ledger:
         self._last_id = 0
 
     def __repr__(self) -> str:
+        totals = self.totals()
         amounts = (
-            f"{name} {free:g}/{self.totals()[name]:g}"
+            f"{name} {written(name, free)}/{written(name, totals[name])}"
             for name, free in self.available().items()
         )
         return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
