@@ -210,13 +210,11 @@ class Ledger:
 
     def drains(self, lease: Lease) -> bool:
         """Whether a lease holds something of a device that is given to nobody now."""
-        return any(
-            self.device_sets[kind].aside_mask >> index & 1
-            for (kind, _), shares in zip(
-                lease.request.devices, lease.shares, strict=True
-            )
-            for index, _ in shares
-        )
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            mask = self.device_sets[kind].aside_mask
+            if mask and any(mask >> index & 1 for index, _ in shares):
+                return True
+        return False
 
     def totals(self) -> dict[str, float]:
         """Capacity in the user's terms; every resource by name."""
