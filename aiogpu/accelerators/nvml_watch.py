@@ -1,9 +1,10 @@
-"""What NVML says is on a GPU now: its processes and its memory in use.
+"""What NVML says is on a GPU now: its processes, its memory in use, how busy it is.
 
 Decides which of NVML's calls are asked, oldest drivers included, and what a call
 that is missing, refused or failing means: less is known, and `Sample` says so. NVML
 blocks, so one thread has this to itself; it is kept open until `close`, since a
-start may take seconds. Who a process belongs to is not decided here.
+start may take seconds. Who a process belongs to is not decided here, nor, but for
+the asking, whether a GPU is well; that is `nvml_health`'s.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiogpu.core.devices import Device
 
 from .health import Health
+from .nvml_health import NvmlHealth
 from .sample import Sample
+
+T = TypeVar("T")
+Question = Callable[[ModuleType, str, object], T]
+"""What NVML is asked about a device: the library, the device's UUID, its handle."""
 
 COMPUTE: Final = "nvmlDeviceGetComputeRunningProcesses"
 LISTS: Final = (
@@ -42,6 +48,8 @@ class NvmlWatch:
         self._handles: dict[str, Any] = {}
         # Which version of a list a device has; None if it has none at all.
         self._versions: dict[tuple[str, str], str | None] = {}
+        self._not_metered: set[str] = set()
+        self._health = NvmlHealth()
         self._reads_pids = is_host_namespace()
 
     def __repr__(self) -> str:
@@ -85,38 +93,66 @@ class NvmlWatch:
         self._problem = "NVML was closed"
         self._handles.clear()
         if nvml is not None:
+            self._health.close(nvml)
             with suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
     def look(self, device: Device) -> Sample:
         """Ask for the processes and the memory of a device; see `DeviceWatch`.
 
-        A call that this device does not support is not repeated.
+        A MIG instance is asked by itself. A call that this device does not support is
+        not repeated.
         """
         nvml, uuid = self._nvml, _uuid(device)
         if nvml is None or uuid is None:
             return Sample(problem=self._problem)
         try:
-            try:
-                return self._look(nvml, uuid)
-            except nvml.NVMLError_Uninitialized:
-                # The program may use NVML too, and have shut it down for both.
-                self._handles.clear()
-                nvml.nvmlInit()
-                return self._look(nvml, uuid)
+            return self._ask(nvml, uuid, self._look)
         except nvml.NVMLError_GpuIsLost as error:
             return Sample(problem=str(error), is_lost=True)
         except nvml.NVMLError as error:
             return Sample(problem=str(error))
 
     def check(self, device: Device) -> Health:
-        """Say whether a device is well; see `DeviceWatch`."""
-        return Health(is_lost=self.look(device).is_lost)
+        """Say whether a device is well; see `DeviceWatch`.
 
-    def _look(self, nvml: ModuleType, uuid: str) -> Sample:
+        Errors are XIDs since the last time that it was asked for this device, from
+        the first time on. A device that was there and is not any more, such as a MIG
+        instance that was taken away, counts as lost.
+        """
+        nvml, uuid = self._nvml, _uuid(device)
+        if nvml is None or uuid is None:
+            return Health()
+        try:
+            health = self._ask(nvml, uuid, self._health.check)
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_NotFound):
+            health = Health(is_lost=True)
+        except nvml.NVMLError:
+            return Health()
+        if health.is_lost:
+            self._handles.pop(uuid, None)  # It may be another one when it is back.
+        return health
+
+    def _ask(self, nvml: ModuleType, uuid: str, question: Question[T]) -> T:
+        try:
+            return question(nvml, uuid, self._handle(nvml, uuid))
+        except nvml.NVMLError_Uninitialized:
+            # The program may use NVML too, and have shut it down for both.
+            self._handles.clear()
+            self._health.forget()
+            nvml.nvmlInit()
+            return question(nvml, uuid, self._handle(nvml, uuid))
+
+    def _handle(self, nvml: ModuleType, uuid: str) -> object:
         handle = self._handles.get(uuid)
         if handle is None:
-            handle = self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            # That of an instance may be another's as soon as instances are changed.
+            if not uuid.startswith("MIG-"):
+                self._handles[uuid] = handle
+        return handle
+
+    def _look(self, nvml: ModuleType, uuid: str, handle: object) -> Sample:
         processes: dict[int, int | None] = {}
         is_listed = False
         for name in LISTS:
@@ -130,6 +166,7 @@ class NvmlWatch:
             living,
             self._reads_pids,
             self._used(nvml, handle),
+            self._utilisation(nvml, uuid, handle),
         )
 
     def _list(
@@ -164,6 +201,24 @@ class NvmlWatch:
         ):
             return None
         return used
+
+    def _utilisation(self, nvml: ModuleType, uuid: str, handle: object) -> int | None:
+        if uuid in self._not_metered:
+            return None
+        try:
+            percent: int = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
+            raise
+        except (
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_NoPermission,
+        ):
+            self._not_metered.add(uuid)  # As MIG instances are, and GPUs in MIG mode.
+            return None
+        except nvml.NVMLError:
+            return None  # Nothing hangs on it, so it spoils no sample.
+        return percent
 
 
 def _read(

@@ -103,7 +103,10 @@ def test_a_refused_list_is_not_asked_for_again(
     monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
     nvml.write(one(), fail={V3[1]: 3})
     nvml.run(f"{LOOK}\nopen({str(calls)!r}, 'w').close()\ntold()\nwatch = None")
-    assert calls.read_text().split() == [V3[0], V3[2], "nvmlDeviceGetMemoryInfo"]
+    assert calls.read_text().split() == [
+        *(V3[0], V3[2]),
+        *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates"),
+    ]
 
 
 def test_a_lost_gpu_says_so_and_may_come_back(nvml: StubNvml) -> None:
