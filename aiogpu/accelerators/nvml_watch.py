@@ -10,8 +10,9 @@ the asking, whether a GPU is well; that is `nvml_health`'s.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from logging import getLogger
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
@@ -20,6 +21,8 @@ from aiogpu.core.devices import Device
 from .health import Health
 from .nvml_health import NvmlHealth
 from .sample import Sample
+
+_log = getLogger(__name__)
 
 T = TypeVar("T")
 Question = Callable[[ModuleType, str, object], T]
@@ -49,6 +52,8 @@ class NvmlWatch:
         # Which version of a list a device has; None if it has none at all.
         self._versions: dict[tuple[str, str], str | None] = {}
         self._not_metered: set[str] = set()
+        self._looked_at: set[str] = set()
+        self._is_foreign = False
         self._health = NvmlHealth()
         self._reads_pids = is_host_namespace()
 
@@ -161,12 +166,33 @@ class NvmlWatch:
                 is_listed = is_listed or name == COMPUTE
                 _merge(processes, found)
         living = frozenset(pid for pid in processes if is_alive(pid))
+        if uuid not in self._looked_at:
+            self._looked_at.add(uuid)
+            self._note_foreign(uuid, processes, living)
         return Sample(
             processes if is_listed else None,
             living,
             self._reads_pids,
             self._used(nvml, handle),
             self._utilisation(nvml, uuid, handle),
+        )
+
+    def _note_foreign(
+        self, uuid: str, processes: Collection[int], living: Collection[int]
+    ) -> None:
+        """Say once that the driver's process ids seem to be those of the host.
+
+        Asked at the first look, when no process of ours can have ended on it.
+        """
+        if self._is_foreign or self._reads_pids or living or not processes:
+            return
+        self._is_foreign = True
+        _log.warning(
+            "! NVML lists processes on %s whose ids nobody has here, as it does in a "
+            "container. Until it lists a task of ours by the id that we know, shares "
+            "come back when their processes have ended, and nobody verifies it. "
+            "`--pid=host` for the container makes it sure.",
+            uuid,
         )
 
     def _list(
