@@ -171,6 +171,17 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *handle)
     return SUCCESS;
 }
 
+int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, Handle *handle)
+{
+    State s;
+    int code = look_started(&s, __func__);
+
+    for (int i = 0; !code && i < s.devices; i++)
+        if (!strcmp(s.device[i].pci, pci))
+            return nvmlDeviceGetHandleByIndex_v2((unsigned)i, handle);
+    return code ? code : NOT_FOUND;
+}
+
 int nvmlDeviceGetHandleByUUID(const char *uuid, Handle *handle)
 {
     State s;
