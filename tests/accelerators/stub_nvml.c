@@ -118,7 +118,7 @@ int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void)
 {
     if (!started) return UNINITIALIZED;
-    started--;
+    if (!--started) memset(gone, 0, sizeof gone);
     return SUCCESS;
 }
 
