@@ -127,13 +127,17 @@ def register(vendor: Accelerator) -> None:
     Raises:
         OptionError: it lacks an answer, or its kind or its variable is another's.
     """
+    _check_answers(vendor)
+    _check_names(vendor)
+    _registered[vendor.kind] = vendor
+
+
+def _check_answers(vendor: Accelerator) -> None:
     missing = [name for name in _QUESTIONS if not callable(getattr(vendor, name, None))]
-    names = [getattr(vendor, name, None) for name in _NAMES]
-    missing += [
-        name
-        for name, text in zip(_NAMES, names, strict=True)
-        if not isinstance(text, str) or not text
-    ]
+    for name in _NAMES:
+        text = getattr(vendor, name, None)
+        if not isinstance(text, str) or not text:
+            missing.append(name)
     if missing or isinstance(vendor, type):
         what = f"lacks {', '.join(missing)}" if missing else "is a class, not an object"
         raise OptionError(
@@ -141,30 +145,29 @@ def register(vendor: Accelerator) -> None:
             f"{', '.join(_NAMES)} and the methods {', '.join(_QUESTIONS)}; see "
             f"aiogpu.accelerators.Accelerator."
         )
-    kind = vendor.kind
-    before = _registered.get(kind)
-    if kind in (CPU, MEMORY) or kind.startswith(TYPE_PREFIX) or _is_taken(kind):
+
+
+def _check_names(vendor: Accelerator) -> None:
+    kind, variable = vendor.kind, vendor.variable
+    own = {CPU, MEMORY, *(entry.kind for entry in KNOWN)}
+    if kind in own or kind.startswith(TYPE_PREFIX):
         raise OptionError(
             f"register({vendor!r}): {kind!r} is a resource of aiogpu's own. Give yours "
             f"another name."
         )
+    before = _registered.get(kind)
     if before is not None and _class(before) != _class(vendor):
         raise OptionError(
             f"register({vendor!r}): {kind!r} is the kind of {before!r} already. Give "
             f"yours another name."
         )
-    others = [entry.variable for entry in KNOWN]
-    others += [other.variable for name, other in _registered.items() if name != kind]
-    if vendor.variable in others:
+    taken = {entry.variable for entry in KNOWN}
+    taken |= {other.variable for name, other in _registered.items() if name != kind}
+    if variable in taken:
         raise OptionError(
-            f"register({vendor!r}): {vendor.variable} assigns another vendor's devices "
+            f"register({vendor!r}): {variable} assigns another vendor's devices "
             f"already, and can only be set for one."
         )
-    _registered[kind] = vendor
-
-
-def _is_taken(kind: str) -> bool:
-    return any(entry.kind == kind for entry in KNOWN)
 
 
 def _class(vendor: object) -> tuple[str, str]:
