@@ -269,18 +269,17 @@ def test_running_out_of_device_memory_is_told_first(
 def test_who_was_to_stop_has_not_run_out(
     desk: Desk, page: ControlPage, channel: Channel, driver: DriverEnd, context: Context
 ) -> None:
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def fail() -> None:
+    def task() -> None:
+        page.ask(3, 7)
         try:
-            stop()
+            signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             raise RuntimeError("CUDA out of memory") from None
 
-    desk.knows(fail)
+    desk.define(b"")
+    desk.executor._functions[1] = task
     context.accelerators = {"GPU": (0,)}
-    page.ask(3, 7)
-    assert desk.fail().kind == STOPPED
+    failed = desk.fail()
+    assert (failed.kind, failed.message) == (STOPPED, "CUDA out of memory")
     channel.close()
     assert driver.rest() == []
