@@ -81,9 +81,10 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     devices = [gpus.devices[index] for index in held] if gpus is not None else []
     limit = min((each for each in limits if each), default=0)
     asked = lease.request.gpu_memory if lease is not None else 0
+    which = "each" if len(devices) > 1 else "it"
     facts = (
         f"It had asked for {_asked(asked, held)} of {_named(devices)}",
-        f"could use {size(limit)} of each" if limit else "had no limit of its own",
+        f"could use {size(limit)} of {which}" if limit else "had no limit of its own",
     )
     used = f", and used {size(peak)} at its peak" if peak else ""
     return GpuOutOfMemoryError(
