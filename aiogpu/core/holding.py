@@ -25,6 +25,8 @@ class Holder:
         is_endless: whether it holds its share until its owner gives it up.
         is_settling: its processes have ended; whether the device is free of them is
             still to be seen.
+        memory: bytes of the device's memory that it has reserved, by name or by its
+            share; 0 where unknown, and for what is no GPU.
     """
 
     share: float
@@ -34,6 +36,7 @@ class Holder:
     seconds: float | None = None
     is_endless: bool = False
     is_settling: bool = False
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class DeviceStatus:
         aside: why it is given to nobody for now, None where it is not set aside.
         is_unverified: whether the last share came back without a word of the driver
             that nothing is left on it, since the driver cannot tell here.
+        memory_reserved: bytes of its memory that the holders have reserved together.
     """
 
     kind: str
@@ -64,6 +68,7 @@ class DeviceStatus:
     holders: tuple[Holder, ...]
     aside: str | None = None
     is_unverified: bool = False
+    memory_reserved: int = 0
 
 
 class Holdings:
@@ -101,8 +106,10 @@ class Holdings:
                 lease.request.devices, lease.shares, strict=True
             ):
                 if kind == devices.kind:
-                    for index, part in shares:
-                        holders[index].append(self._holder(worker, part))
+                    for share in shares:
+                        memory = devices.memory_of(share, lease.request)
+                        holder = self._holder(worker, share[1], memory)
+                        holders[share[0]].append(holder)
         return tuple(
             DeviceStatus(
                 *(devices.kind, device.id, device.type, device.uuid, device.name),
@@ -111,19 +118,25 @@ class Holdings:
                 tuple(holders[index]),
                 devices.aside.get(index),
                 index in devices.unverified,
+                devices.memory_reserved(index),
             )
             for index, device in enumerate(devices.devices)
             if mask >> index & 1
         )
 
-    def _holder(self, worker: WorkerRecord, part: int) -> Holder:
+    def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
         share, pid, task = number(part), self.pids.get(worker.id, 0), worker.task
         if task is None:
             is_settling = worker.state is WorkerState.SETTLING
-            return Holder(share, worker.id, pid, None, is_settling=is_settling)
+            return Holder(
+                *(share, worker.id, pid, None),
+                is_settling=is_settling,
+                memory=memory,
+            )
         return Holder(
             *(share, worker.id, pid, task.spec.name, self.seconds_of(worker)),
             task.spec.is_endless,
+            memory=memory,
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:

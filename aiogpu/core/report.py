@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.resources import MEMORY, written
+from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
+from aiogpu.core.sizes import size
 from aiogpu.core.wording import SHOWN, span, terms
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ def summary(status: NodeStatus) -> str:
 
 
 def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
-    """All resources, but memory only where somebody has asked for some."""
+    """All resources, but memory only where somebody has some."""
     for name, total in status.total.items():
         free = status.available.get(name, 0.0)
-        if name != MEMORY or free != total:
+        if name not in (MEMORY, GPU_MEMORY) or free != total:
             yield name, free, total
 
 
@@ -82,17 +83,18 @@ def _devices(status: NodeStatus) -> Iterator[str]:
 def _identity(device: DeviceStatus) -> Iterator[str]:
     if name := device.name or device.type:
         yield name
-    for unit, size in _UNITS:
-        if device.memory >= size:
-            yield f"{device.memory / size:.3g} {unit}"
+    for unit, count in _UNITS:
+        if device.memory >= count:
+            yield f"{device.memory / count:.3g} {unit}"
             return
 
 
 def _holder(holder: Holder) -> Sequence[str]:
+    held = f"{holder.share:g}" if holder.share else size(holder.memory)
     if holder.is_settling:
-        return (f"{holder.share:g}", "(ended)", "", "until its driver agrees")
+        return (held, "(ended)", "", "until its driver agrees")
     return (
-        f"{holder.share:g}",
+        held,
         holder.task or "(ending)",
         _pid(holder.pid),
         "without end" if holder.is_endless else _for(holder.seconds),
