@@ -180,14 +180,13 @@ class LocalEngine:
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     """What decides, and what tells workers their devices."""
-    from aiogpu.accelerators.registry import INSTALLED
     from aiogpu.core.policy import Patience
     from aiogpu.core.resources import CPU, UNIT
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.engines.inventory import take_inventory
     from aiogpu.runtime.assignment import Assignment
 
-    ledger = await take_inventory(options)
+    ledger, vendors = await take_inventory(options)
     patience = Patience(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
@@ -195,7 +194,7 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         refill_after=REFILL_AFTER,
     )
     assignment = Assignment(
-        INSTALLED,
+        vendors,
         ledger,
         os.environ,
         cpu_affinity=options.cpu_affinity,
