@@ -90,3 +90,13 @@ async def test_threads_go_by_the_cpus_of_a_task_with_gpus(
     monkeypatch.setenv(name, "5")
     async with aiogpu.init(num_cpus=8):
         assert await two.remote(name) == {name: "5"}
+
+
+@pytest.mark.usefixtures("one_gpu")
+async def test_a_worker_is_used_again_for_the_same_limit_alone() -> None:
+    name = "CUPY_GPU_MEMORY_LIMIT"
+    small = tasks.variables.options(gpu_memory="1GiB", max_calls=0)
+    large = tasks.variables.options(gpu_memory="2GiB", max_calls=0)
+    async with aiogpu.init(num_cpus=2):
+        for task, limit in ((small, GIB), (large, 2 * GIB), (small, GIB)):
+            assert await task.remote(name) == {name: str(limit)}
