@@ -6,13 +6,13 @@ Knows accelerators and device sets, not what a task is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.core.devices import Device
 from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.resources import GPU
+from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.runtime import mps as multi_process
 from aiogpu.runtime.affinity import Affinity
 from aiogpu.runtime.gpu_limits import held_of, limits_of, variables_of
@@ -78,7 +78,13 @@ class Assignment:
         if self._has_mps:
             part = min(shares.values())
             variables |= multi_process.variables(part, limits, seen)
-        return Bind(variables, held, limits, self._affinity.near(shares))
+        return Bind(variables, held, limits, self._cpus_for(lease, shares))
+
+    def _cpus_for(self, lease: Lease, gpus: Iterable[int]) -> tuple[int, ...]:
+        """The CPUs near a worker's GPUs, unless its task asks for more than these."""
+        cpus = self._affinity.near(gpus)
+        asked = dict(lease.request.scalars).get(CPU, 0)
+        return cpus if asked <= len(cpus) * UNIT else ()
 
     def _gpus_of(self, lease: Lease) -> list[Device]:
         devices = self._ledger.device_sets[GPU].devices
