@@ -172,6 +172,11 @@ def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
     assert str(error).startswith(start)
     assert error.peak == 5
     assert isinstance(error.__cause__, RemoteTraceback)
+    shortages.peak_seen = {worker.id: 9}.__getitem__
+    shortages.note(worker.id, RanOut(7, 5))
+    seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
+    assert isinstance(seen, GpuOutOfMemoryError)
+    assert seen.peak == 9, "the framework knows only of its own"
 
 
 def test_who_has_gone_is_told_of_no_more(node: Scheduler) -> None:
