@@ -1,0 +1,132 @@
+"""What is told of a task that had too little device memory, or took too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.resources import BY_SHARE, GPU, UNIT
+from aiogpu.core.sizes import size
+from aiogpu.errors import GpuOutOfMemoryError
+from aiogpu.runtime.gpu_limits import held_of, limits_of
+
+if TYPE_CHECKING:
+    from aiogpu.core.devices import Device
+    from aiogpu.core.ledger import Lease, Ledger
+    from aiogpu.core.records import WorkerRecord
+    from aiogpu.core.scheduler import Scheduler
+
+LISTED: Final = 8
+"""Neighbours that a message names."""
+
+
+def gpu_out_of_memory(
+    name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, told: str
+) -> GpuOutOfMemoryError:
+    """The error of a task that has run out of device memory, with all that is known.
+
+    Args:
+        name: the task's.
+        worker: who has run it; it still has its lease.
+        node: knows who else is on its GPUs.
+        peak: the most bytes of device memory that it is known to have used, 0 where
+            nobody could tell.
+        told: what has happened, a clause after the task's name: "ran out of GPU
+            memory".
+    """
+    return describe_shortage(
+        name,
+        worker.lease,
+        node.ledger,
+        neighbours_of(worker, node.workers),
+        peak=peak,
+        told=told,
+    )
+
+
+def describe_shortage(  # noqa: PLR0913 - the facts of one failure
+    name: str,
+    lease: Lease | None,
+    ledger: Ledger,
+    neighbours: tuple[str, ...],
+    *,
+    peak: int,
+    told: str,
+) -> GpuOutOfMemoryError:
+    """See `gpu_out_of_memory`, with the names of those who shared the GPUs."""
+    gpus = ledger.device_sets.get(GPU)
+    held = held_of(lease, GPU) if lease is not None else {}
+    limits = limits_of(lease, gpus) if lease is not None else ()
+    devices = [gpus.devices[index] for index in held] if gpus is not None else []
+    limit = min((each for each in limits if each), default=0)
+    asked = lease.request.gpu_memory if lease is not None else 0
+    facts = (
+        f"It had asked for {_asked(asked, held)} of {_named(devices)}",
+        f"could use {size(limit)} of each" if limit else "had no limit of its own",
+    )
+    used = f", and used {size(peak)} at its peak" if peak else ""
+    return GpuOutOfMemoryError(
+        f"{name} {told.rstrip('.')}. {', '.join(facts)}{used}; {_beside(neighbours)}. "
+        f"{_advice(asked, held, neighbours)}",
+        asked=0 if asked == BY_SHARE else asked,
+        limit=limit,
+        peak=peak,
+        devices=tuple(device.id for device in devices),
+        neighbours=neighbours,
+    )
+
+
+def neighbours_of(
+    worker: WorkerRecord, workers: Iterable[WorkerRecord]
+) -> tuple[str, ...]:
+    """Names of the tasks of other workers with a share of the same GPUs."""
+    if worker.lease is None:
+        return ()
+    ours = held_of(worker.lease, GPU).keys()
+    return tuple(
+        one.task.spec.name
+        for one in workers
+        if one is not worker and one.task is not None and one.lease is not None
+        if not ours.isdisjoint(held_of(one.lease, GPU))
+    )
+
+
+def _asked(asked: int, held: Mapping[int, int]) -> str:
+    part = next(iter(held.values()), 0)
+    share = f"num_gpus={len(held) if part >= UNIT else part / UNIT:g}"
+    if not asked:
+        return f"{share} without gpu_memory="
+    if asked == BY_SHARE:
+        return f"{share}, gpu_memory='share'"
+    return f"{share}, gpu_memory={size(asked)!r}" if part else f"{size(asked)}"
+
+
+def _named(devices: list[Device]) -> str:
+    if not devices:
+        return "no GPU"
+    ids = ", ".join(str(device.id) for device in devices)
+    least = min(device.memory for device in devices)
+    there = f" ({size(least)}{' each' if len(devices) > 1 else ''})" if least else ""
+    return f"GPU{'s' if len(devices) > 1 else ''} {ids}{there}"
+
+
+def _beside(neighbours: tuple[str, ...]) -> str:
+    if not neighbours:
+        return "no other task had a share there"
+    more = len(neighbours) - LISTED
+    told = ", ".join(neighbours[:LISTED]) + (f" and {more} more" if more > 0 else "")
+    return f"{told} had a share there as well"
+
+
+def _advice(asked: int, held: Mapping[int, int], neighbours: tuple[str, ...]) -> str:
+    is_whole = bool(held) and all(part >= UNIT for part in held.values())
+    if is_whole and not asked:
+        return (
+            "It had all that there is: let it use less, such as smaller batches, or "
+            "choose larger GPUs by gpu_where={'memory': ...}."
+        )
+    fewer = ", for fewer neighbours with num_gpus=," if neighbours else ""
+    return (
+        f"Ask for more with gpu_memory={fewer or ','} or have it tried once more with "
+        f"a GPU of its own by retry_oom='exclusive'."
+    )
