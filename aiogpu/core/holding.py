@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.lifecycle import WorkerState
+from aiogpu.core.observed import Observations, OtherProcess
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.resources import CPU, number
+
+NOTHING: Final[Observations] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,9 @@ class Holder:
         is_endless: whether it holds its share until its owner gives it up.
         is_settling: its processes have ended; whether the device is free of them is
             still to be seen.
+        used: bytes of the device's memory that it uses with all below it, None where
+            that is not known.
+        has_outgrown: whether that is more than was reserved for it.
     """
 
     share: float
@@ -34,6 +41,8 @@ class Holder:
     seconds: float | None = None
     is_endless: bool = False
     is_settling: bool = False
+    used: int | None = None
+    has_outgrown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,14 @@ class DeviceStatus:
         aside: why it is given to nobody for now, None where it is not set aside.
         is_unverified: whether the last share came back without a word of the driver
             that nothing is left on it, since the driver cannot tell here.
+        used: bytes of its memory in use, by whomever; None where unknown.
+        utilisation: percent of the last moments in which something ran on it; None
+            where unknown.
+        others: processes on it that are not ours; None where that cannot be told.
+        seen: seconds since its driver was asked last, None if it never was: it is
+            logical, or its vendor's driver cannot be asked.
+        unknown: what of all this could not be learnt and why, None if nothing.
+        reserved: bytes of its memory that were asked for by `gpu_memory=`.
     """
 
     kind: str
@@ -64,6 +81,12 @@ class DeviceStatus:
     holders: tuple[Holder, ...]
     aside: str | None = None
     is_unverified: bool = False
+    used: int | None = None
+    utilisation: int | None = None
+    others: tuple[OtherProcess, ...] | None = None
+    seen: float | None = None
+    unknown: str | None = None
+    reserved: int = 0
 
 
 class Holdings:
@@ -75,10 +98,15 @@ class Holdings:
     """
 
     def __init__(
-        self, workers: Iterable[WorkerRecord], pids: Mapping[int, int], now: float
+        self,
+        workers: Iterable[WorkerRecord],
+        pids: Mapping[int, int],
+        now: float,
+        observed: Observations = NOTHING,
     ) -> None:
         self.pids = pids
         self.now = now
+        self._observed = observed
         self._workers = [worker for worker in workers if worker.lease is not None]
 
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
@@ -104,16 +132,40 @@ class Holdings:
                     for index, part in shares:
                         holders[index].append(self._holder(worker, part))
         return tuple(
-            DeviceStatus(
-                *(devices.kind, device.id, device.type, device.uuid, device.name),
-                device.memory,
-                0.0 if index in devices.aside else number(devices.free[index]),
-                tuple(holders[index]),
-                devices.aside.get(index),
-                index in devices.unverified,
+            self._with_what_was_seen(
+                index,
+                DeviceStatus(
+                    *(devices.kind, device.id, device.type, device.uuid, device.name),
+                    device.memory,
+                    0.0 if index in devices.aside else number(devices.free[index]),
+                    tuple(holders[index]),
+                    devices.aside.get(index),
+                    index in devices.unverified,
+                ),
             )
             for index, device in enumerate(devices.devices)
             if mask >> index & 1
+        )
+
+    def _with_what_was_seen(self, index: int, status: DeviceStatus) -> DeviceStatus:
+        seen = self._observed.get((status.kind, index))
+        if seen is None:
+            return status
+        return replace(
+            status,
+            holders=tuple(
+                replace(
+                    holder,
+                    used=seen.workers.get(holder.worker),
+                    has_outgrown=holder.worker in seen.outgrown,
+                )
+                for holder in status.holders
+            ),
+            used=seen.used,
+            utilisation=seen.utilisation,
+            others=seen.others,
+            seen=max(0.0, self.now - seen.seen),
+            unknown=seen.unknown,
         )
 
     def _holder(self, worker: WorkerRecord, part: int) -> Holder:

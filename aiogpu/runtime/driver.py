@@ -39,6 +39,7 @@ from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
+from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.streams import Streams
@@ -113,6 +114,12 @@ class Driver:
             effects.Abandon: self._telling.abandon,
             effects.Forget: self._telling.forget,
         }
+
+    def heed(self, monitor: DeviceMonitor) -> None:
+        """Have the core told what is seen on devices, and owners what follows."""
+        self._clearance.on_begun = monitor.guard.begin
+        self._telling.gpu_guard = monitor.guard
+        monitor.begin(self.feed)
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self._pool!r}>"
