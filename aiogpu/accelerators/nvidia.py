@@ -1,9 +1,8 @@
 """NVIDIA GPUs: detected by NVML, assigned by `CUDA_VISIBLE_DEVICES`.
 
-One of pynvml's two doors; the other, `nvml_watch`, asks what is on a device while a
-node runs. Decides what a missing, broken or half-answering NVML
-means: less is known, a reason is kept, and nothing is raised. NVML is started and
-shut down again within each detection, for a caller may fork later.
+Decides what of all that NVML shows a node may share out, and by which id: an index
+where CUDA surely counts likewise, else a UUID. `nvml_survey` asks NVML, `visible`
+reads the variable.
 
 Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
 nvidia-smi count. CUDA's own default, FASTEST_FIRST, counts otherwise.
@@ -11,19 +10,16 @@ nvidia-smi count. CUDA's own default, FASTEST_FIRST, counts otherwise.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from logging import getLogger
-from operator import itemgetter
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import GPU, device_quantity
 
+from .nvml_survey import Survey, type_of
 from .nvml_watch import NvmlWatch
 from .visible import VISIBLE, Inventory, entries, require, resolve
 
@@ -33,10 +29,6 @@ NOSET: Final = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
 LIBRARY: Final = "libnvidia-ml.so.1"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
-
-# "NVIDIA A100-SXM4-40GB" is an A100, "NVIDIA RTX PRO 6000 ..." an RTX-PRO-6000: a
-# word, then capital words, then the first token of capitals that has a digit.
-_PRODUCT = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*[0-9][A-Z0-9]*)")
 
 _log = getLogger(__name__)
 
@@ -64,13 +56,21 @@ class Nvidia:
                 devices are logical. 0 asks nobody anything, nor does an empty list.
 
         Returns:
-            The devices, with type, UUID, name and memory where NVML says so. Ids
-            are indices, or UUID strings where an index would be ambiguous: the
-            user wrote UUIDs, chose another order, or a device does not answer.
+            The devices, with all that NVML says of them: type, UUID, name, memory,
+            compute capability, PCI address, and the other devices among them that
+            NVLink joins with each. A GPU in MIG mode is none; its instances are, each
+            one a device.
+
+            Ids are indices, or UUID strings where an index would be ambiguous: the
+            user wrote UUIDs, chose another order, a device does not answer, or a
+            GPU is in MIG mode: which GPUs CUDA counts then depends on what else it
+            sees ("CUDA Device Enumeration" in NVIDIA's MIG guide). By the same page
+            a process uses one MIG instance at most, and no whole GPU beside it.
 
         Raises:
             DeviceError: `CUDA_VISIBLE_DEVICES` has an entry that is ill-formed,
-                not there, ambiguous or repeated, or fewer entries than `wanted`.
+                not there, ambiguous or repeated, or fewer entries than `wanted`; or
+                one that is a GPU in MIG mode without an instance.
         """
         if wanted == 0:
             return ()
@@ -82,7 +82,7 @@ class Nvidia:
             require(self.option, wanted, text)
         if not entries(text):
             return ()
-        return resolve(text, inventory(), by_bus=by_bus)[:wanted]
+        return _among(resolve(text, inventory(), by_bus=by_bus)[:wanted])
 
     def assignment(
         self, ids: Sequence[int | str], environ: Mapping[str, str]
@@ -114,23 +114,14 @@ class Nvidia:
     def type_of(self, name: str | None) -> str | None:
         """Derive the type from the product's name, by Ray's rule.
 
-        "NVIDIA A100-SXM4-40GB" is "A100", "NVIDIA GeForce RTX 5090" is
-        "GeForce-RTX-5090"; no name has no type.
+        "NVIDIA A100-SXM4-40GB" is "A100", as are its MIG instances; "NVIDIA GeForce
+        RTX 5090" is "GeForce-RTX-5090"; no name has no type.
         """
-        return _type_of(name)
+        return type_of(name)
 
     def watch(self) -> NvmlWatch:
         """Make what asks NVML which processes and how much memory are on a GPU."""
         return NvmlWatch()
-
-
-def _type_of(name: str | None) -> str | None:
-    words = (name or "").split()
-    product = " ".join(words)
-    match = _PRODUCT.match(product)
-    if match is not None and len(match[1]) > 1:
-        return match[1].replace(" ", "-")
-    return product.removeprefix("NVIDIA ").replace(" ", "-") or None
 
 
 def _order(environ: Mapping[str, str]) -> str:
@@ -139,25 +130,35 @@ def _order(environ: Mapping[str, str]) -> str:
 
 def _all_of(there: Inventory, wanted: int | None, by_bus: bool) -> tuple[Device, ...]:
     # If a device does not answer, CUDA may or may not count it: then an index says
-    # too little, as it does under an order that NVML cannot tell.
-    indexed = by_bus and (there.count is None or there.is_complete)
+    # too little, as it does beside MIG, or under an order that NVML cannot tell.
+    indexed = by_bus and not there.mig and (there.count is None or there.is_complete)
     found = [
         device if indexed else replace(device, id=device.uuid or device.id)
         for device in there.devices
     ]
     if wanted is None:
-        return tuple(found)
-    taken = {device.id for device in there.devices}
+        return _among(found)
+    taken = {device.id for device in (*there.devices, *(mig.gpu for mig in there.mig))}
     logical = (Device(index) for index in count() if index not in taken)
     found += islice(logical, max(0, wanted - len(found)))
-    return tuple(found[:wanted])
+    return _among(found[:wanted])
+
+
+def _among(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """These devices, linked with none but each other."""
+    uuids = frozenset(device.uuid for device in devices if device.uuid is not None)
+    return tuple(
+        device if device.links <= uuids else replace(device, links=device.links & uuids)
+        for device in devices
+    )
 
 
 def inventory() -> Inventory:
     """Ask NVML which GPUs this process may use. Never raises.
 
     Without NVML nothing is known. If NVML is there but fails, what it did say is
-    kept, `problem` holds the first reason, and one warning is logged.
+    kept, `problem` holds the first reason, and one warning is logged; so it is for
+    each GPU in MIG mode that nobody can use for want of an instance.
     """
     from ctypes import CDLL
 
@@ -169,100 +170,14 @@ def inventory() -> Inventory:
         if "No such file" not in str(error):
             _warn(problem)
         return Inventory(problem=problem)
-    survey = _Survey()
-    survey.run()
-    if survey.problem is not None:
-        _warn(survey.problem)
-    return Inventory(tuple(survey.devices), survey.count, survey.problem)
+    there = Survey().run()
+    if there.problem is not None:
+        _warn(there.problem)
+    for mig in there.mig:
+        if not mig.instances:
+            _log.warning("! %s", mig.why_unused)
+    return there
 
 
 def _warn(problem: str) -> None:
     _log.warning("! %s; GPUs are known only in part, or not at all.", problem)
-
-
-@dataclass(slots=True)
-class _Survey:
-    """One conversation with NVML, and what has been learnt by its end."""
-
-    devices: list[Device] = field(default_factory=list)
-    count: int | None = None
-    problem: str | None = None
-
-    def run(self) -> None:
-        try:
-            import pynvml as nvml
-        except ImportError as error:
-            self._note("pynvml cannot be imported", error)
-            return
-        try:
-            nvml.nvmlInit()
-        except nvml.NVMLError as error:
-            self._note("NVML does not start", error)
-            return
-        try:
-            self._look(nvml)
-        finally:
-            with suppress(nvml.NVMLError):
-                nvml.nvmlShutdown()
-
-    def _look(self, nvml: ModuleType) -> None:
-        try:
-            total = nvml.nvmlDeviceGetCount()
-        except nvml.NVMLError as error:
-            self._note("NVML cannot count the GPUs", error)
-            return
-        buses: list[tuple[int, int, int] | None] = []
-        self.count = 0
-        for index in range(total):
-            try:
-                device, bus = self._describe(nvml, index, self.count)
-            except nvml.NVMLError_NoPermission:
-                # Kept from us, by a cgroup say: NVML counts it, CUDA does not.
-                continue
-            except nvml.NVMLError as error:
-                self._note(f"GPU {index} does not answer", error)
-            else:
-                self.devices.append(device)
-                buses.append(bus)
-            self.count += 1
-        self._sort(buses)
-
-    def _describe(
-        self, nvml: ModuleType, index: int, position: int
-    ) -> tuple[Device, tuple[int, int, int] | None]:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = self._ask(nvml, nvml.nvmlDeviceGetUUID, handle)
-        name = self._ask(nvml, nvml.nvmlDeviceGetName, handle)
-        memory = self._ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-        pci = self._ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)
-        total = memory.total if memory else 0
-        device = Device(position, _type_of(name), uuid, name, total)
-        return device, (pci.domain, pci.bus, pci.device) if pci else None
-
-    def _ask(
-        self, nvml: ModuleType, question: Callable[[object], Any], handle: object
-    ) -> Any | None:
-        try:
-            return question(handle)
-        except nvml.NVMLError_GpuIsLost:
-            raise
-        except nvml.NVMLError_NotSupported:
-            return None  # Not every product has memory of its own, say.
-        except (nvml.NVMLError, UnicodeDecodeError) as error:
-            self._note(f"{question.__name__} fails", error)
-            return None
-
-    def _sort(self, buses: Sequence[tuple[int, int, int] | None]) -> None:
-        # NVML's manual promises no order. CUDA is told to count by bus, so count
-        # likewise, unless a gap leaves open what the indices mean.
-        known = [bus for bus in buses if bus is not None]
-        if len(known) == self.count and known != sorted(known):
-            pairs = sorted(zip(known, self.devices, strict=True), key=itemgetter(0))
-            self.devices = [
-                replace(device, id=position)
-                for position, (_, device) in enumerate(pairs)
-            ]
-
-    def _note(self, what: str, error: Exception) -> None:
-        if self.problem is None:
-            self.problem = f"{what}: {error}"

@@ -1,23 +1,32 @@
-"""What NVML says is on a GPU now: its processes and its memory in use.
+"""What NVML says is on a GPU now: its processes, its memory in use, how busy it is.
 
 Decides which of NVML's calls are asked, oldest drivers included, and what a call
 that is missing, refused or failing means: less is known, and `Sample` says so. NVML
 blocks, so one thread has this to itself; it is kept open until `close`, since a
-start may take seconds. Who a process belongs to is not decided here.
+start may take seconds. Who a process belongs to is not decided here, nor, but for
+the asking, whether a GPU is well; that is `nvml_health`'s.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from logging import getLogger
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiogpu.core.devices import Device
 
 from .health import Health
+from .nvml_health import NvmlHealth
 from .sample import Sample
+
+_log = getLogger(__name__)
+
+T = TypeVar("T")
+Question = Callable[[ModuleType, str, object], T]
+"""What NVML is asked about a device: the library, the device's UUID, its handle."""
 
 COMPUTE: Final = "nvmlDeviceGetComputeRunningProcesses"
 LISTS: Final = (
@@ -42,6 +51,10 @@ class NvmlWatch:
         self._handles: dict[str, Any] = {}
         # Which version of a list a device has; None if it has none at all.
         self._versions: dict[tuple[str, str], str | None] = {}
+        self._not_metered: set[str] = set()
+        self._looked_at: set[str] = set()
+        self._is_foreign = False
+        self._health = NvmlHealth()
         self._reads_pids = is_host_namespace()
 
     def __repr__(self) -> str:
@@ -85,38 +98,66 @@ class NvmlWatch:
         self._problem = "NVML was closed"
         self._handles.clear()
         if nvml is not None:
+            self._health.close(nvml)
             with suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
     def look(self, device: Device) -> Sample:
         """Ask for the processes and the memory of a device; see `DeviceWatch`.
 
-        A call that this device does not support is not repeated.
+        A MIG instance is asked by itself. A call that this device does not support is
+        not repeated.
         """
         nvml, uuid = self._nvml, _uuid(device)
         if nvml is None or uuid is None:
             return Sample(problem=self._problem)
         try:
-            try:
-                return self._look(nvml, uuid)
-            except nvml.NVMLError_Uninitialized:
-                # The program may use NVML too, and have shut it down for both.
-                self._handles.clear()
-                nvml.nvmlInit()
-                return self._look(nvml, uuid)
+            return self._ask(nvml, uuid, self._look)
         except nvml.NVMLError_GpuIsLost as error:
             return Sample(problem=str(error), is_lost=True)
         except nvml.NVMLError as error:
             return Sample(problem=str(error))
 
     def check(self, device: Device) -> Health:
-        """Say whether a device is well; see `DeviceWatch`."""
-        return Health(is_lost=self.look(device).is_lost)
+        """Say whether a device is well; see `DeviceWatch`.
 
-    def _look(self, nvml: ModuleType, uuid: str) -> Sample:
+        Errors are XIDs since the last time that it was asked for this device, from
+        the first time on. A device that was there and is not any more, such as a MIG
+        instance that was taken away, counts as lost.
+        """
+        nvml, uuid = self._nvml, _uuid(device)
+        if nvml is None or uuid is None:
+            return Health()
+        try:
+            health = self._ask(nvml, uuid, self._health.check)
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_NotFound):
+            health = Health(is_lost=True)
+        except nvml.NVMLError:
+            return Health()
+        if health.is_lost:
+            self._handles.pop(uuid, None)  # It may be another one when it is back.
+        return health
+
+    def _ask(self, nvml: ModuleType, uuid: str, question: Question[T]) -> T:
+        try:
+            return question(nvml, uuid, self._handle(nvml, uuid))
+        except nvml.NVMLError_Uninitialized:
+            # The program may use NVML too, and have shut it down for both.
+            self._handles.clear()
+            self._health.forget()
+            nvml.nvmlInit()
+            return question(nvml, uuid, self._handle(nvml, uuid))
+
+    def _handle(self, nvml: ModuleType, uuid: str) -> object:
         handle = self._handles.get(uuid)
         if handle is None:
-            handle = self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            # That of an instance may be another's as soon as instances are changed.
+            if not uuid.startswith("MIG-"):
+                self._handles[uuid] = handle
+        return handle
+
+    def _look(self, nvml: ModuleType, uuid: str, handle: object) -> Sample:
         processes: dict[int, int | None] = {}
         is_listed = False
         for name in LISTS:
@@ -125,11 +166,33 @@ class NvmlWatch:
                 is_listed = is_listed or name == COMPUTE
                 _merge(processes, found)
         living = frozenset(pid for pid in processes if is_alive(pid))
+        if uuid not in self._looked_at:
+            self._looked_at.add(uuid)
+            self._note_foreign(uuid, processes, living)
         return Sample(
             processes if is_listed else None,
             living,
             self._reads_pids,
             self._used(nvml, handle),
+            self._utilisation(nvml, uuid, handle),
+        )
+
+    def _note_foreign(
+        self, uuid: str, processes: Collection[int], living: Collection[int]
+    ) -> None:
+        """Say once that the driver's process ids seem to be those of the host.
+
+        Asked at the first look, when no process of ours can have ended on it.
+        """
+        if self._is_foreign or self._reads_pids or living or not processes:
+            return
+        self._is_foreign = True
+        _log.warning(
+            "! NVML lists processes on %s whose ids nobody has here, as it does in a "
+            "container. Until it lists a task of ours by the id that we know, shares "
+            "come back when their processes have ended, and nobody verifies it. "
+            "`--pid=host` for the container makes it sure.",
+            uuid,
         )
 
     def _list(
@@ -164,6 +227,24 @@ class NvmlWatch:
         ):
             return None
         return used
+
+    def _utilisation(self, nvml: ModuleType, uuid: str, handle: object) -> int | None:
+        if uuid in self._not_metered:
+            return None
+        try:
+            percent: int = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
+            raise
+        except (
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_NoPermission,
+        ):
+            self._not_metered.add(uuid)  # As MIG instances are, and GPUs in MIG mode.
+            return None
+        except nvml.NVMLError:
+            return None  # Nothing hangs on it, so it spoils no sample.
+        return percent
 
 
 def _read(

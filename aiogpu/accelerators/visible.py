@@ -2,8 +2,10 @@
 
 The rules are those of the CUDA programming guide, "CUDA Environment Variables":
 unset means all, empty means none, indices, UUIDs, unique beginnings of UUIDs and
-MIG ids may be mixed, and -1 ends the list. One rule is ours: CUDA silently hides
-an entry that it does not know and all after it, here that is an error.
+MIG ids may be mixed, and -1 ends the list. Two rules are ours. CUDA silently hides
+an entry that it does not know and all after it, here that is an error. And CUDA
+shows a process one MIG instance at most, and no whole GPU beside it; here the list
+is what a node shares out, of which each worker gets its part, so all entries count.
 
 This file asks no driver: what there is comes as an `Inventory`.
 """
@@ -25,8 +27,31 @@ NONE = ("", "NoDevFiles")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _UUID = re.compile(r"GPU-[0-9A-Fa-f-]*")
 _MIG = re.compile(r"MIG-\S+")
+_OLD_MIG = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/([0-9]+/[0-9]+)")
 
 _CORRECT = "Name one that is there: CUDA itself hides the entry and all after it"
+
+
+@dataclass(frozen=True, slots=True)
+class MigGpu:
+    """A GPU in MIG mode, of which the instances are the devices.
+
+    Attributes:
+        gpu: the GPU; its id is its index, an `int`.
+        instances: in the library's order, each by its place, the ids of its GPU
+            instance and its compute instance: "1/0".
+    """
+
+    gpu: Device
+    instances: tuple[tuple[str, Device], ...] = ()
+
+    @property
+    def why_unused(self) -> str:
+        """Why no task can use it if it has no instance, in one sentence."""
+        return (
+            f"GPU {_described(self.gpu)} is in MIG mode and has no instance, so no "
+            f"task can use it; make some (`nvidia-smi mig -cgi`), or leave MIG mode"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +59,45 @@ class Inventory:
     """The devices that the vendor's library shows to this process.
 
     Attributes:
-        devices: those that answered. The id of each is its index, an `int`.
-        count: how many there are, those that did not answer included; None where
-            the library is missing or fails, so that nothing is known.
+        devices: those that answered. The id of each is its index, an `int`; that of
+            a MIG instance its UUID.
+        count: how many GPUs there are, those that did not answer included; None
+            where the library is missing or fails, so that nothing is known.
         problem: why something is unknown, in one sentence; None if nothing is.
+        mig: the GPUs in MIG mode. Their instances are among `devices`.
+        sees_mig: whether all instances are surely known.
     """
 
     devices: tuple[Device, ...] = ()
     count: int | None = None
     problem: str | None = None
+    mig: tuple[MigGpu, ...] = ()
+    sees_mig: bool = True
 
     @property
     def is_complete(self) -> bool:
-        """Whether every device that there is has answered."""
-        return self.count == len(self.devices)
+        """Whether every GPU that there is has answered."""
+        return self.count == self._answered
+
+    @property
+    def _answered(self) -> int:
+        whole = sum(device.parent is None for device in self.devices)
+        return whole + len(self.mig)
 
     def __str__(self) -> str:
         if self.count is None:
             return f"Which devices there are is unknown ({self.problem})."
-        shown = ", ".join(_described(device) for device in self.devices)
-        missing = self.count - len(self.devices)
+        shown = [_described(device) for device in self.devices]
+        shown += [
+            f"{_described(mig.gpu)} in MIG mode without an instance"
+            for mig in self.mig
+            if not mig.instances
+        ]
+        told = ", ".join(shown)
+        missing = self.count - self._answered
         if missing:
-            shown = f"{shown}, and {missing} that did not answer".removeprefix(", ")
-        return f"This machine has {shown or 'no device'}."
+            told = f"{told}, and {missing} that did not answer".removeprefix(", ")
+        return f"This machine has {told or 'no device'}."
 
 
 def entries(text: str) -> tuple[int | str, ...]:
@@ -107,10 +148,15 @@ def resolve(text: str, there: Inventory, *, by_bus: bool = True) -> tuple[Device
 
     Returns:
         One device per entry. Its id is an `int` for an index, the full UUID for a
-        UUID or the beginning of one, and the entry itself for a MIG id.
+        UUID or the beginning of one, and that of the instance for a MIG id, be it
+        the instance's UUID or "MIG-GPU-<UUID>/<GI>/<CI>". An index or UUID of a GPU
+        in MIG mode is the first of its instances, as it is to CUDA, which "will pick
+        the first one available" (NVIDIA's MIG guide). Beside a GPU in MIG mode the
+        id for an index is the UUID too: what CUDA counts there is open.
 
     Raises:
-        DeviceError: an entry is ill-formed, not there, ambiguous or a repetition.
+        DeviceError: an entry is ill-formed, not there, ambiguous or a repetition, or
+            a GPU in MIG mode without an instance.
     """
     chosen: list[Device] = []
     named: dict[int | str, int | str] = {}
@@ -135,7 +181,7 @@ def _find(entry: int | str, text: str, there: Inventory, by_bus: bool) -> Device
     if isinstance(entry, int):
         return _by_index(entry, text, there, by_bus)
     if _MIG.fullmatch(entry):
-        return Device(entry)
+        return _by_mig_id(entry, text, there)
     if _UUID.fullmatch(entry):
         return _by_uuid(entry, text, there)
     raise _refusal(
@@ -151,12 +197,21 @@ def _by_index(index: int, text: str, there: Inventory, by_bus: bool) -> Device:
     # An index past the last is wrong in any order.
     if there.count is not None and index >= there.count:
         raise _refusal(text, f"there is no device '{index}'", _CORRECT, there)
-    known = there.devices if by_bus else ()
-    return next((device for device in known if device.id == index), Device(index))
+    if not by_bus:
+        return Device(index)
+    for mig in there.mig:
+        if mig.gpu.id == index:
+            return _first_of(mig, index, text, there)
+    for device in there.devices:
+        if device.id == index:
+            return replace(device, id=device.uuid or index) if there.mig else device
+    return Device(index)
 
 
 def _by_uuid(beginning: str, text: str, there: Inventory) -> Device:
-    matches = [d for d in there.devices if d.uuid and d.uuid.startswith(beginning)]
+    split = {mig.gpu.uuid: mig for mig in there.mig}
+    known = [*there.devices, *(mig.gpu for mig in there.mig)]
+    matches = [d for d in known if d.uuid and d.uuid.startswith(beginning)]
     if len(matches) > 1:
         raise _refusal(
             text,
@@ -165,10 +220,40 @@ def _by_uuid(beginning: str, text: str, there: Inventory) -> Device:
             there,
         )
     if matches:
-        return replace(matches[0], id=matches[0].uuid or beginning)
-    if there.is_complete and all(device.uuid for device in there.devices):
+        uuid = matches[0].uuid
+        if uuid in split:
+            return _first_of(split[uuid], beginning, text, there)
+        return replace(matches[0], id=uuid or beginning)
+    if there.is_complete and all(device.uuid for device in known):
         raise _refusal(text, f"there is no device {beginning!r}", _CORRECT, there)
     return Device(beginning)
+
+
+def _by_mig_id(entry: str, text: str, there: Inventory) -> Device:
+    for device in there.devices:
+        if device.parent is not None and device.uuid == entry:
+            return device
+    old = _OLD_MIG.fullmatch(entry)
+    for mig in there.mig:
+        if old is not None and mig.gpu.uuid == old[1]:
+            for place, device in mig.instances:
+                if place == old[2]:
+                    return device
+    if there.is_complete and there.sees_mig:
+        raise _refusal(text, f"there is no MIG instance {entry!r}", _CORRECT, there)
+    return Device(entry)
+
+
+def _first_of(mig: MigGpu, entry: int | str, text: str, there: Inventory) -> Device:
+    if not mig.instances:
+        raise _refusal(
+            text,
+            f"{str(entry)!r} is a GPU in MIG mode without an instance, which CUDA "
+            f"cannot use",
+            "Make instances (`nvidia-smi mig -cgi`), or take the entry out",
+            there,
+        )
+    return mig.instances[0][1]
 
 
 def _refusal(text: str, fault: str, advice: str, there: Inventory) -> DeviceError:
@@ -176,5 +261,6 @@ def _refusal(text: str, fault: str, advice: str, there: Inventory) -> DeviceErro
 
 
 def _described(device: Device) -> str:
-    details = [d for d in (device.uuid, device.name) if d]
+    uuid = None if device.uuid == device.id else device.uuid
+    details = [detail for detail in (uuid, device.name) if detail]
     return f"{device.id} ({', '.join(details)})" if details else str(device.id)

@@ -2,72 +2,18 @@
  *
  * It implements what aiogpu asks of NVML, by the ABI that nvidia-ml-py 13 uses, and
  * tells what the file named by AIOGPU_STUB_NVML_STATE says at that very call, so
- * that a test may change the world while a program runs. One thing a line:
- *
- *   driver VERSION
- *   init_error CODE                    nvmlInit fails with that nvmlReturn_t
- *   fail FUNCTION CODE                 that function fails, for all devices
- *   device UUID PCI TOTAL USED NAME    the name is the rest of the line
- *   process INDEX PID BYTES            a process on a device named before, on the
- *                                      compute list; -1 bytes are not available
- *   mps INDEX PID BYTES                the same on the list of MPS clients
- *   graphics INDEX PID BYTES           the same on the graphics list
- *   lost INDEX                         all about it fails with GPU_IS_LOST
- *   forbidden INDEX                    its handle fails with NO_PERMISSION
+ * that a test may change the world while a program runs; `stub_nvml_state.h` says what
+ * may stand in it.
  *
  * Where AIOGPU_STUB_NVML_CALLS names a file, each call's function is added to it.
- * A line that is none of these makes every call fail with UNKNOWN (999). To leave a
- * symbol out, compile with -DnvmlName=absent_nvmlName.
+ * To leave a symbol out, compile with -DnvmlName=absent_nvmlName.
  */
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#define _POSIX_C_SOURCE 200809L
+#include "stub_nvml_state.h"
 
-enum {
-    SUCCESS = 0,
-    UNINITIALIZED = 1,
-    INVALID_ARGUMENT = 2,
-    NOT_SUPPORTED = 3,
-    NO_PERMISSION = 4,
-    NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7,
-    DRIVER_NOT_LOADED = 9,
-    FUNCTION_NOT_FOUND = 13,
-    GPU_IS_LOST = 15,
-    UNKNOWN = 999
-};
-
-enum { DEVICES = 32, PROCESSES = 256, FAILURES = 16, TEXT = 96, LINE = 256 };
-
-typedef void *Handle; /* the device's index, plus one */
-
-typedef struct {
-    char uuid[TEXT], pci[TEXT], name[TEXT];
-    unsigned long long total, used;
-    int lost, forbidden;
-} Device;
-
-enum { COMPUTE, MPS, GRAPHICS };
-
-typedef struct {
-    int device, list;
-    unsigned pid;
-    unsigned long long bytes;
-} Process;
-
-typedef struct {
-    char function[TEXT];
-    int code;
-} Failure;
-
-typedef struct {
-    char driver[TEXT];
-    int init_error, devices, processes, failures;
-    Device device[DEVICES];
-    Process process[PROCESSES];
-    Failure failure[FAILURES];
-} State;
+/* The device's index, or the instance's number and `INSTANCE`, plus one. */
+typedef void *Handle;
+enum { INSTANCE = 1000 };
 
 typedef struct {
     unsigned long long total, free, used;
@@ -90,96 +36,64 @@ typedef struct {
     unsigned gpu_instance, compute_instance;
 } ProcessInfo;
 
-static int started; /* as NVML, which counts its starts and shutdowns */
+typedef struct {
+    unsigned gpu, memory;
+} Utilization;
 
-static int read_line(State *s, const char *line)
-{
-    int index, code;
-    Device d = {0};
-    Process p = {0};
-    Failure f = {0};
+typedef struct {
+    unsigned field, scope;
+    int64_t timestamp, latency;
+    unsigned type;
+    int code;
+    union {
+        double d;
+        unsigned u;
+        unsigned long long ull;
+    } value;
+} FieldValue;
 
-    if (sscanf(line, "driver %95s", s->driver) == 1) return 1;
-    if (sscanf(line, "init_error %d", &s->init_error) == 1) return 1;
-    if (sscanf(line, "fail %95s %d", f.function, &code) == 2) {
-        if (s->failures == FAILURES) return 0;
-        f.code = code;
-        s->failure[s->failures++] = f;
-        return 1;
-    }
-    if (sscanf(line, "device %95s %95s %llu %llu %95[^\n]",
-               d.uuid, d.pci, &d.total, &d.used, d.name) == 5) {
-        if (s->devices == DEVICES) return 0;
-        s->device[s->devices++] = d;
-        return 1;
-    }
-    if (sscanf(line, "process %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
-        p.list = COMPUTE;
-    else if (sscanf(line, "mps %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
-        p.list = MPS;
-    else if (sscanf(line, "graphics %d %u %llu", &p.device, &p.pid, &p.bytes) == 3)
-        p.list = GRAPHICS;
-    else
-        p.list = -1;
-    if (p.list >= 0) {
-        if (s->processes == PROCESSES) return 0;
-        if (p.device < 0 || p.device >= s->devices) return 0;
-        s->process[s->processes++] = p;
-        return 1;
-    }
-    if (sscanf(line, "lost %d", &index) == 1 && 0 <= index && index < s->devices)
-        return s->device[index].lost = 1;
-    if (sscanf(line, "forbidden %d", &index) == 1 && 0 <= index && index < s->devices)
-        return s->device[index].forbidden = 1;
-    return 0;
-}
+typedef struct {
+    Handle device;
+    unsigned long long type, data;
+    unsigned gpu_instance, compute_instance;
+} EventData;
 
-static void note_call(const char *function)
-{
-    const char *path = getenv("AIOGPU_STUB_NVML_CALLS");
-    FILE *file = path ? fopen(path, "a") : NULL;
+typedef struct {
+    long long since[DEVICES]; /* when each was registered, 0 for never */
+    long long last;           /* the time of the event that was told last */
+} EventSet;
 
-    if (!file) return;
-    fprintf(file, "%s\n", function);
-    fclose(file);
-}
-
-/* Read the state and say whether `function` may go on. */
-static int look(State *s, const char *function)
-{
-    const char *path = getenv("AIOGPU_STUB_NVML_STATE");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    char line[LINE];
-    int fine = 1;
-
-    note_call(function);
-    memset(s, 0, sizeof *s);
-    if (!file) return UNKNOWN;
-    while (fine && fgets(line, sizeof line, file)) fine = read_line(s, line);
-    fclose(file);
-    if (!fine) return UNKNOWN;
-    for (int i = 0; i < s->failures; i++)
-        if (!strcmp(s->failure[i].function, function)) return s->failure[i].code;
-    return SUCCESS;
-}
-
-static int look_started(State *s, const char *function)
-{
-    return started ? look(s, function) : UNINITIALIZED;
-}
-
-/* The same for a function of one device, which is put into `*device`. */
-static int look_at(State *s, const char *function, Handle handle, Device **device)
+/* The same for a function of one device or instance, which is put into `*device` and
+ * `*instance`, the latter NULL for a whole GPU. */
+static int look_at_part(State *s, const char *function, Handle handle, Device **device,
+                        Instance **instance)
 {
     int code = look_started(s, function);
     intptr_t index = (intptr_t)handle - 1;
 
+    *instance = NULL;
     if (code) return code;
     if (index < 0) return INVALID_ARGUMENT;
+    if (index >= INSTANCE) {
+        if (index - INSTANCE >= s->instances) return INVALID_ARGUMENT;
+        *instance = &s->instance[index - INSTANCE];
+        index = (*instance)->parent;
+    }
     if (index >= s->devices) return GPU_IS_LOST; /* was there before */
     *device = &s->device[index];
     return (*device)->lost ? GPU_IS_LOST : SUCCESS;
 }
+
+/* The same for a function of whole GPUs alone. */
+static int look_at(State *s, const char *function, Handle handle, Device **device)
+{
+    Instance *instance;
+    int code = look_at_part(s, function, handle, device, &instance);
+
+    return code ? code : instance ? NOT_SUPPORTED : SUCCESS;
+}
+
+static Handle handle_of(int index) { return (Handle)((intptr_t)index + 1); }
 
 static int copy(char *to, unsigned size, const char *from)
 {
@@ -219,8 +133,10 @@ const char *nvmlErrorString(int code)
     case NOT_FOUND: return "Not Found";
     case INSUFFICIENT_SIZE: return "Insufficient Size";
     case DRIVER_NOT_LOADED: return "Driver Not Loaded";
+    case TIMEOUT: return "Timeout";
     case FUNCTION_NOT_FOUND: return "Function Not Found";
     case GPU_IS_LOST: return "GPU is lost";
+    case RESET_REQUIRED: return "GPU requires restart";
     default: return "Unknown Error";
     }
 }
@@ -251,7 +167,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *handle)
     if (index >= (unsigned)s.devices) return INVALID_ARGUMENT;
     if (s.device[index].forbidden) return NO_PERMISSION;
     if (s.device[index].lost) return GPU_IS_LOST;
-    *handle = (Handle)((intptr_t)index + 1);
+    *handle = handle_of((int)index);
     return SUCCESS;
 }
 
@@ -263,6 +179,11 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Handle *handle)
     for (int i = 0; !code && i < s.devices; i++)
         if (!strcmp(s.device[i].uuid, uuid))
             return nvmlDeviceGetHandleByIndex_v2((unsigned)i, handle);
+    for (int i = 0; !code && i < s.instances; i++)
+        if (!strcmp(s.instance[i].uuid, uuid)) {
+            *handle = handle_of(INSTANCE + i);
+            return SUCCESS;
+        }
     return code ? code : NOT_FOUND;
 }
 
@@ -270,18 +191,20 @@ int nvmlDeviceGetUUID(Handle handle, char *uuid, unsigned size)
 {
     State s;
     Device *d;
-    int code = look_at(&s, __func__, handle, &d);
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
 
-    return code ? code : copy(uuid, size, d->uuid);
+    return code ? code : copy(uuid, size, m ? m->uuid : d->uuid);
 }
 
 int nvmlDeviceGetName(Handle handle, char *name, unsigned size)
 {
     State s;
     Device *d;
-    int code = look_at(&s, __func__, handle, &d);
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
 
-    return code ? code : copy(name, size, d->name);
+    return code ? code : copy(name, size, m ? m->name : d->name);
 }
 
 int nvmlDeviceGetPciInfo_v3(Handle handle, Pci *pci)
@@ -302,10 +225,14 @@ int nvmlDeviceGetMemoryInfo(Handle handle, Memory *memory)
 {
     State s;
     Device *d;
-    int code = look_at(&s, __func__, handle, &d);
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
 
-    if (!code) *memory = (Memory){d->total, d->total - d->used, d->used};
-    return code;
+    if (code) return code;
+    memory->total = m ? m->total : d->total;
+    memory->used = m ? m->used : d->used;
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
 }
 
 int nvmlDeviceGetMemoryInfo_v2(Handle handle, Memory2 *memory)
@@ -319,22 +246,202 @@ int nvmlDeviceGetMemoryInfo_v2(Handle handle, Memory2 *memory)
     return code;
 }
 
+int nvmlDeviceGetUtilizationRates(Handle handle, Utilization *to)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (code) return code;
+    if (d->utilisation < 0) return NOT_SUPPORTED;
+    *to = (Utilization){(unsigned)d->utilisation, 0};
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCudaComputeCapability(Handle handle, int *major, int *minor)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (code) return code;
+    *major = d->major;
+    *minor = d->minor;
+    return SUCCESS;
+}
+
+/* Of all that may be asked it knows about NVLink. */
+int nvmlDeviceGetP2PStatus(Handle one, Handle other, unsigned what, unsigned *status)
+{
+    enum { OF_NVLINK = 2, OK = 0, NO = 5 };
+    State s;
+    Device *d, *e;
+    int code = look_at(&s, __func__, one, &d);
+
+    if (!code) code = look_at(&s, __func__, other, &e);
+    if (code) return code;
+    if (d == e || what != OF_NVLINK) return INVALID_ARGUMENT;
+    *status = d->links >> (e - s.device) & 1 ? OK : NO;
+    return SUCCESS;
+}
+
+/* Of all fields it knows the action that is needed to recover. */
+int nvmlDeviceGetFieldValues(Handle handle, int count, FieldValue *values)
+{
+    enum { RECOVERY_ACTION = 230, UNSIGNED_INT = 1 };
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (code) return code;
+    for (FieldValue *v = values; v < values + count; v++) {
+        v->code = v->field == RECOVERY_ACTION && d->action >= 0 ? SUCCESS : NOT_SUPPORTED;
+        v->type = UNSIGNED_INT;
+        v->value.u = v->code ? 0 : (unsigned)d->action;
+    }
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigMode(Handle handle, unsigned *current, unsigned *pending)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    if (!code) *current = *pending = (unsigned)d->mig;
+    return code;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(Handle handle, unsigned *count)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    *count = !code && d->mig ? 7 : 0;
+    return code;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(Handle handle, unsigned index, Handle *to)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    for (int i = 0; !code && i < s.instances; i++)
+        if (&s.device[s.instance[i].parent] == d && !index--) {
+            *to = handle_of(INSTANCE + i);
+            return SUCCESS;
+        }
+    return code ? code : NOT_FOUND;
+}
+
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Handle handle, Handle *to)
+{
+    State s;
+    Device *d;
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
+
+    if (!code) *to = handle_of((int)(d - s.device));
+    return code ? code : m ? SUCCESS : INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetGpuInstanceId(Handle handle, unsigned *id)
+{
+    State s;
+    Device *d;
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
+
+    if (!code && m) *id = m->gpu;
+    return code ? code : m ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetComputeInstanceId(Handle handle, unsigned *id)
+{
+    State s;
+    Device *d;
+    Instance *m;
+    int code = look_at_part(&s, __func__, handle, &d, &m);
+
+    if (!code && m) *id = m->compute;
+    return code ? code : m ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlEventSetCreate(EventSet **set)
+{
+    State s;
+    int code = look_started(&s, __func__);
+
+    *set = code ? NULL : calloc(1, sizeof **set);
+    return code;
+}
+
+int nvmlEventSetFree(EventSet *set)
+{
+    State s;
+    int code = look_started(&s, __func__);
+
+    if (!code) free(set);
+    return code;
+}
+
+int nvmlDeviceRegisterEvents(Handle handle, unsigned long long types, EventSet *set)
+{
+    State s;
+    Device *d;
+    int code = look_at(&s, __func__, handle, &d);
+
+    (void)types;
+    if (!code && !set->since[d - s.device]) set->since[d - s.device] = now();
+    return code;
+}
+
+/* The first event after the last one; it never waits. */
+int nvmlEventSetWait_v2(EventSet *set, EventData *data, unsigned timeout)
+{
+    enum { XID_CRITICAL_ERROR = 8 };
+    State s;
+    int code = look_started(&s, __func__);
+
+    (void)timeout;
+    if (code) return code;
+    for (int i = 0; i < s.xids; i++) {
+        Xid *x = &s.xid[i];
+        long long since = x->device < 0 ? 1 : set->since[x->device];
+
+        if (!since || x->time < since || x->time <= set->last) continue;
+        set->last = x->time;
+        *data = (EventData){handle_of(x->device < 0 ? DEVICES : x->device),
+                            XID_CRITICAL_ERROR, x->number, (unsigned)x->gpu,
+                            (unsigned)x->compute};
+        return SUCCESS;
+    }
+    return TIMEOUT;
+}
+
 /* Called twice: with too little room it says how much is needed. */
 static int list(const char *function, int which, Handle handle, unsigned *count,
                 ProcessInfo *infos)
 {
     State s;
     Device *d;
-    int code = look_at(&s, function, handle, &d);
+    Instance *m;
+    int code = look_at_part(&s, function, handle, &d, &m);
     unsigned room = *count, found = 0;
 
     if (code) return code;
     for (int i = 0; i < s.processes; i++) {
         Process *p = &s.process[i];
 
+        Instance *of = p->instance < 0 ? NULL : &s.instance[p->instance];
+
         if (&s.device[p->device] != d || p->list != which) continue;
+        if (m && of != m) continue;
         if (infos && found < room)
-            infos[found] = (ProcessInfo){p->pid, p->bytes, ~0u, ~0u};
+            infos[found] = (ProcessInfo){p->pid, p->bytes, of ? of->gpu : ~0u,
+                                         of ? of->compute : ~0u};
         found++;
     }
     *count = found;

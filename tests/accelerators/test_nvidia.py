@@ -1,6 +1,7 @@
 """NVIDIA's answers: pure ones here, NVML's by nvidia-ml-py unmodified on a stub."""
 
 import subprocess
+from itertools import combinations
 
 import pytest
 
@@ -101,6 +102,9 @@ def test_the_noset_switch_may_be_off(switch):
         ("NVIDIA TITAN V", "TITAN-V"),
         ("NVIDIA 7", "7"),  # one character is no type by the first rule
         ("Something", "Something"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "A100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", "H100"),
+        ("NVIDIA Graphics Device MIG 1g.12gb+me", "Graphics-Device"),
         ("", None),
         ("  ", None),
         (None, None),
@@ -114,7 +118,7 @@ def test_the_type_is_read_from_the_products_name(name, expected):
 
 
 def test_detection_tells_all_that_nvml_says(nvml: StubNvml):
-    mixed = StubGpu(ONE, "Tesla T4", "00000000:5E:00.0", 15 * GIB)
+    mixed = StubGpu(ONE, "Tesla T4", "1:5e:0.0", 15 * GIB, capability=(7, 5))
     nvml.write([StubGpu(ZERO), mixed])
     assert nvml.run("result = shown(Nvidia().devices({}, None))") == [
         {
@@ -123,6 +127,10 @@ def test_detection_tells_all_that_nvml_says(nvml: StubNvml):
             "uuid": ZERO,
             "name": "NVIDIA A100-SXM4-40GB",
             "memory": 40 * GIB,
+            "compute_capability": [8, 0],
+            "pci": "00000000:3B:00.0",
+            "links": [],
+            "parent": None,
         },
         {
             "id": 1,
@@ -130,6 +138,10 @@ def test_detection_tells_all_that_nvml_says(nvml: StubNvml):
             "uuid": ONE,
             "name": "Tesla T4",
             "memory": 15 * GIB,
+            "compute_capability": [7, 5],
+            "pci": "00000001:5E:00.0",
+            "links": [],
+            "parent": None,
         },
     ]
 
@@ -170,10 +182,10 @@ def test_the_variable_restricts_detection(nvml: StubNvml):
 
     result = [
         visible("1,3"), visible("3, 1"), visible("2,-1,9"), visible("1,3,0", 2),
-        visible("GPU-1,0,MIG-x"),
+        visible("GPU-1,0"),
     ]
     """
-    assert nvml.run(snippet) == [[1, 3], [3, 1], [2], [1, 3], [ONE, 0, "MIG-x"]]
+    assert nvml.run(snippet) == [[1, 3], [3, 1], [2], [1, 3], [ONE, 0]]
 
 
 def test_entries_that_nvml_does_not_know_are_refused(nvml: StubNvml):
@@ -225,6 +237,34 @@ def test_indices_count_by_bus_where_nvml_does_not(nvml: StubNvml):
         (1, ONE),
         (2, TWO),
     ]
+
+
+def test_links_are_told_of_the_devices_that_a_node_has(nvml: StubNvml):
+    """They are asked of pairs: behind an NVSwitch all ends of links are switches."""
+    zero, one, two, three = gpus(4)
+    nvml.write([three, zero, one, two], links=[(1, 2), (0, 3), (3, 2)])
+    snippet = """
+    def links(text=None, wanted=None):
+        environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+        found = shown(Nvidia().devices(environ, wanted))
+        return [[peer[:5] for peer in device["links"]] for device in found]
+
+    result = [links(), links("3,1"), links("2,1"), links(wanted=2)]
+    """
+    everything, apart, pair, two_of_them = nvml.run(snippet)
+    assert everything == [["GPU-1"], ["GPU-0", "GPU-2"], ["GPU-1", "GPU-3"], ["GPU-2"]]
+    assert apart == [[], []]
+    assert pair == [["GPU-1"], ["GPU-2"]]
+    assert two_of_them == [["GPU-1"], ["GPU-0"]]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_boxes_where_nvlink_joins_all(nvml: StubNvml, count):
+    nvml.write(gpus(count), links=list(combinations(range(count), 2)))
+    found = nvml.run("result = shown(Nvidia().devices({}, None))")
+    uuids = {device["uuid"] for device in found}
+    assert all(set(device["links"]) == uuids - {device["uuid"]} for device in found)
+    assert len(uuids) == count
 
 
 def test_a_state_changed_while_it_runs_is_seen(nvml: StubNvml):

@@ -160,6 +160,37 @@ def test_a_detail_that_fails_is_left_out(nvml: StubNvml):
     assert problem == "nvmlDeviceGetUUID fails: Unknown Error"
 
 
+@pytest.mark.parametrize(
+    ("fail", "problem"),
+    [
+        ({"nvmlDeviceGetP2PStatus": 3, "nvmlDeviceGetMigMode": 3}, None),
+        (
+            {"nvmlDeviceGetP2PStatus": 999},
+            "nvmlDeviceGetP2PStatus fails: Unknown Error",
+        ),
+        (
+            {"nvmlDeviceGetCudaComputeCapability": 999, "nvmlDeviceGetP2PStatus": 15},
+            "nvmlDeviceGetCudaComputeCapability fails: Unknown Error",
+        ),
+        (
+            {"nvmlDeviceGetMigMode": 999},
+            "whether GPU 0 is in MIG mode is unknown: Unknown Error",
+        ),
+    ],
+    ids=["not supported", "links", "capability", "mig mode"],
+)
+def test_what_is_known_beside_what_fails(nvml: StubNvml, fail, problem):
+    nvml.write(gpus(3), fail=fail, links=[(0, 1)])
+    snippet = """
+    there = inventory()
+    result = [ids({}), there.problem, there.sees_mig, shown(there.devices)]
+    """
+    found, told, sees_mig, devices = nvml.run(snippet)
+    assert (found, told) == ([0, 1, 2], problem)
+    assert sees_mig == ("MIG mode" not in str(problem))
+    assert len(devices[0]["links"]) == ("nvmlDeviceGetP2PStatus" not in fail)
+
+
 def test_a_name_that_is_no_text_is_left_out(nvml: StubNvml):
     nvml.write(gpus(1, "Tesla \udcff"))
     snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
@@ -176,13 +207,18 @@ def test_without_pynvml_devices_are_unknown(nvml: StubNvml):
 
 
 def test_a_missing_symbol_costs_only_what_it_tells(tmp_path: Path):
-    absent = ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPciInfo_v3", "nvmlShutdown"]
+    absent = [
+        *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPciInfo_v3", "nvmlShutdown"),
+        *("nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetP2PStatus"),
+        "nvmlDeviceGetMigMode",
+    ]
     nvml = StubNvml(compile_stub(tmp_path, absent), tmp_path / "state")
-    nvml.write(gpus(2))
+    nvml.write(gpus(2), links=[(0, 1)])
     snippet = "result = [shown(Nvidia().devices({}, None)), inventory().problem]"
     found, problem = nvml.run(snippet)
-    assert [device["uuid"] for device in found] == [ZERO, ONE]
-    assert [device["memory"] for device in found] == [0, 0]
+    for device, uuid in zip(found, [ZERO, ONE], strict=True):
+        assert (device["uuid"], device["memory"], device["pci"]) == (uuid, 0, None)
+        assert (device["compute_capability"], device["links"]) == (None, [])
     assert problem == "nvmlDeviceGetMemoryInfo fails: Function Not Found"
 
 

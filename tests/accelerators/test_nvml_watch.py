@@ -1,6 +1,7 @@
 """What is on a GPU, asked by nvidia-ml-py unmodified on a stub, while it changes."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.accelerators.stub_nvml import (
     StubNvml,
     compile_stub,
     gpus,
+    migs,
 )
 
 ZERO, ONE = (gpu.uuid for gpu in gpus(2))
@@ -103,7 +105,10 @@ def test_a_refused_list_is_not_asked_for_again(
     monkeypatch.setenv("AIOGPU_STUB_NVML_CALLS", str(calls))
     nvml.write(one(), fail={V3[1]: 3})
     nvml.run(f"{LOOK}\nopen({str(calls)!r}, 'w').close()\ntold()\nwatch = None")
-    assert calls.read_text().split() == [V3[0], V3[2], "nvmlDeviceGetMemoryInfo"]
+    assert calls.read_text().split() == [
+        *(V3[0], V3[2]),
+        *("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates"),
+    ]
 
 
 def test_a_lost_gpu_says_so_and_may_come_back(nvml: StubNvml) -> None:
@@ -133,6 +138,97 @@ def test_an_nvml_that_the_program_has_shut_down_is_started_again(
     nvml.write(one())
     snippet = f"{ASK}import pynvml\npynvml.nvmlShutdown()\nresult = told()"
     assert nvml.run(snippet) == [[], [], GIB, None, False]
+
+
+def test_how_busy_a_gpu_is(nvml: StubNvml) -> None:
+    nvml.write([StubGpu(ZERO, utilisation=37), StubGpu(ONE, utilisation=None)])
+    snippet = f"""{ASK}{REWRITE}
+import pynvml
+asked, rates = [], pynvml.nvmlDeviceGetUtilizationRates
+def counted(handle):
+    asked.append(handle)
+    return rates(handle)
+pynvml.nvmlDeviceGetUtilizationRates = counted
+ONE = Device(1, uuid="{ONE}")
+def busy():
+    return [watch.look(device).utilisation for device in (ZERO, ONE)]
+result = [busy(), busy(), len(asked)]
+rewrite(lambda text: text.replace(" 37", " 5"))
+result += [busy()]
+rewrite(lambda text: text + "fail nvmlDeviceGetUtilizationRates 999\\n")
+result += [busy(), told()[3]]
+"""
+    assert nvml.run(snippet) == [
+        *([37, None], [37, None], 3, [5, None]),
+        *([None, None], None),
+    ]
+
+
+def test_an_instance_is_looked_at_by_itself(nvml: StubNvml) -> None:
+    first, second = migs(2)
+    first = replace(first, used=7, processes=((DEAD, 3),))
+    second = replace(second, used=GIB, processes=((DEAD + 1, 5), (DEAD + 2, 9)))
+    box = [StubGpu(ZERO, used=2 * GIB, mig=(first, second))]
+    nvml.write(box)
+    snippet = f"""{ASK}
+FIRST, SECOND = [Device(uuid, uuid=uuid) for uuid in {[first.uuid, second.uuid]}]
+result = [told(FIRST), told(SECOND), told(ZERO)[0], watch.look(FIRST).utilisation]
+from tests.accelerators.stub_nvml import StubGpu, StubNvml, migs
+StubNvml.here().write([StubGpu("{ZERO}", mig=migs(2)[1:])])
+result += [told(FIRST), told(SECOND)]
+"""
+    assert nvml.run(snippet) == [
+        [[[DEAD, 3]], [], 7, None, False],
+        [[[DEAD + 1, 5], [DEAD + 2, 9]], [], GIB, None, False],
+        [[DEAD, 3], [DEAD + 1, 5], [DEAD + 2, 9]],
+        None,
+        [None, [], None, "Not Found", False],
+        [[], [], 0, None, False],
+    ]
+
+
+def test_memory_that_lingers_after_its_process(nvml: StubNvml) -> None:
+    """The stub's own: what clearing a GPU has to wait for in truth."""
+    snippet = f"""{ASK}
+import subprocess
+from tests.accelerators.stub_nvml import GIB, StubGpu, StubNvml
+process = subprocess.Popen(["sleep", "60"])
+def listed(seconds):
+    lingering = ((process.pid, GIB, seconds),)
+    StubNvml.here().write([StubGpu("{ZERO}", lingering=lingering)])
+    processes, living, used, *_ = told()
+    return [len(processes), len(living), used]
+result = [listed(0)]
+process.kill(), process.wait()
+result += [listed(60), listed(0)]
+"""
+    assert nvml.run(snippet) == [[1, 1, GIB], [1, 0, GIB], [0, 0, 0]]
+
+
+def test_foreign_process_ids_are_told_of_once(nvml: StubNvml) -> None:
+    snippet = f"""{ASK}
+import io, logging, os
+from tests.accelerators.stub_nvml import StubGpu, StubNvml
+log = io.StringIO()
+logging.basicConfig(stream=log, format="%(message)s")
+def lines(*pids, sure=False, looks=2):
+    log.truncate(0), log.seek(0)
+    watch = NvmlWatch()
+    watch._reads_pids = sure
+    watch.open()
+    processes = tuple((pid, 5) for pid in pids)
+    for listed in [processes] * looks + [((({DEAD}, 5)),)]:
+        StubNvml.here().write([StubGpu("{ZERO}", processes=listed)])
+        watch.look(ZERO)
+    watch.close()
+    return log.getvalue().splitlines()
+mine = os.getpid()
+result = [lines({DEAD}), lines(), lines(mine, {DEAD}), lines({DEAD}, sure=True)]
+"""
+    once, nobody, known, sure = nvml.run(snippet)
+    assert nobody == known == sure == []
+    assert len(once) == 1
+    assert once[0].startswith(f"! NVML lists processes on {ZERO} whose ids nobody has")
 
 
 def test_a_gpu_that_is_not_there(nvml: StubNvml) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.accelerators.visible import Inventory, entries, require, resolve
+from aiogpu.accelerators.visible import Inventory, MigGpu, entries, require, resolve
 from aiogpu.core.devices import Device
 from aiogpu.errors import DeviceError
 
@@ -17,6 +17,13 @@ UNKNOWN = Inventory(problem="NVML does not start: Driver Not Loaded")
 EMPTY = Inventory((), 0)
 MIG = "MIG-3ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"
 OLD_MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0"
+OTHER_MIG = "MIG-4ec1be0e-1b5a-5a1e-9b6e-3d8b5a0f1c2d"
+INSTANCE = Device(MIG, "A100", MIG, "NVIDIA A100 MIG 1g.5gb", 5 << 30, parent=A)
+OTHER = Device(OTHER_MIG, "A100", OTHER_MIG, "NVIDIA A100 MIG 2g.10gb", parent=A)
+SPLIT = MigGpu(FIRST, (("1/0", INSTANCE), ("2/0", OTHER)))
+BARE = MigGpu(SECOND)
+MIXED = Inventory((INSTANCE, OTHER, THIRD), 3, mig=(SPLIT, BARE))
+"""GPU 0 has two instances, GPU 1 is in MIG mode without any, GPU 2 is whole."""
 
 
 def named(text: str, there: Inventory = THREE, **how: bool) -> list[int | str]:
@@ -83,9 +90,59 @@ def test_an_ambiguous_beginning_is_refused():
 
 
 @pytest.mark.parametrize("mig", [MIG, OLD_MIG])
-@pytest.mark.parametrize("there", [THREE, UNKNOWN, EMPTY])
-def test_mig_ids_are_taken_as_they_stand(mig, there):
+@pytest.mark.parametrize(
+    "there",
+    [
+        UNKNOWN,
+        Inventory((FIRST,), 2, "GPU 1 does not answer"),
+        Inventory((FIRST,), 1, "MIG mode is unknown", sees_mig=False),
+    ],
+    ids=["no nvml", "one is silent", "mig is unknown"],
+)
+def test_where_instances_are_unknown_mig_ids_are_taken_as_they_stand(mig, there):
     assert resolve(mig, there) == (Device(mig),)
+
+
+@pytest.mark.parametrize("mig", [MIG + "0", MIG[:-1], OLD_MIG.replace("/1/", "/3/")])
+@pytest.mark.parametrize("there", [THREE, EMPTY, MIXED], ids=["three", "none", "mig"])
+def test_an_instance_that_is_not_there_is_named(mig, there):
+    message = refused(mig, there)
+    assert f"there is no MIG instance {mig!r}. This machine has " in message
+
+
+@pytest.mark.parametrize(
+    "entry", [MIG, OLD_MIG, "0", A, "GPU-8932f"], ids=lambda entry: entry[:8]
+)
+def test_a_gpu_in_mig_mode_is_its_first_instance(entry):
+    assert resolve(entry, MIXED) == (INSTANCE,)
+    assert f"names the same device as {entry!r} before" in refused(
+        f"{entry},{MIG}", MIXED
+    )
+
+
+def test_beside_a_gpu_in_mig_mode_indices_become_uuids():
+    assert resolve(f"2,{OTHER_MIG}", MIXED) == (
+        Device(C, "T4", C, "Tesla T4", 16 << 30),
+        OTHER,
+    )
+    assert named("0,2", MIXED, by_bus=False) == [0, 2]
+
+
+@pytest.mark.parametrize("entry", ["1", B, "GPU-8932a"])
+def test_a_gpu_in_mig_mode_without_an_instance_is_refused(entry):
+    assert refused(entry, MIXED) == (
+        f"CUDA_VISIBLE_DEVICES={entry!r}: {entry!r} is a GPU in MIG mode without an "
+        f"instance, which CUDA cannot use. This machine has {MIG} (NVIDIA A100 MIG "
+        f"1g.5gb), {OTHER_MIG} (NVIDIA A100 MIG 2g.10gb), 2 ({C}, Tesla T4), 1 ({B}, "
+        f"NVIDIA A100-SXM4-40GB) in MIG mode without an instance. Make instances "
+        f"(`nvidia-smi mig -cgi`), or take the entry out."
+    )
+
+
+def test_gpus_in_mig_mode_count_as_those_that_answered():
+    assert MIXED.is_complete
+    assert "there is no device '3'" in refused("3", MIXED)
+    assert "there is no device 'GPU-9'" in refused("GPU-9", MIXED)
 
 
 @pytest.mark.parametrize("entry", ["3", "GPU-ffff", C[:-1] + "0"])
@@ -116,7 +173,6 @@ def test_an_ill_formed_entry_is_refused_with_or_without_nvml(entry, there):
         (f"0,{A}", A, "0"),
         ("GPU-8932f,0", "0", "GPU-8932f"),
         (f"GPU-8932f,{A}", A, "GPU-8932f"),
-        (f"{MIG},{MIG}", MIG, MIG),
     ],
 )
 def test_one_device_named_twice_is_refused(text, again, before):
@@ -126,7 +182,7 @@ def test_one_device_named_twice_is_refused(text, again, before):
     assert message.endswith("Name each device once.")
 
 
-@pytest.mark.parametrize("text", ["7,7", f"{A},{A}", "GPU-a,GPU-a"])
+@pytest.mark.parametrize("text", ["7,7", f"{A},{A}", "GPU-a,GPU-a", f"{MIG},{MIG}"])
 def test_one_entry_twice_is_refused_without_nvml_too(text):
     message = refused(text, UNKNOWN)
     assert "names the same device as" in message

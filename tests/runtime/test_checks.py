@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from aiogpu.accelerators.health import Health
 from aiogpu.accelerators.sample import Sample
-from aiogpu.accelerators.visible import Inventory
+from aiogpu.accelerators.visible import Inventory, MigGpu
 from aiogpu.core.devices import Device
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.checks import cgroups, limits, processes
@@ -364,8 +365,9 @@ class Watch:
 
     driver_version = "570.00"
 
-    def __init__(self, *on: Sample) -> None:
+    def __init__(self, *on: Sample, action: str | None = "") -> None:
         self._on = on
+        self._action = action
         self.calls: list[str] = []
 
     def open(self) -> None:
@@ -375,6 +377,9 @@ class Watch:
         assert isinstance(device.id, int)
         return self._on[device.id]
 
+    def check(self, device: Device) -> Health:
+        return Health(action=self._action)
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -382,9 +387,11 @@ class Watch:
 A100 = "NVIDIA A100-SXM4-40GB"
 
 
-def gpu_findings(*on: Sample, problem: str | None = None) -> list[Finding]:
+def gpu_findings(
+    *on: Sample, problem: str | None = None, action: str | None = ""
+) -> list[Finding]:
     devices = tuple(Device(i, uuid=f"GPU-{i}", name=A100) for i in range(len(on)))
-    there, watch = Inventory(devices, len(on), problem), Watch(*on)
+    there, watch = Inventory(devices, len(on), problem), Watch(*on, action=action)
     found = list(check_gpus(lambda: there, lambda: watch, {"CUDA_VISIBLE_DEVICES": ""}))
     assert watch.calls == ["open", "close"]
     return found
@@ -414,6 +421,23 @@ def test_gpus_that_tell_all() -> None:
 def test_gpus_that_tell_less(sample: Sample, said: str) -> None:
     _, gpu, _ = gpu_findings(sample)
     assert said in bad([gpu], WARN).means
+
+
+def test_a_gpu_that_its_driver_wants_reset() -> None:
+    well = Sample({}, frozenset(), True, 0)
+    _, gpu, _ = gpu_findings(well, action="GPU reset")
+    assert "asks for this: GPU reset" in bad([gpu], WARN).found
+    _, gpu, _ = gpu_findings(well, action=None)
+    assert gpu.level == OK
+
+
+def test_a_gpu_in_mig_mode_without_an_instance() -> None:
+    mig = MigGpu(Device(0, uuid="GPU-0", name=A100))
+    there = Inventory((), 1, mig=(mig,))
+    environ = {"CUDA_VISIBLE_DEVICES": ""}
+    nvml, gpu, _ = check_gpus(lambda: there, Watch, environ)
+    assert nvml.level == OK
+    assert bad([gpu], WARN).found == f"{A100}: in MIG mode, without an instance"
 
 
 def test_a_gpu_that_does_not_answer_is_told_of() -> None:

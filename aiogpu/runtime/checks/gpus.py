@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from aiogpu.accelerators.health import Health
 from aiogpu.accelerators.nvidia import Nvidia, inventory
 from aiogpu.accelerators.nvml_watch import NvmlWatch
 from aiogpu.accelerators.sample import Sample
@@ -37,8 +38,9 @@ def check_gpus(
         watch.open()
         try:
             yield _nvml(there, watch.driver_version)
+            yield from _unused(there)
             for device in there.devices:
-                yield _device(device, watch.look(device))
+                yield _device(device, watch.look(device), watch.check(device))
         finally:
             watch.close()
     yield _visible(environ)
@@ -57,7 +59,19 @@ def _nvml(there: Inventory, version: str | None) -> Finding:
     )
 
 
-def _device(device: Device, sample: Sample) -> Finding:
+def _unused(there: Inventory) -> Iterator[Finding]:
+    for mig in there.mig:
+        if not mig.instances:
+            yield Finding(
+                f"gpu {mig.gpu.id}",
+                Level.WARN,
+                f"{mig.gpu.name or 'without a name'}: in MIG mode, without an instance",
+                "No task can use it, and it is not shared out.",
+                "Make instances (`nvidia-smi mig -cgi`), or leave MIG mode.",
+            )
+
+
+def _device(device: Device, sample: Sample, health: Health) -> Finding:
     name = f"gpu {device.id}"
     told = device.name or "without a name"
     if sample.problem is not None:
@@ -67,6 +81,14 @@ def _device(device: Device, sample: Sample) -> Finding:
             f"{told}: {sample.problem}",
             "It is set aside." if sample.is_lost else UNVERIFIED,
             "See what `nvidia-smi` says of it.",
+        )
+    if health.action:
+        return Finding(
+            name,
+            Level.WARN,
+            f"{told}: its driver asks for this: {health.action}",
+            "It is not given to tasks until that is done.",
+            "See what `nvidia-smi -q` says of it.",
         )
     parts = [told]
     if sample.used is not None:

@@ -1,0 +1,267 @@
+"""One conversation with NVML: which GPUs there are, and all that is known of each.
+
+One of pynvml's two doors; the other, `nvml_watch`, asks what is on a device while a
+node runs. Decides what a call that is missing, refused or failing means: less is
+known, the first reason is kept, and nothing is raised. NVML is started and shut down
+again within a survey, for a caller may fork later.
+
+Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
+nvidia-smi count. A GPU in MIG mode is no device: its instances are, and go by UUID.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from types import ModuleType
+from typing import Any, Final
+
+from aiogpu.core.devices import Device
+
+from .visible import Inventory, MigGpu
+
+# "NVIDIA A100-SXM4-40GB" is an A100, "NVIDIA RTX PRO 6000 ..." an RTX-PRO-6000: a
+# word, then capital words, then the first token of capitals that has a digit.
+_PRODUCT: Final = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*[0-9][A-Z0-9]*)")
+_INSTANCE: Final = re.compile(r"\s+MIG\s+\S+$")
+
+Bus = tuple[int, int, int]
+"""Domain, bus and device: where a GPU sits."""
+
+
+def type_of(name: str | None) -> str | None:
+    """Derive the type from the product's name, by Ray's rule.
+
+    The name of a MIG instance gives the type of its GPU. No name has no type.
+    """
+    words = (name or "").split()
+    product = _INSTANCE.sub("", " ".join(words))
+    match = _PRODUCT.match(product)
+    if match is not None and len(match[1]) > 1:
+        return match[1].replace(" ", "-")
+    return product.removeprefix("NVIDIA ").replace(" ", "-") or None
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """One GPU that has answered.
+
+    Attributes:
+        device: what is known of it; its id is its index.
+        handle: NVML's.
+        bus: None if NVML does not say.
+        instances: its MIG instances by "GI/CI"; None if it is not in MIG mode.
+    """
+
+    device: Device
+    handle: object
+    bus: Bus | None
+    instances: dict[str, Device] | None
+
+
+@dataclass(slots=True)
+class Survey:
+    """What has been learnt.
+
+    Attributes:
+        count: how many GPUs there are, those that did not answer included; None
+            where NVML says nothing.
+        problem: the first reason why something is unknown; None if nothing is.
+        sees_mig: whether each GPU's instances, or that it has none, are surely known.
+    """
+
+    count: int | None = None
+    problem: str | None = None
+    sees_mig: bool = True
+    _gpus: list[_Gpu] = field(default_factory=list)
+
+    def run(self) -> Inventory:
+        """Start NVML, ask, and shut it down. Never raises."""
+        try:
+            import pynvml as nvml
+        except ImportError as error:
+            self._note("pynvml cannot be imported", error)
+            return self._inventory()
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            self._note("NVML does not start", error)
+            return self._inventory()
+        try:
+            self._look(nvml)
+        finally:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+        return self._inventory()
+
+    def _look(self, nvml: ModuleType) -> None:
+        try:
+            total = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            self._note("NVML cannot count the GPUs", error)
+            return
+        self.count = 0
+        for index in range(total):
+            try:
+                self._gpus.append(self._describe(nvml, index, self.count))
+            except nvml.NVMLError_NoPermission:
+                # Kept from us, by a cgroup say: NVML counts it, CUDA does not.
+                continue
+            except nvml.NVMLError as error:
+                self._note(f"GPU {index} does not answer", error)
+            self.count += 1
+        self._sort()
+        self._link(nvml)
+
+    def _describe(self, nvml: ModuleType, index: int, position: int) -> _Gpu:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = self._ask(nvml, nvml.nvmlDeviceGetUUID, handle)
+        name = self._ask(nvml, nvml.nvmlDeviceGetName, handle)
+        memory = self._ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        pci = self._ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+        capability = self._ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        bus = (pci.domain, pci.bus, pci.device) if pci else None
+        device = Device(
+            position,
+            type_of(name),
+            uuid,
+            name,
+            memory.total if memory else 0,
+            compute_capability=capability,
+            pci=_address(*bus) if bus else None,
+        )
+        return _Gpu(device, handle, bus, self._instances(nvml, handle, device))
+
+    def _ask(
+        self, nvml: ModuleType, question: Callable[..., Any], *about: object
+    ) -> Any | None:
+        try:
+            return question(*about)
+        except nvml.NVMLError_GpuIsLost:
+            raise
+        except nvml.NVMLError_NotSupported:
+            return None  # Not every product has memory of its own, say.
+        except (nvml.NVMLError, UnicodeDecodeError) as error:
+            self._note(f"{question.__name__} fails", error)
+            return None
+
+    def _instances(
+        self, nvml: ModuleType, handle: object, gpu: Device
+    ) -> dict[str, Device] | None:
+        """The MIG instances of a GPU, None if it has no MIG mode or it is off."""
+        try:
+            current, _ = nvml.nvmlDeviceGetMigMode(handle)
+            if current != nvml.NVML_DEVICE_MIG_ENABLE:
+                return None
+            room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+            return None  # The product has no MIG, or the driver is older than it.
+        except nvml.NVMLError_GpuIsLost:
+            raise
+        except nvml.NVMLError as error:
+            self.sees_mig = False
+            self._note(f"whether GPU {gpu.id} is in MIG mode is unknown", error)
+            return None
+        found = {}
+        for index in range(room):
+            try:
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            except (
+                nvml.NVMLError_NotFound,
+                nvml.NVMLError_InvalidArgument,
+                nvml.NVMLError_NoPermission,
+            ):
+                continue  # No instance has this number, or it is kept from us.
+            except nvml.NVMLError_GpuIsLost:
+                raise
+            except nvml.NVMLError as error:
+                self.sees_mig = False
+                self._note(f"MIG instance {index} of GPU {gpu.id} is unknown", error)
+                continue
+            place, device = self._describe_instance(nvml, instance, gpu)
+            if device is not None:
+                found[place or f"?/{index}"] = device
+        return found
+
+    def _describe_instance(
+        self, nvml: ModuleType, handle: object, gpu: Device
+    ) -> tuple[str | None, Device | None]:
+        """Where an instance is on its GPU, and the device; None where it is unknown."""
+        uuid = self._ask(nvml, nvml.nvmlDeviceGetUUID, handle)
+        if uuid is None:
+            self.sees_mig = False  # Nothing else names it.
+            return None, None
+        name = self._ask(nvml, nvml.nvmlDeviceGetName, handle)
+        memory = self._ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        ids = [
+            self._ask(nvml, nvml.nvmlDeviceGetGpuInstanceId, handle),
+            self._ask(nvml, nvml.nvmlDeviceGetComputeInstanceId, handle),
+        ]
+        place = None if None in ids else "/".join(map(str, ids))
+        return place, replace(
+            gpu,
+            id=uuid,
+            uuid=uuid,
+            name=name or gpu.name,
+            memory=memory.total if memory else 0,
+            parent=gpu.uuid or str(gpu.id),
+        )
+
+    def _sort(self) -> None:
+        # NVML's manual promises no order. CUDA is told to count by bus, so count
+        # likewise, unless a gap leaves open what the indices mean.
+        buses = [gpu.bus for gpu in self._gpus if gpu.bus is not None]
+        if len(buses) == self.count:
+            self._gpus.sort(key=lambda gpu: gpu.bus or (0, 0, 0))
+            for position, gpu in enumerate(self._gpus):
+                gpu.device = replace(gpu.device, id=position)
+
+    def _link(self, nvml: ModuleType) -> None:
+        """Ask which pairs NVLink joins.
+
+        Asked of the pair, not of the links: behind an NVSwitch all ends are switches.
+        """
+        whole = [gpu for gpu in self._gpus if gpu.instances is None and gpu.device.uuid]
+        for one, other in combinations(whole, 2):
+            try:
+                status = nvml.nvmlDeviceGetP2PStatus(
+                    one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+                )
+            except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotSupported):
+                return
+            except nvml.NVMLError as error:
+                self._note("nvmlDeviceGetP2PStatus fails", error)
+                continue
+            if status == nvml.NVML_P2P_STATUS_OK:
+                _join(one, other)
+                _join(other, one)
+
+    def _inventory(self) -> Inventory:
+        devices: list[Device] = []
+        mig = []
+        for gpu in self._gpus:
+            if gpu.instances is None:
+                devices.append(gpu.device)
+                continue
+            devices += gpu.instances.values()
+            mig.append(MigGpu(gpu.device, tuple(gpu.instances.items())))
+        return Inventory(
+            tuple(devices), self.count, self.problem, tuple(mig), self.sees_mig
+        )
+
+    def _note(self, what: str, error: Exception) -> None:
+        if self.problem is None:
+            self.problem = f"{what}: {error}"
+
+
+def _join(gpu: _Gpu, other: _Gpu) -> None:
+    peer = other.device.uuid
+    assert peer is not None
+    gpu.device = replace(gpu.device, links=gpu.device.links | {peer})
+
+
+def _address(domain: int, bus: int, device: int) -> str:
+    return f"{domain:08X}:{bus:02X}:{device:02X}.0"
