@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiogpu import accelerators as accelerators
     from aiogpu.api.actor import ActorHandle as ActorHandle
     from aiogpu.api.actor import RemoteClass as RemoteClass
     from aiogpu.api.actor import exit_actor as exit_actor
@@ -137,16 +138,18 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:
     # Visible, it would make type checkers accept every misspelt name.
     def __getattr__(name):
-        """Load a public name from its room."""
+        """Load a public name from its room, or a public room."""
+        from importlib import import_module
+
+        if name == "accelerators":
+            return import_module("aiogpu.accelerators")
         room = _ROOM_OF.get(name)
         if room is None:
             raise AttributeError(f"module 'aiogpu' has no attribute {name!r}")
-        from importlib import import_module
-
         value = getattr(import_module(f"aiogpu.{room}"), name)
         globals()[name] = value
         return value
 
     def __dir__():
         """All public names."""
-        return [*__all__, "__version__", "errors"]
+        return [*__all__, "__version__", "accelerators", "errors"]

@@ -3,7 +3,7 @@
 What is it called, how is it detected, which variable assigns it, which quantities
 are valid: all that the rest of aiogpu asks of an accelerator; and, where its driver
 can tell, a `DeviceWatch` that says what is on a device now. To add a vendor,
-write one file with a class of this shape and name it in `registry.INSTALLED`;
+write one file with a class of this shape and name it in `registry.KNOWN`;
 nothing inherits from anything. This file decides nothing itself.
 """
 
@@ -32,7 +32,12 @@ class Accelerator(Protocol):
 
     @property
     def option(self) -> str:
-        """The option that asks for it, such as "num_gpus"."""
+        """What asks for it, such as "num_gpus" or "resources['TPU']"."""
+        ...
+
+    @property
+    def variable(self) -> str:
+        """The variable that assigns it, such as "CUDA_VISIBLE_DEVICES"."""
         ...
 
     def devices(

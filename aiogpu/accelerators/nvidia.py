@@ -38,6 +38,7 @@ class Nvidia:
 
     kind: Final = GPU
     option: Final = "num_gpus"
+    variable: Final = VISIBLE
 
     def __repr__(self) -> str:
         return "<Nvidia GPU>"

@@ -26,6 +26,7 @@ from aiogpu.api.definition import Definition
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
+from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
@@ -221,6 +222,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
     """Options on top of others; raises `OptionError`."""
     found = base._replace(**check_actor_options(options))
+    check_kinds(bool(found.num_gpus or found.gpu_memory), found.resources)
     if found.get_if_exists and found.name is None:
         raise OptionError(
             "get_if_exists=True asks for an actor by its name; say name='...' as well."

@@ -18,7 +18,8 @@ class ActorKeywords(TypedDict, total=False):
             to be placed, and none is held while it lives.
         num_gpus: below 1 a share of one GPU, else whole ones, held for life.
         memory: main memory in bytes or as a text, "6GiB".
-        resources: custom resources by name, such as `{"license": 1}`.
+        resources: by name, custom ones such as `{"license": 1}`, or other vendors'
+            devices such as `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
             "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.

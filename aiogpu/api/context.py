@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.worker.context import current
 
 
@@ -31,11 +30,15 @@ class RuntimeContext:
     _accelerators: Mapping[str, tuple[int | str, ...]]
 
     def get_accelerator_ids(self) -> dict[str, list[str]]:
-        """The ids of its devices as texts, by kind; every known kind is there."""
-        return {
-            vendor.kind: [str(id_) for id_ in self._accelerators.get(vendor.kind, ())]
-            for vendor in INSTALLED
-        }
+        """The ids of its devices as texts, by kind; every known kind is there.
+
+        Those that its node has too, so that a worker knows kinds that the program has
+        registered.
+        """
+        from aiogpu.accelerators.registry import kinds
+
+        held = dict.fromkeys(kinds(), ()) | dict(self._accelerators)
+        return {kind: [str(id_) for id_ in ids] for kind, ids in held.items()}
 
 
 def get_runtime_context() -> RuntimeContext:

@@ -24,7 +24,8 @@ class Options(TypedDict, total=False):
         memory: main memory in bytes or as a text, "6GiB": as much must not have been
             given to others. Who uses more is the first to be ended where it runs
             short (`OutOfMemoryError`), and tried again alone.
-        resources: custom resources by name, such as `{"license": 1}`.
+        resources: by name, custom ones such as `{"license": 1}`, or other vendors'
+            devices such as `{"neuron_cores": 2}`.
         accelerator_type: only devices of this type, such as "A100".
         gpu_where: only GPUs that fulfil all of these: `{"memory": "40GiB",
             "compute_capability": "8.0", "name": "*H100*"}`, the first two as the least.

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from aiogpu.api.options import check_resources, check_seconds, check_text
+from aiogpu.api.options import check_seconds, check_text
+from aiogpu.api.resource_options import check_declared
 from aiogpu.core.resources import quantity
 from aiogpu.core.sizes import parse_size
 from aiogpu.engines.base import NodeOptions
@@ -99,11 +100,7 @@ def _check_spares(value: object) -> int:
 
 
 def _check_custom(value: object) -> Mapping[str, float]:
-    if value is None:
-        return {}
-    check_resources("resources", value)
-    assert isinstance(value, Mapping)
-    return dict(value)
+    return {} if value is None else check_declared("resources", value)
 
 
 def _check_preload(value: object) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ heavy stay out: user modules bring this file into every worker.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
+from aiogpu.api.environment_options import check_runtime_env
 from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
+from aiogpu.api.resource_options import check_resources, devices_among
 from aiogpu.core.resources import (
     CPU,
     GPU,
@@ -28,16 +29,9 @@ if TYPE_CHECKING:
     from aiogpu.core.specs import TaskSpec
     from aiogpu.core.where import Where
 
-MANAGED: Final = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that aiogpu sets; a task that wants them left alone says so."""
-NOSET: Final = "AIOGPU_NOSET_"
-_ON: Final = ("1", "true", "yes", "on")
-
 Retried = bool | tuple[type[BaseException], ...]
 Strategy = Literal["pack", "spread"]
 Lifetime = Literal["detached"] | None
-
-_OWN_OPTIONS: Final = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
 
 MAX_BUFFERED: Final = 64
 """Items that a generator may be ahead of its consumer, unless its options say."""
@@ -75,9 +69,13 @@ class TaskOptions(NamedTuple):
 
     def request(self) -> Request:
         """What the task asks for."""
+        scalars, devices = self.resources, {GPU: self.num_gpus}
+        if scalars:
+            devices |= devices_among(scalars)
+            scalars = {k: v for k, v in scalars.items() if k not in devices}
         return Request.of(
-            {CPU: self.num_cpus, MEMORY: self.memory, **self.resources},
-            {GPU: self.num_gpus},
+            {CPU: self.num_cpus, MEMORY: self.memory, **scalars},
+            devices,
             self.accelerator_type,
             spread=self.strategy == "spread",
             where=self.gpu_where,
@@ -87,18 +85,19 @@ class TaskOptions(NamedTuple):
     def spec(self, name: str, function: int) -> TaskSpec:
         """What the core is asked, for a function of that name and id.
 
-        A task with GPUs runs in a process of its own unless `max_calls` says
-        otherwise; this follows the effective options, `.options(num_gpus=1)` on a
+        A task with GPUs, or any vendor's devices, runs in a process of its own unless
+        `max_calls` says otherwise: what a runtime took of them it keeps for the
+        process's life. This follows the effective options, `.options(num_gpus=1)` on a
         CPU function included.
         """
         from aiogpu.core.specs import Shape, TaskSpec
 
-        max_calls = self.max_calls
+        request, max_calls = self.request(), self.max_calls
         if max_calls is None:
-            max_calls = 1 if self.num_gpus or self.gpu_memory else 0
+            max_calls = 1 if request.devices else 0
         return TaskSpec(
             name=self.name or name,
-            shape=Shape(self.request(), tuple(sorted(self.runtime_env.items()))),
+            shape=Shape(request, tuple(sorted(self.runtime_env.items()))),
             function=function,
             max_calls=max_calls,
             max_retries=self.max_retries,
@@ -150,29 +149,6 @@ def unknown_option(name: str, known: Mapping[str, object], of_what: str) -> Opti
     return OptionError(
         f"{name} is no option of {of_what}.{hint} There are: {', '.join(known)}."
     )
-
-
-def check_resources(option: str, value: object) -> dict[str, int]:
-    """Check custom resources; gives amounts in parts.
-
-    Raises:
-        OptionError: it is no dict of names to quantities, or names CPU or GPU.
-    """
-    if not isinstance(value, Mapping):
-        raise OptionError(
-            f"{option}={value!r} must be a dict of names to quantities, such as "
-            f"{option}={{'license': 1}}."
-        )
-    amounts = {}
-    for name, amount in value.items():
-        if not isinstance(name, str) or not name:
-            raise OptionError(f"{option} has the key {name!r}; names are strings.")
-        if name in _OWN_OPTIONS:
-            raise OptionError(
-                f"{option} names {name!r}; say {_OWN_OPTIONS[name]}={amount!r} instead."
-            )
-        amounts[name] = quantity(f"{option}[{name!r}]", amount)
-    return amounts
 
 
 def check_text(option: str, value: object) -> str | None:
@@ -282,40 +258,6 @@ def _check_num_returns(option: str, value: object) -> int:
     )
 
 
-def _check_runtime_env(option: str, value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping) or set(value) - {"env_vars"}:
-        raise OptionError(
-            f"{option}={value!r} must be a dict with the one key 'env_vars', such as "
-            f"{option}={{'env_vars': {{'A': '1'}}}}."
-        )
-    variables = value.get("env_vars", {})
-    if not isinstance(variables, Mapping) or not all(
-        isinstance(name, str) and isinstance(text, str) and _is_variable(name, text)
-        for name, text in variables.items()
-    ):
-        raise OptionError(
-            f"{option}['env_vars']={variables!r} must be a dict of texts to texts, "
-            f"without '=' in a name, without NUL and without lone surrogates."
-        )
-    for name in MANAGED:
-        is_left_alone = variables.get(NOSET + name, "").strip().lower() in _ON
-        if name in variables and not is_left_alone:
-            raise OptionError(
-                f"{option}['env_vars'] sets {name}, which aiogpu sets to the devices "
-                f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
-                f"see to it yourself."
-            )
-    return dict(variables)
-
-
-def _is_variable(name: str, text: str) -> bool:
-    try:
-        os.fsencode(name + text)
-    except UnicodeEncodeError:
-        return False
-    return bool(name) and "=" not in name and "\0" not in name + text
-
-
 CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_cpus": _optional(quantity, UNIT),
     "num_gpus": _optional(device_quantity, 0),
@@ -335,7 +277,7 @@ CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "priority": whole(None, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),
     "cancel_grace": _optional(_check_grace, None),
-    "runtime_env": _optional(_check_runtime_env, {}),
+    "runtime_env": _optional(check_runtime_env, {}),
     "lifetime": _check_lifetime,
 }
 """Each option with its check, which gives the value as `TaskOptions` holds it."""

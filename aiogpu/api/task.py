@@ -26,6 +26,7 @@ from aiogpu.api.options import (
     check_options,
     not_buffered,
 )
+from aiogpu.api.resource_options import check_kinds
 from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
@@ -196,4 +197,6 @@ def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., An
 
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
     """Options on top of others; raises `OptionError`."""
-    return base._replace(**check_options(dict(options)))
+    found = base._replace(**check_options(dict(options)))
+    check_kinds(bool(found.num_gpus or found.gpu_memory), found.resources)
+    return found

@@ -2,105 +2,132 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Final
 
 from aiogpu.accelerators.base import Accelerator
-from aiogpu.accelerators.registry import INSTALLED
-from aiogpu.core.devices import DeviceSet
+from aiogpu.accelerators.registry import kinds, vendors
+from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, MEMORY, TYPE_PREFIX, UNIT, quantity
+from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT, quantity
+from aiogpu.core.sizes import size
 from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.detection import detect, in_thread
 from aiogpu.runtime.cpus import usable_cpus
 from aiogpu.runtime.memory_bounds import MemoryBounds
 
-T = TypeVar("T")
+NEARLY: Final = 1 / 16
+"""By how much a declared memory may be off: the driver keeps some of "80 GB"."""
+
+_log: Final = logging.getLogger(__name__)
 
 
-async def take_inventory(options: NodeOptions) -> Ledger:
-    """Detect what was not declared; drivers are asked in a thread, for they block.
+async def take_inventory(
+    options: NodeOptions,
+) -> tuple[Ledger, tuple[Accelerator, ...]]:
+    """Detect what was not declared; drivers are asked in threads, for they block.
+
+    Returns:
+        What there is, and the vendors that are in use: the one of the GPUs, and those
+        of other kinds that have devices here. The variables of the rest are nobody's
+        affair.
 
     Raises:
         DeviceError: the devices asked for are not there.
     """
-    found = [await _detect(vendor, options.num_gpus) for vendor in INSTALLED]
-    return build_ledger(options, found)
+    found = await detect(
+        await in_thread(vendors), dict(os.environ), _declared_devices(options)
+    )
+    device_sets = [DeviceSet(each.vendor.kind, each.devices) for each in found]
+    in_use = tuple(each.vendor for each in found)
+    return build_ledger(options, device_sets), in_use
 
 
-async def _detect(vendor: Accelerator, wanted: int | None) -> DeviceSet:
-    environ = dict(os.environ)
-    devices = await in_thread(lambda: vendor.devices(environ, wanted))
-    return DeviceSet(vendor.kind, devices)
+def _declared_devices(options: NodeOptions) -> dict[str, int]:
+    known = kinds()
+    wanted = {
+        name: int(amount) for name, amount in options.resources.items() if name in known
+    }
+    if options.num_gpus is not None:
+        wanted[GPU] = options.num_gpus
+    return wanted
 
 
-def build_ledger(options: NodeOptions, device_sets: list[DeviceSet]) -> Ledger:
+def build_ledger(options: NodeOptions, device_sets: Sequence[DeviceSet]) -> Ledger:
     """The node's resources from what was declared and what was detected.
 
     A type declared by `accelerator_type=`, or by one custom resource
-    `accelerator_type:X`, is that of all devices whose type is not known.
+    `accelerator_type:X`, is that of all GPUs whose type is not known; so is the memory
+    declared by `gpu_memory=`. What was detected is never overruled.
     """
     cpus = usable_cpus() if options.num_cpus is None else options.num_cpus
     memory = MemoryBounds().safe_limit() if options.memory is None else options.memory
     scalars = {CPU: quantity("num_cpus", cpus), MEMORY: memory * UNIT}
+    known = {*kinds(), *(devices.kind for devices in device_sets)}
     for name, amount in options.resources.items():
-        scalars[name] = quantity(f"resources[{name!r}]", amount)
+        if name not in known:
+            scalars[name] = quantity(f"resources[{name!r}]", amount)
+    others = {
+        device.type
+        for devices in device_sets
+        if devices.kind != GPU
+        for device in devices.devices
+    }
     declared = options.accelerator_type
     types = [name for name in scalars if name.startswith(TYPE_PREFIX)]
+    types = [name for name in types if name.removeprefix(TYPE_PREFIX) not in others]
     if declared is None and len(types) == 1:
         declared = types[0].removeprefix(TYPE_PREFIX)
-    typed = [
-        DeviceSet(
-            devices.kind,
-            [
-                replace(device, type=device.type or declared)
-                for device in devices.devices
-            ],
-        )
+    completed = [
+        _completed(devices, declared, options) if devices.kind == GPU else devices
         for devices in device_sets
     ]
-    for devices in typed:
+    for devices in completed:
         for device in devices.devices:
             if device.type is not None:
                 scalars.setdefault(TYPE_PREFIX + device.type, UNIT)
-    return Ledger(scalars, typed)
+    return Ledger(scalars, completed)
 
 
-async def in_thread(function: Callable[[], T]) -> T:
-    """Await a blocking function in a thread that ends with it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+def _completed(
+    gpus: DeviceSet, declared: str | None, options: NodeOptions
+) -> DeviceSet:
+    """GPUs with what was declared of them, where it was not detected."""
+    memory = options.gpu_memory or 0
+    given = {
+        "accelerator_type": options.accelerator_type,
+        "gpu_memory": options.gpu_memory and size(options.gpu_memory),
+    }
+    idle = [f"{name}={value!r}" for name, value in given.items() if value]
+    if idle and not gpus.devices:
+        _log.warning(
+            "! init(%s) is said of GPUs, and this node has none; say num_gpus= as "
+            "well for logical ones.",
+            ", ".join(idle),
+        )
+    wrong = [device for device in gpus.devices if _contradicts(memory, device)]
+    if wrong:
+        _log.warning(
+            "! init(gpu_memory=%r) is said of GPUs whose memory is not detected; GPU "
+            "%s has %s, and that counts.",
+            size(memory),
+            wrong[0].id,
+            size(wrong[0].memory),
+        )
+    return DeviceSet(
+        gpus.kind,
+        [
+            replace(
+                device, type=device.type or declared, memory=device.memory or memory
+            )
+            for device in gpus.devices
+        ],
+    )
 
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001 - it is raised at the await
-            _hand_over(loop, future, None, error)
-        else:
-            _hand_over(loop, future, result, None)
 
-    threading.Thread(target=run, name="aiogpu-detect", daemon=True).start()
-    return await future
-
-
-def _hand_over(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[T],
-    result: T | None,
-    error: BaseException | None,
-) -> None:
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    try:
-        loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        return  # the loop has closed; nobody waits any more
+def _contradicts(memory: int, device: Device) -> bool:
+    off = abs(memory - device.memory)
+    return bool(memory and device.memory) and off > NEARLY * device.memory

@@ -182,18 +182,17 @@ class LocalEngine:
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     """What decides, and what tells workers their devices."""
-    from aiogpu.accelerators.registry import INSTALLED
     from aiogpu.core.policy import Patience
     from aiogpu.core.resources import CPU, UNIT
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.engines.inventory import take_inventory
     from aiogpu.runtime.assignment import Assignment
 
-    ledger = await take_inventory(options)
+    ledger, vendors = await take_inventory(options)
     patience = Patience(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
         spare_workers=options.spare_workers,
         refill_after=REFILL_AFTER,
     )
-    return Scheduler(ledger, patience), Assignment(INSTALLED, ledger, os.environ)
+    return Scheduler(ledger, patience), Assignment(vendors, ledger, os.environ)

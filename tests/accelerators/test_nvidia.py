@@ -7,7 +7,6 @@ import pytest
 
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.errors import OptionError
 from tests.accelerators.stub_nvml import (
     GIB,
@@ -28,7 +27,7 @@ FASTEST = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 def test_nvidia_gives_the_four_answers():
     gpu: Accelerator = NVIDIA
     assert (gpu.kind, gpu.option) == ("GPU", "num_gpus")
-    assert [(each.kind, each.option) for each in INSTALLED] == [("GPU", "num_gpus")]
+    assert gpu.variable == "CUDA_VISIBLE_DEVICES"
     assert repr(NVIDIA) == "<Nvidia GPU>"
 
 

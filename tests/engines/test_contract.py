@@ -196,7 +196,8 @@ async def test_gpu_ids_and_environment(address: str) -> None:
         assert facts["visible"] == "0,1"
         assert facts["order"] == "PCI_BUS_ID"
         assert facts["resources"] == {"CPU": 1.0, "GPU": 2.0}
-        assert facts["accelerators"] == {"GPU": ["0", "1"]}
+        assert facts["accelerators"]["GPU"] == ["0", "1"]
+        assert not any(facts["accelerators"][kind] for kind in ("TPU", "neuron_cores"))
         assert facts["task"] > 0
         assert facts["worker"] > 0
         assert facts["node"]

@@ -9,7 +9,8 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.inventory import build_ledger, in_thread
+from aiogpu.engines.detection import in_thread
+from aiogpu.engines.inventory import build_ledger
 from aiogpu.runtime.cpus import usable_cpus
 
 

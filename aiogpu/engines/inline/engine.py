@@ -13,7 +13,6 @@ import asyncio
 import os
 from importlib import import_module
 
-from aiogpu.accelerators.registry import INSTALLED
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.why import Why
 from aiogpu.engines.base import NodeOptions, error_inside_task
@@ -60,10 +59,10 @@ class InlineEngine:
                     f"init(preload=...) names {module!r}, which cannot be imported: "
                     f"{type(error).__name__}: {error}. Install it, or leave it out."
                 ) from error
-        ledger = await take_inventory(options)
+        ledger, vendors = await take_inventory(options)
         node = InlineNode(
             ledger,
-            Assignment(INSTALLED, ledger, os.environ),
+            Assignment(vendors, ledger, os.environ),
             Executor(is_silent=not options.log_to_driver),
             options.cancel_grace,
             self.pack,
