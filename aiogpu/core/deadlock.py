@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 
 from aiogpu.core.expecting import with_expected
+from aiogpu.core.filling import Filling
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
@@ -92,8 +93,8 @@ class _Rest:
         self._ledger = ledger = node.ledger
         self._workers = node.room.most
         self._free = dict(ledger.capacity)
-        self._shares = {
-            kind: [UNIT] * len(devices.devices)
+        self._fillings = {
+            kind: Filling(devices.filling.capacity)
             for kind, devices in ledger.device_sets.items()
         }
         self._known: dict[Request, bool] = {}
@@ -110,8 +111,9 @@ class _Rest:
             if name != CPU:
                 self._free[name] += sign * amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            memory = self._ledger.device_sets[kind].demand(lease.request)
             for index, part in shares:
-                self._shares[kind][index] += sign * part
+                self._fillings[kind].move(index, part, memory, -sign)
 
     def fits(self, record: TaskRecord) -> bool:
         if self._workers <= 0:
@@ -127,14 +129,14 @@ class _Rest:
             return False
         for kind, amount in request.devices:
             devices = self._ledger.device_sets[kind]
-            usable = devices.mask_of_type(request.accelerator_type)
-            shares = [
-                free
-                for index, free in enumerate(self._shares[kind])
+            usable, filling = devices.usable(amount, request), self._fillings[kind]
+            memory = devices.demand(request)
+            fitting = sum(
+                filling.has_room(index, amount, memory)
+                for index in range(len(filling.capacity))
                 if usable >> index & 1
-            ]
-            wanted, part = (1, amount) if amount < UNIT else (amount // UNIT, UNIT)
-            if sum(free >= part for free in shares) < wanted:
+            )
+            if fitting < max(amount // UNIT, 1):
                 return False
         return True
 

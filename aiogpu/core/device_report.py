@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.sizes import size
 from aiogpu.core.wording import SHOWN, aligned, listing, rest, span
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _seen(device: DeviceStatus) -> Sequence[str]:
     is_stale = device.seen is not None and device.seen > STALE
     return (
         _memory(device),
-        f"{amount(device.reserved)} reserved" if device.reserved else "",
+        f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
         busy,
         f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
     )
@@ -81,21 +82,22 @@ def _memory(device: DeviceStatus) -> str:
 
 def amount(count: int, none: str = "") -> str:
     """Bytes as people read them, "3.2 GiB"; `none` for less than a MiB."""
-    for unit, size in _UNITS:
-        if count >= size:
-            units = count / size
+    for unit, one in _UNITS:
+        if count >= one:
+            units = count / one
             return f"{units:.0f} {unit}" if units >= 100 else f"{units:.3g} {unit}"
     return none
 
 
 def _holder(holder: Holder) -> Sequence[str]:
+    held = f"{holder.share:g}" if holder.share else size(holder.memory)
     if holder.is_settling:
-        return (f"{holder.share:g}", "(ended)", "", "until its driver agrees", "")
-    used = "" if holder.used is None else amount(holder.used, "0")
+        return (held, "(ended)", "", "until its driver agrees", "")
+    used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
     if holder.has_outgrown:
         used += ", more than was reserved for it"
     return (
-        f"{holder.share:g}",
+        held,
         holder.task or "(ending)",
         pid_of(holder.pid),
         "without end" if holder.is_endless else _for(holder.seconds),

@@ -3,7 +3,9 @@
 Decides where a share goes, by the rules of Ray's "Fractional accelerators"
 (best fit, lowest id first on a tie; whole requests only from devices that are
 entirely free; a share never spans devices), or the other way round for those who
-want their shares spread. Knows neither tasks nor vendors.
+want their shares spread; among those that have the memory for it (`filling`), and
+for several whole ones among those that are linked (`links`). Knows neither tasks nor
+vendors.
 
 A set of devices is written as a mask: an int whose bit `1 << index` is set. The
 devices are filed by how much of them is free, so that the choice among a thousand
@@ -17,7 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.filling import Filling, named_bytes
+from aiogpu.core.links import Links
+from aiogpu.core.resources import GPU, UNIT, Request
+from aiogpu.core.where import Where
 
 Share = tuple[int, int]
 """Index of a device in its set, and the amount taken of it in parts."""
@@ -26,6 +31,8 @@ Share = tuple[int, int]
 Warm = tuple[int, Sequence[int]]
 """Single devices as a mask, and sets of several as a mask each."""
 COLD: Final[Warm] = (0, ())
+_REMEMBERED: Final = 256
+"""Conditions of which it is remembered which devices fulfil them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,9 @@ class DeviceSet:
     Attributes:
         kind: the name of the resource, "GPU".
         devices: the devices, by index.
+        filling: what is taken of each; others only read it.
         free: the free parts of each device, by index; others only read it.
-        free_mask: the devices of which nothing is taken; others only read it.
+        free_mask: the devices of which no part is taken; others only read it.
         aside: why a device is given to nobody for now, by index; others only read it.
         aside_mask: those devices.
         unverified: devices, by index, of which a share was given back although
@@ -72,15 +80,27 @@ class DeviceSet:
     def __init__(self, kind: str, devices: Sequence[Device]) -> None:
         self.kind = kind
         self.devices = tuple(devices)
-        self.free = [UNIT] * len(self.devices)
+        # What is asked of GPU memory says nothing of other kinds of devices.
+        self._has_memory = kind == GPU
+        self.filling = Filling(
+            [device.memory if self._has_memory else 0 for device in self.devices]
+        )
+        self.free = self.filling.free
         self._bits = tuple(1 << index for index in range(len(self.devices)))
         self._of_type: dict[str | None, int] = {None: sum(self._bits)}
         for device, bit in zip(self.devices, self._bits, strict=True):
             if device.type is not None:
                 self._of_type[device.type] = self.mask_of_type(device.type) | bit
+        self._where: dict[tuple[str | None, Where], int] = {}
+        self._links = Links(self.devices)
+        # CUDA enumerates one MIG instance to a process:
+        # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+        self._combinable = self._mask(device.parent is None for device in self.devices)
         self.free_mask = sum(self._bits)
         self.aside: dict[int, str] = {}
         self.aside_mask = 0
+        self._unsettled: dict[int, str] = {}
+        self._sick: dict[int, str] = {}
         self.unverified: set[int] = set()
         # The rest, unless nothing is free of it: masks by free amount, none of them
         # empty, and the amounts in order.
@@ -90,60 +110,108 @@ class DeviceSet:
     def __repr__(self) -> str:
         return f"<DeviceSet {self.kind}: {sum(self.free) / UNIT:g}/{len(self.free)}>"
 
+    def _mask(self, are_in: Iterable[bool]) -> int:
+        return sum(bit for bit, is_in in zip(self._bits, are_in, strict=True) if is_in)
+
     def mask_of_type(self, accelerator_type: str | None) -> int:
         """The devices of that type, or all of them for None."""
         return self._of_type.get(accelerator_type, 0)
 
-    def could_serve(self, amount: int, mask: int) -> bool:
+    def fitting(self, request: Request) -> int:
+        """The devices that are of a request's type and fulfil its `where`."""
+        mask = self._of_type.get(request.accelerator_type, 0)
+        if request.where is None:
+            return mask
+        key = request.accelerator_type, request.where
+        known = self._where.get(key)
+        if known is None:
+            if len(self._where) >= _REMEMBERED:
+                self._where.clear()
+            fits = request.where.fits
+            known = self._where[key] = mask & self._mask(map(fits, self.devices))
+        return known
+
+    def demand(self, request: Request) -> int:
+        """What a request says of the memory of devices of this kind; 0 for nothing."""
+        return request.gpu_memory if self._has_memory else 0
+
+    def usable(self, amount: int, request: Request) -> int:
+        """The devices that could serve `amount` of a request if nothing was taken."""
+        mask = self.fitting(request)
+        if amount > UNIT:
+            mask &= self._combinable
+        if memory := self.demand(request):
+            least = max(memory, 1)
+            mask &= self._mask(size >= least for size in self.filling.capacity)
+        return mask
+
+    def room_for(self, amount: int, request: Request) -> int:
+        """How many could have `amount` of a request at once, if nothing was taken."""
+        usable = self.usable(amount, request)
+        if amount >= UNIT:
+            return usable.bit_count() // (amount // UNIT)
+        # A share never spans devices.
+        memory = self.demand(request)
+        rooms = 0
+        for index, capacity in enumerate(self.filling.capacity):
+            if usable >> index & 1:
+                by_parts = UNIT // amount if amount else capacity // memory
+                rooms += min(by_parts, capacity // memory) if memory > 0 else by_parts
+        return rooms
+
+    def could_serve(self, amount: int, request: Request, mask: int) -> bool:
         """Whether the devices of a mask, chosen for `amount`, are free for it now."""
         part = min(amount, UNIT)
-        return not mask & self.aside_mask and all(
-            free >= part for index, free in enumerate(self.free) if mask >> index & 1
+        return (
+            not mask & self.aside_mask
+            and all(free >= part for i, free in enumerate(self.free) if mask >> i & 1)
+            and self._with_memory(mask, amount, request) == mask
         )
 
-    def count_of(self, accelerator_type: str | None) -> int:
-        """How many devices are of that type, or all of them for None."""
-        return self.mask_of_type(accelerator_type).bit_count()
-
     def choose(
-        self,
-        amount: int,
-        accelerator_type: str | None = None,
-        *,
-        spread: bool = False,
-        barred: int = 0,
-        warm: Warm = COLD,
+        self, amount: int, request: Request, barred: int = 0, warm: Warm = COLD
     ) -> tuple[Share, ...] | None:
         """Say which shares would serve `amount` now, None if it must wait.
 
-        Of devices that are equally good, a warm one goes first, then the lowest; all
-        sets of whole devices are equally good.
+        Of devices that are equally good, a warm one goes first, then the lowest. Of
+        sets of whole devices, a warm one goes first, then the one that is best linked.
 
         Args:
-            amount: in parts; above one device a multiple of `UNIT`.
-            accelerator_type: only devices of this type.
-            spread: a fraction goes to the emptiest device instead of the fullest
-                that has room for it. Whole devices are the same either way.
+            amount: in parts; above one device a multiple of `UNIT`, 0 for memory alone.
+            request: which devices, with which memory, and whether its share goes to
+                the emptiest of them instead of the fullest that has room.
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
-        allowed = self._of_type.get(accelerator_type, 0)
-        barred |= self.aside_mask
-        if barred:
-            allowed &= ~barred
+        allowed = self._of_type.get(request.accelerator_type, 0)
+        if request.where is not None:
+            allowed = self.fitting(request)
+        allowed &= ~(barred | self.aside_mask)
+        named = self.filling.named_mask
+        if named or request.gpu_memory:
+            allowed = self._with_memory(allowed, amount, request)
         found = self.free_mask & allowed
         if amount > UNIT:
-            return self._lowest(amount // UNIT, found, warm[1])
-        if amount < UNIT and not (spread and found):
-            with_room = self._levels[bisect_left(self._levels, amount) :]
-            for level in reversed(with_room) if spread else with_room:
-                if filed := self._at[level] & allowed:
-                    found = filed
-                    break
+            return self._several(amount // UNIT, found & self._combinable, warm[1])
+        if not amount:
+            found = self.filling.fullest(allowed, spread=request.spread)
+        elif amount < UNIT:
+            if apart := found & named:
+                # Who has memory of it is on it: it is no whole device for anybody.
+                found = found & ~named or found if request.spread else apart
+            if not (request.spread and found):
+                with_room = self._levels[bisect_left(self._levels, amount) :]
+                for level in reversed(with_room) if request.spread else with_room:
+                    if filed := self._at[level] & allowed:
+                        found = filed
+                        break
         found = found & warm[0] or found
         return (((found & -found).bit_length() - 1, amount),) if found else None
 
-    def _lowest(
+    def _with_memory(self, mask: int, amount: int, request: Request) -> int:
+        return self.filling.with_memory(mask, amount, self.demand(request))
+
+    def _several(
         self, wanted: int, mask: int, warm_sets: Sequence[int]
     ) -> tuple[Share, ...] | None:
         if mask.bit_count() < wanted:
@@ -152,6 +220,9 @@ class DeviceSet:
             if warm.bit_count() == wanted and not warm & ~mask:
                 mask = warm
                 break
+        else:
+            if self._links.any:
+                mask = self._links.best(mask, wanted)
         whole: list[Share] = []
         for _ in range(wanted):
             index = (mask & -mask).bit_length() - 1
@@ -161,23 +232,72 @@ class DeviceSet:
 
     def set_aside(self, index: int, reason: str) -> None:
         """Give a device to nobody until it is back; who has a share of it keeps it."""
-        self.aside[index] = reason
-        self.aside_mask |= self._bits[index]
+        self._unsettled[index] = reason
+        self._judge(index)
 
     def put_back(self, index: int) -> None:
-        """Give a device out again; nothing happens where it was not set aside."""
-        if self.aside.pop(index, None) is not None:
-            self.aside_mask ^= self._bits[index]
+        """Undo `set_aside`; nothing happens where it was not."""
+        self._unsettled.pop(index, None)
+        self._judge(index)
 
-    def take(self, shares: Iterable[Share]) -> None:
-        """Take shares that `choose` has named and nobody has taken since."""
+    def mark_sick(self, index: int, reason: str) -> None:
+        """The same as `set_aside`, for a reason that comes and goes by itself."""
+        self._sick[index] = reason
+        self._judge(index)
+
+    def mark_well(self, index: int) -> None:
+        """Undo `mark_sick`; nothing happens where it was not."""
+        self._sick.pop(index, None)
+        self._judge(index)
+
+    def _judge(self, index: int) -> None:
+        """Put together why a device is given to nobody, if it is not."""
+        told = (self._unsettled.get(index), self._sick.get(index))
+        if reasons := [reason for reason in told if reason is not None]:
+            self.aside[index] = "; ".join(reasons)
+            self.aside_mask |= self._bits[index]
+        else:
+            self.aside.pop(index, None)
+            self.aside_mask &= ~self._bits[index]
+
+    def take(self, shares: Iterable[Share], memory: int = 0) -> None:
+        """Take shares that `choose` has named and nobody has taken since.
+
+        Args:
+            shares: of which devices, and how much of each.
+            memory: the `Request.gpu_memory` that they were chosen for.
+        """
         for index, amount in shares:
             self._file(index, self.free[index] - amount)
+            if memory:
+                self._name(index, amount, memory, 1)
 
-    def give_back(self, shares: Iterable[Share]) -> None:
-        """Return shares taken before."""
+    def give_back(self, shares: Iterable[Share], memory: int = 0) -> None:
+        """Return shares taken before, with the same `memory`."""
         for index, amount in shares:
             self._file(index, self.free[index] + amount)
+            if memory:
+                self._name(index, amount, memory, -1)
+
+    def _name(self, index: int, amount: int, memory: int, sign: int) -> None:
+        if self._has_memory:
+            self.filling.name(index, amount, memory, sign)
+
+    def memory_reserved(self, index: int) -> int:
+        """Bytes of a device's memory that are held, by name or by shares."""
+        return self.filling.capacity[index] - self.filling.free_memory(index)
+
+    def memory_of(self, share: Share, request: Request) -> int:
+        """Bytes that one share holds of its device's memory; 0 where unknown.
+
+        Args:
+            share: the device and the amount of it.
+            request: what it was taken for.
+        """
+        index, amount = share
+        if named := named_bytes(amount, self.demand(request)):
+            return named
+        return self.filling.capacity[index] * amount // UNIT
 
     def _file(self, index: int, level: int) -> None:
         """File a device under what is free of it now."""
@@ -211,3 +331,5 @@ class DeviceSet:
         assert sorted(filed) == self._levels, (self.free, self._levels)
         aside = [bit for index, bit in enumerate(self._bits) if index in self.aside]
         assert sum(aside) == self.aside_mask, (self.aside, self.aside_mask)
+        assert self.aside.keys() == self._unsettled.keys() | self._sick.keys()
+        self.filling.check()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.resources import written
+from aiogpu.core.resources import GPU_MEMORY, spoken, written
 from aiogpu.core.wording import SHOWN, listing, span, terms
 
 if TYPE_CHECKING:
-    from aiogpu.core.holding import Holder
+    from aiogpu.core.holding import DeviceStatus, Holder
     from aiogpu.core.shortage import Shortage
     from aiogpu.core.why import Why
 
@@ -118,12 +118,12 @@ def _longest_first(holder: Holder) -> float:
 def _shortage(shortage: Shortage) -> str:
     name = shortage.resource
     told = (
-        f"{name} {written(name, shortage.asked)}: "
+        f"{spoken(name)} {written(name, shortage.asked)}: "
         f"{written(name, shortage.free)} of {written(name, shortage.total)} free"
     )
     if shortage.devices:
         shares = (
-            f"{device.id}: {'set aside' if device.aside else f'{device.free:g}'}"
+            f"{device.id}: {'set aside' if device.aside else _free(device, name)}"
             for device in shortage.devices
         )
         told += f" ({listing(shares, len(shortage.devices))})"
@@ -131,12 +131,20 @@ def _shortage(shortage: Shortage) -> str:
     return f"{told}, {kept} of it kept" if shortage.kept else told
 
 
+def _free(device: DeviceStatus, name: str) -> str:
+    if name == GPU_MEMORY:
+        return written(name, device.memory - device.memory_reserved)
+    return f"{device.free:g}"
+
+
 def _holder(holder: Holder, shortage: Shortage) -> str:
     """Say who holds how much; the device, where there are some."""
-    share = written(shortage.resource, holder.share)
+    name = shortage.resource
+    held = written(name, holder.memory if name == GPU_MEMORY else holder.share)
+    share = held
     for device in shortage.devices:
         if any(one is holder for one in device.holders):
-            share = f"{holder.share:g} of {shortage.resource} {device.id}"
+            share = f"{held} of {device.kind} {device.id}"
     if holder.is_settling:
         return f"{share}: held by a process that has ended, until its driver agrees"
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"

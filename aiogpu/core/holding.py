@@ -29,6 +29,8 @@ class Holder:
         is_endless: whether it holds its share until its owner gives it up.
         is_settling: its processes have ended; whether the device is free of them is
             still to be seen.
+        memory: bytes of the device's memory that it has reserved, by name or by its
+            share; 0 where unknown, and for what is no GPU.
         used: bytes of the device's memory that it uses with all below it, None where
             that is not known.
         has_outgrown: whether that is more than was reserved for it.
@@ -41,6 +43,7 @@ class Holder:
     seconds: float | None = None
     is_endless: bool = False
     is_settling: bool = False
+    memory: int = 0
     used: int | None = None
     has_outgrown: bool = False
 
@@ -61,6 +64,7 @@ class DeviceStatus:
         aside: why it is given to nobody for now, None where it is not set aside.
         is_unverified: whether the last share came back without a word of the driver
             that nothing is left on it, since the driver cannot tell here.
+        memory_reserved: bytes of its memory that the holders have reserved together.
         used: bytes of its memory in use, by whomever; None where unknown.
         utilisation: percent of the last moments in which something ran on it; None
             where unknown.
@@ -68,7 +72,6 @@ class DeviceStatus:
         seen: seconds since its driver was asked last, None if it never was: it is
             logical, or its vendor's driver cannot be asked.
         unknown: what of all this could not be learnt and why, None if nothing.
-        reserved: bytes of its memory that were asked for by `gpu_memory=`.
     """
 
     kind: str
@@ -81,12 +84,12 @@ class DeviceStatus:
     holders: tuple[Holder, ...]
     aside: str | None = None
     is_unverified: bool = False
+    memory_reserved: int = 0
     used: int | None = None
     utilisation: int | None = None
     others: tuple[OtherProcess, ...] | None = None
     seen: float | None = None
     unknown: str | None = None
-    reserved: int = 0
 
 
 class Holdings:
@@ -129,8 +132,10 @@ class Holdings:
                 lease.request.devices, lease.shares, strict=True
             ):
                 if kind == devices.kind:
-                    for index, part in shares:
-                        holders[index].append(self._holder(worker, part))
+                    for share in shares:
+                        memory = devices.memory_of(share, lease.request)
+                        holder = self._holder(worker, share[1], memory)
+                        holders[share[0]].append(holder)
         return tuple(
             self._with_what_was_seen(
                 index,
@@ -141,6 +146,7 @@ class Holdings:
                     tuple(holders[index]),
                     devices.aside.get(index),
                     index in devices.unverified,
+                    devices.memory_reserved(index),
                 ),
             )
             for index, device in enumerate(devices.devices)
@@ -168,14 +174,19 @@ class Holdings:
             unknown=seen.unknown,
         )
 
-    def _holder(self, worker: WorkerRecord, part: int) -> Holder:
+    def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:
         share, pid, task = number(part), self.pids.get(worker.id, 0), worker.task
         if task is None:
             is_settling = worker.state is WorkerState.SETTLING
-            return Holder(share, worker.id, pid, None, is_settling=is_settling)
+            return Holder(
+                *(share, worker.id, pid, None),
+                is_settling=is_settling,
+                memory=memory,
+            )
         return Holder(
             *(share, worker.id, pid, task.spec.name, self.seconds_of(worker)),
             task.spec.is_endless,
+            memory=memory,
         )
 
     def seconds_of(self, worker: WorkerRecord) -> float | None:

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
+from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
-from aiogpu.core.resources import CPU, UNIT, Request, number, written
+from aiogpu.core.infeasible import find_infeasible
+from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +84,7 @@ class Ledger:
                 return None
             shares = chosen
             for (kind, _), taken in zip(request.devices, shares, strict=True):
-                self.device_sets[kind].take(taken)
+                self.device_sets[kind].take(taken, request.gpu_memory)
         for name, amount in request.scalars:
             free[name] -= amount
         self._last_id += 1
@@ -97,11 +99,7 @@ class Ledger:
         for kind, amount in request.devices:
             devices = self.device_sets.get(kind)
             chosen = devices and devices.choose(
-                amount,
-                request.accelerator_type,
-                spread=request.spread,
-                barred=barred.get(kind, 0) if barred else 0,
-                warm=warm,
+                amount, request, barred.get(kind, 0) if barred else 0, warm
             )
             if not chosen:
                 return None
@@ -122,7 +120,7 @@ class Ledger:
 
     def _chooses(self, kind: str, amount: int, request: Request) -> bool:
         devices = self.device_sets.get(kind)
-        found = devices and devices.choose(amount, request.accelerator_type)
+        found = devices and devices.choose(amount, request)
         return bool(found)
 
     def give_back(self, lease: Lease) -> None:
@@ -137,7 +135,7 @@ class Ledger:
         for name, amount in lease.request.scalars:
             self.free[name] += amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            self.device_sets[kind].give_back(shares)
+            self.device_sets[kind].give_back(shares, lease.request.gpu_memory)
 
     def keep_devices(self, lease: Lease) -> None:
         """Give back all of a lease but its devices, which are not free yet."""
@@ -168,19 +166,7 @@ class Ledger:
 
     def why_infeasible(self, request: Request) -> str | None:
         """Say in words what this node lacks even when idle, None if nothing."""
-        for name, asked in request.scalars:
-            capacity = self.capacity.get(name, 0)
-            if capacity < asked:
-                there = written(name, number(capacity))
-                return f"{name} {written(name, number(asked))} of {there}"
-        for kind, asked in request.devices:
-            devices = self.device_sets.get(kind)
-            wanted = request.accelerator_type
-            count = devices.count_of(wanted) if devices else 0
-            if count * UNIT < asked:
-                suffix = f" of type {wanted}" if wanted else ""
-                return f"{kind} {number(asked):g} of {count}{suffix}"
-        return None
+        return find_infeasible(self.capacity, self.device_sets, request)
 
     def room_for(self, request: Request, are_lent: bool = False) -> int | None:
         """How many leases of a request an idle node can have at once.
@@ -199,49 +185,83 @@ class Ledger:
         ]
         for kind, amount in request.devices:
             devices = self.device_sets.get(kind)
-            count = devices.count_of(request.accelerator_type) if devices else 0
-            # A share never spans devices, and who asks for several has them whole.
-            each = UNIT // amount if amount < UNIT else 1
-            rooms.append(count * each // max(amount // UNIT, 1))
+            rooms.append(devices.room_for(amount, request) if devices else 0)
         return min(rooms, default=None)
+
+    def reserved(self, lease: Lease) -> tuple[tuple[str, int, int], ...]:
+        """What a lease holds of the memory of each of its devices.
+
+        Returns:
+            For each: its kind, its index, and the bytes; 0 where its memory is not
+            known. They are those that were asked for by name, or else the part that
+            the share is of the device's.
+        """
+        request = lease.request
+        return tuple(
+            (
+                kind,
+                share[0],
+                self.device_sets[kind].memory_of(share, request),
+            )
+            for (kind, _), shares in zip(request.devices, lease.shares, strict=True)
+            for share in shares
+        )
+
+    def drains(self, lease: Lease) -> bool:
+        """Whether a lease holds something of a device that is given to nobody now."""
+        return any(
+            self.device_sets[kind].aside_mask >> index & 1
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            )
+            for index, _ in shares
+        )
 
     def totals(self) -> dict[str, float]:
         """Capacity in the user's terms; every resource by name."""
         totals = {name: number(amount) for name, amount in self.capacity.items()}
         for kind, devices in self.device_sets.items():
             totals[kind] = float(len(devices.devices))
+            if memory := sum(devices.filling.capacity):
+                totals[GPU_MEMORY] = float(memory)
         return totals
 
     def available(self) -> dict[str, float]:
-        """What is free now in the user's terms; 0.0 where nothing is."""
+        """What is free now in the user's terms; 0.0 where nothing is.
+
+        Of GPU memory, bytes that nobody has reserved, be it by a share.
+        """
         available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
         for kind, devices in self.device_sets.items():
-            available[kind] = number(
-                sum(
-                    free
-                    for index, free in enumerate(devices.free)
-                    if index not in devices.aside
-                )
-            )
+            given = [i for i in range(len(devices.free)) if i not in devices.aside]
+            available[kind] = number(sum(devices.free[index] for index in given))
+            if any(devices.filling.capacity):
+                free = sum(map(devices.filling.free_memory, given))
+                available[GPU_MEMORY] = float(free)
         return available
 
     def check(self) -> None:
         """Assert that capacity less all leases is what is free. Costs O(leases)."""
         free = dict(self.capacity)
-        shares = {kind: [UNIT] * len(d.free) for kind, d in self.device_sets.items()}
+        fillings = {
+            kind: Filling(devices.filling.capacity)
+            for kind, devices in self.device_sets.items()
+        }
         for lease in self.leases.values():
-            for name, amount in lease.request.scalars:
+            request = lease.request
+            for name, amount in request.scalars:
                 if name != CPU or not lease.is_lent:
                     free[name] -= amount
             for (kind, amount), taken in zip(
-                lease.request.devices, lease.shares, strict=True
+                request.devices, lease.shares, strict=True
             ):
                 assert sum(part for _, part in taken) == amount, lease
+                memory = request.gpu_memory if any(fillings[kind].capacity) else 0
                 for index, part in taken:
-                    shares[kind][index] -= part
+                    fillings[kind].move(index, part, memory, 1)
         assert free == self.free, (free, self.free)
         assert all(free[name] >= 0 for name in free if name != CPU), free
-        for kind, amounts in shares.items():
-            assert amounts == self.device_sets[kind].free, (kind, amounts)
+        for kind, filling in fillings.items():
+            assert filling == self.device_sets[kind].filling, (kind, filling)
+            assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
-            assert all(0 <= amount <= UNIT for amount in amounts), (kind, amounts)

@@ -14,7 +14,7 @@ from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.records import Kin, TaskRecord, binding_of, move_task
+from aiogpu.core.records import Kin, TaskRecord, binding_of, limit_of, move_task
 from aiogpu.core.restart import Restarts
 from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
@@ -89,7 +89,8 @@ class Node:
         request = spec.shape.request
         warm = COLD
         if len(request.devices) == 1 and spec.max_calls != 1:
-            key = spec.shape.environment, request.devices[0][0]
+            limit = limit_of(request) if request.gpu_memory else 0
+            key = spec.shape.environment, request.devices[0][0], limit
             warmth = self.workers.warmth
             warm = warmth.single(*key), warmth.several(*key)
         if reservation is None or reservation.lets_pass(record):

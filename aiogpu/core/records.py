@@ -17,11 +17,16 @@ from aiogpu.core.lifecycle import (
     TaskState,
     WorkerState,
 )
+from aiogpu.core.resources import BY_SHARE, GPU, Request
 from aiogpu.core.specs import Environment, Lane, TaskSpec
 from aiogpu.errors import InternalError
 
-Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...]]
-"""What a worker is tied to for life: its environment, and its devices by kind."""
+Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...], int]
+"""What a worker is tied to for life.
+
+That is its environment, its devices by kind, and what limits its use of their memory
+(`limit_of`): frameworks are told of it once.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,14 +153,22 @@ def lane_of(record: TaskRecord) -> Lane:
 
 def binding_of(spec: TaskSpec, lease: Lease) -> Binding:
     """The binding that a worker needs to run this spec on this lease."""
-    environment = spec.shape.environment
+    environment, request = spec.shape.environment, lease.request
     if not lease.shares:
-        return environment, ()
+        return environment, (), 0
+    limit = limit_of(request) if request.gpu_memory else 0
     if len(lease.shares) == 1 == len(lease.shares[0]):
-        kind, ((index, _),) = lease.request.devices[0][0], lease.shares[0]
-        return environment, ((kind, (index,)),)
+        kind, ((index, _),) = request.devices[0][0], lease.shares[0]
+        return environment, ((kind, (index,)),), limit
     devices = tuple(
         (kind, tuple(index for index, _ in shares))
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True)
+        for (kind, _), shares in zip(request.devices, lease.shares, strict=True)
     )
-    return environment, devices
+    return environment, devices, limit
+
+
+def limit_of(request: Request) -> int:
+    """Tells apart what limits the use of GPU memory: bytes, or minus the parts."""
+    if request.gpu_memory != BY_SHARE:
+        return request.gpu_memory
+    return -sum(amount for kind, amount in request.devices if kind == GPU)

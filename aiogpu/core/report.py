@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.device_report import device_rows, pid_of
-from aiogpu.core.resources import MEMORY, written
+from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ def summary(status: NodeStatus) -> str:
 
 
 def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
-    """All resources, but memory only where somebody has asked for some."""
+    """All resources, but memory only where somebody has some."""
     for name, total in status.total.items():
         free = status.available.get(name, 0.0)
-        if name != MEMORY or free != total:
+        if name not in (MEMORY, GPU_MEMORY) or free != total:
             yield name, free, total
 
 

@@ -20,7 +20,7 @@ from aiogpu.core.ledger import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Precedence, precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import UNIT
+from aiogpu.core.resources import UNIT, Request
 
 STANDS: Final = 0.05
 """Seconds for which a plan holds, made or given up: it looks at all workers."""
@@ -99,13 +99,12 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     are_ready = True
     for kind, amount in request.devices:
         devices = node.ledger.device_sets[kind]
-        usable = devices.mask_of_type(request.accelerator_type) & ~devices.aside_mask
-        chosen = _choose(devices, amount, usable, _by_device(holds, kind))
+        chosen = _choose(devices, amount, request, _by_device(holds, kind))
         if chosen is None:
             return None
         barred[kind], moment = chosen
         until = max(until, moment)
-        are_ready = are_ready and devices.could_serve(amount, barred[kind])
+        are_ready = are_ready and devices.could_serve(amount, request, barred[kind])
     turn = precedence(record)
     # While its devices are awaited, others may compute: they are bound to end as well.
     kept = dict(request.scalars) if are_ready else {}
@@ -153,35 +152,46 @@ def _when_enough(
 
 def _by_device(
     holds: list[Hold], kind: str
-) -> dict[int, list[tuple[float, int, bool]]]:
-    by_device: dict[int, list[tuple[float, int, bool]]] = {}
+) -> dict[int, list[tuple[float, int, Hold]]]:
+    """Who holds of each device of a kind: until when, how much, and the rest of it."""
+    by_device: dict[int, list[tuple[float, int, Hold]]] = {}
     for hold in holds:
         for (name, _), shares in zip(
             hold.lease.request.devices, hold.lease.shares, strict=True
         ):
             if name == kind:
                 for index, part in shares:
-                    by_device.setdefault(index, []).append(
-                        (hold.ends, part, hold.is_endless)
-                    )
+                    by_device.setdefault(index, []).append((hold.ends, part, hold))
     return by_device
 
 
 def _choose(
     devices: DeviceSet,
     amount: int,
-    usable: int,
-    held: dict[int, list[tuple[float, int, bool]]],
+    request: Request,
+    held: dict[int, list[tuple[float, int, Hold]]],
 ) -> tuple[int, float] | None:
     """The devices that will serve soonest, as a mask, and when."""
-    wanted, part = (1, amount) if amount < UNIT else (amount // UNIT, UNIT)
+    usable = devices.usable(amount, request) & ~devices.aside_mask
+    filling, memory = devices.filling.copy(), devices.demand(request)
+    wanted = max(amount // UNIT, 1)
     found = []
     for index, free in enumerate(devices.free):
         if usable >> index & 1:
-            moment = _when_enough(free, part, held.get(index, []))
-            if moment is not None:
+            moment = 0.0
+            for ends, part, hold in sorted(held.get(index, []), key=_soonest):
+                if filling.has_room(index, amount, memory):
+                    break
+                if not hold.is_endless:
+                    filling.move(index, part, devices.demand(hold.lease.request), -1)
+                    moment = ends
+            if filling.has_room(index, amount, memory):
                 found.append((moment, -free, index))
     if len(found) < wanted:
         return None
     best = sorted(found)[:wanted]
     return sum(1 << index for _, _, index in best), best[-1][0]
+
+
+def _soonest(held: tuple[float, int, Hold]) -> tuple[float, int]:
+    return held[:2]

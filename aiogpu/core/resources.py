@@ -8,7 +8,7 @@ are valid; it does not know what a node has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from aiogpu.core.sizes import size
@@ -23,9 +23,12 @@ CPU = "CPU"
 GPU = "GPU"
 MEMORY = "memory"
 """Main memory, in bytes."""
+GPU_MEMORY = "gpu_memory"
+"""Memory of the GPUs, in bytes: a measure of theirs, beside their parts."""
 TYPE_PREFIX = "accelerator_type:"
 TYPE_SHARE = 10
 """What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
+_IN_BYTES = frozenset({MEMORY, GPU_MEMORY})
 BY_SHARE = -1
 """A `Request.gpu_memory` that stands for the part that the share is of its device."""
 
@@ -159,20 +162,41 @@ class Request:
         return cls(_sorted(scalars), held, accelerator_type, spread, where, gpu_memory)
 
     def as_numbers(self) -> dict[str, float]:
-        """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`."""
-        return {name: number(parts) for name, parts in (*self.scalars, *self.devices)}
+        """The request in the user's terms, `{"CPU": 1.0, "GPU": 0.25}`.
+
+        With "gpu_memory" in bytes, where they are named.
+        """
+        numbers = {name: number(parts) for name, parts in self._amounts()}
+        if self.gpu_memory > 0:
+            numbers[GPU_MEMORY] = float(self.gpu_memory)
+        return numbers
+
+    def _amounts(self) -> Iterator[tuple[str, int]]:
+        yield from self.scalars
+        for kind, parts in self.devices:
+            if parts:
+                yield kind, parts
 
     def __str__(self) -> str:
         terms = [
-            f"{name}: {written(name, parts / UNIT)}" for name, parts in self.scalars
+            f"{name}: {written(name, number(parts))}" for name, parts in self._amounts()
         ]
-        terms += [f"{name}: {parts / UNIT:g}" for name, parts in self.devices]
+        if self.gpu_memory:
+            is_share = self.gpu_memory == BY_SHARE
+            terms.append(
+                f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
+            )
         return "{" + ", ".join(terms) + "}"
 
 
 def written(name: str, value: float) -> str:
     """How much of a resource, as people read it: "0.25", "3.2GiB"."""
-    return size(value) if name == MEMORY else f"{value:g}"
+    return size(value) if name in _IN_BYTES else f"{value:g}"
+
+
+def spoken(name: str) -> str:
+    """A resource's name in a sentence."""
+    return "GPU memory" if name == GPU_MEMORY else name
 
 
 def _sorted(amounts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

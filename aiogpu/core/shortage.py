@@ -12,12 +12,20 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from aiogpu.core.devices import DeviceSet
+from aiogpu.core.filling import named_bytes
 from aiogpu.core.holding import DeviceStatus, Holder, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.reservation import Reservation
-from aiogpu.core.resources import number, written
+from aiogpu.core.resources import (
+    GPU_MEMORY,
+    UNIT,
+    Request,
+    number,
+    spoken,
+    written,
+)
 from aiogpu.core.wording import in_words, listing
 
 
@@ -56,8 +64,10 @@ class Shortage:
     """A resource of which a task cannot get now what it asks for.
 
     Attributes:
-        resource: its name, "CPU" or "GPU".
-        asked: how much the task asks for; below 1, a share of one device.
+        resource: its name, "CPU" or "GPU"; "gpu_memory" where there are shares enough
+            of GPUs, but not with so much memory. All of that is in bytes.
+        asked: how much the task asks for; below 1, a share of one device. Of memory,
+            the most that it takes of a device.
         free: how much nobody holds; of devices, the sum of the free shares of
             those that the task may use.
         total: how much there is, of devices those that the task may use.
@@ -100,6 +110,7 @@ class Lack(NamedTuple):
         kept: how much of that is kept for another task.
         mask: the devices that the task may use; 0 if it is not made of devices.
         is_claimed: whether it is kept for another task, once it is free.
+        kind: the kind of these devices.
     """
 
     name: str
@@ -108,6 +119,7 @@ class Lack(NamedTuple):
     kept: int
     mask: int
     is_claimed: bool
+    kind: str = ""
 
 
 def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
@@ -121,22 +133,44 @@ def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
         if free - kept < asked:
             yield Lack(name, asked, free, kept, 0, claim > 0)
     for kind, asked in request.devices:
-        devices, wanted = ledger.device_sets[kind], request.accelerator_type
+        devices = ledger.device_sets[kind]
         barred = rival.barred.get(kind, 0) if rival else 0
-        if devices.choose(asked, wanted, barred=barred) is None:
-            mask = devices.mask_of_type(wanted)
-            given = mask & ~devices.aside_mask
-            kept = _free(devices, barred & given)
-            is_claimed = bool(barred & mask)
-            yield Lack(kind, asked, _free(devices, given), kept, mask, is_claimed)
+        if devices.choose(asked, request, barred) is None:
+            yield _of_devices(devices, asked, request, barred)
 
 
-def _free(devices: DeviceSet, mask: int) -> int:
-    return sum(free for index, free in enumerate(devices.free) if mask >> index & 1)
+def _of_devices(devices: DeviceSet, asked: int, request: Request, barred: int) -> Lack:
+    """What is short of devices: shares of them, or where there are enough, memory."""
+    mask = devices.usable(asked, request)
+    given = mask & ~devices.aside_mask
+    part, memory = min(asked, UNIT), devices.demand(request)
+    with_shares = [
+        index for index in _in(given & ~barred) if devices.free[index] >= part
+    ]
+    is_short_of_memory = not asked or len(with_shares) >= max(asked // UNIT, 1)
+    kind = devices.kind
+    name, wanted, free = kind, asked, devices.free
+    if is_short_of_memory:
+        filling = devices.filling
+        sizes = [filling.capacity[index] * part // UNIT for index in _in(mask)]
+        wanted = UNIT * (named_bytes(asked, memory) or max(sizes, default=0))
+        free = [UNIT * filling.free_memory(i) for i in range(len(devices.free))]
+        name = GPU_MEMORY
+    all_free = sum(free[index] for index in _in(given))
+    kept = sum(free[index] for index in _in(given & barred))
+    return Lack(name, wanted, all_free, kept, mask, bool(barred & mask), kind)
 
 
-def _told(devices: DeviceSet, index: int, free: int) -> str:
-    return "set aside" if index in devices.aside else f"{number(free):g}"
+def _in(mask: int) -> Iterator[int]:
+    return (index for index in range(mask.bit_length()) if mask >> index & 1)
+
+
+def _told(devices: DeviceSet, index: int, name: str) -> str:
+    if index in devices.aside:
+        return "set aside"
+    if name == GPU_MEMORY:
+        return written(name, devices.filling.free_memory(index))
+    return f"{number(devices.free[index]):g}"
 
 
 def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
@@ -155,9 +189,11 @@ def find_shortages(
     for lack in find_lacks(node, record):
         devices: tuple[DeviceStatus, ...] = ()
         if lack.mask:
-            devices = holdings.of_devices(ledger.device_sets[lack.name], lack.mask)
+            devices = holdings.of_devices(ledger.device_sets[lack.kind], lack.mask)
             holders = tuple(one for device in devices for one in device.holders)
             total = float(len(devices))
+            if lack.name == GPU_MEMORY:
+                total = float(sum(device.memory for device in devices))
         else:
             holders = holdings.of_scalar(lack.name)
             total = number(ledger.capacity[lack.name])
@@ -185,19 +221,16 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
     for lack in find_lacks(node, record):
         told = f"free: {written(lack.name, number(lack.free))}"
         if lack.mask:
-            devices = node.ledger.device_sets[lack.name]
+            devices = node.ledger.device_sets[lack.kind]
             shares = (
-                f"{device.id}: {_told(devices, index, free)}"
-                for index, (device, free) in enumerate(
-                    zip(devices.devices, devices.free, strict=True)
-                )
-                if lack.mask >> index & 1
+                f"{devices.devices[index].id}: {_told(devices, index, lack.name)}"
+                for index in _in(lack.mask)
             )
             told = f"free by device: {listing(shares, lack.mask.bit_count())}"
         if rival and lack.kept:
             told += f"; kept for {rival.record.spec.name}"
         asked = written(lack.name, number(lack.asked))
-        short.append(f"{lack.name} {asked} ({told})")
+        short.append(f"{spoken(lack.name)} {asked} ({told})")
     return "waits for " + " and ".join(short) if short else ""
 
 

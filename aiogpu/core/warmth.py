@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from aiogpu.core.records import Binding
 from aiogpu.core.specs import Environment
 
-_Key = tuple[Environment, str]
+_Key = tuple[Environment, str, int]
 
 
 class Warmth:
-    """Devices with an idle worker, by environment and kind, as masks."""
+    """Devices with an idle worker, as masks: by environment, kind and memory limit."""
 
     def __init__(self) -> None:
         self._single: dict[_Key, int] = {}
@@ -44,13 +44,15 @@ class Warmth:
             else:
                 del self._single[key]
 
-    def single(self, environment: Environment, kind: str) -> int:
+    def single(self, environment: Environment, kind: str, limit: int = 0) -> int:
         """The devices for each of which a worker waits that has it alone."""
-        return self._single.get((environment, kind), 0)
+        return self._single.get((environment, kind, limit), 0)
 
-    def several(self, environment: Environment, kind: str) -> Sequence[int]:
+    def several(
+        self, environment: Environment, kind: str, limit: int = 0
+    ) -> Sequence[int]:
         """The sets of more than one device for which a worker waits."""
-        return tuple(self._several.get((environment, kind), ()))
+        return tuple(self._several.get((environment, kind, limit), ()))
 
     def check(self, bindings: Iterable[Binding]) -> None:
         """Assert that it holds what these bindings say. Costs O(bindings)."""
@@ -64,11 +66,11 @@ class Warmth:
 
 def _place(binding: Binding) -> tuple[_Key, int]:
     """Where a binding is filed; 0 for a mask where it is not."""
-    environment, devices = binding
+    environment, devices, limit = binding
     if len(devices) != 1:
-        return (environment, ""), 0
+        return (environment, "", 0), 0
     kind, indices = devices[0]
     mask = 0
     for index in indices:
         mask |= 1 << index
-    return (environment, kind), mask
+    return (environment, kind, limit), mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import MEMORY
+from aiogpu.core.resources import GPU_MEMORY, MEMORY
 from aiogpu.core.wording import terms
 from aiogpu.errors import InfeasibleError, SerializationError
 from aiogpu.runtime.call import Site
@@ -20,17 +20,16 @@ def check_site(site: Site, ledger: Ledger) -> None:
     spec = site.spec
     reason = ledger.why_infeasible(spec.shape.request)
     if reason is not None:
-        asked = dict(spec.shape.request.scalars)
+        asked = spec.shape.request.as_numbers()
         # Of memory everybody has some; who asks for none need not hear of it.
         has = terms(
             (name, had)
             for name, had in ledger.totals().items()
-            if name != MEMORY or name in asked
+            if name not in (MEMORY, GPU_MEMORY) or name in asked
         )
         raise InfeasibleError(
             f"{spec.name} asks for {spec.shape.request}, which this node can never "
-            f"give: it lacks {reason}. It has {has}. Ask for less, or start the "
-            f"node with more."
+            f"give: {reason}. It has {has}. Ask for less, or start the node with more."
         )
     _check_size(f"the function {spec.name}", site.function.payload)
 

@@ -8,18 +8,17 @@ onlooker can see (a worker never changes its devices, an owner is told once).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from aiogpu.core import effects, events
+from aiogpu.core import events
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.pace import Pace
 from aiogpu.core.policy import Patience
-from aiogpu.core.records import binding_of
 from aiogpu.core.resources import (
+    BY_SHARE,
     CPU,
     GPU,
     TYPE_PREFIX,
@@ -29,14 +28,16 @@ from aiogpu.core.resources import (
     quantity,
 )
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Environment, Shape, TaskSpec
+from aiogpu.core.sizes import parse_size
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.where import Where
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.onlooker import Onlooker
-from aiogpu.testing.paper import NEWS, PaperTask, PaperWorker
+from aiogpu.testing.paper import PaperTask, PaperWorker
+from aiogpu.testing.stage import Stage
 
 
-class World(Onlooker):
+class World(Stage):
     """A node on paper: `w.submit("a"); w.finish("a"); assert w.told["a"]`.
 
     A forked worker starts, one that is to end goes, and what is to be taken back is
@@ -45,13 +46,7 @@ class World(Onlooker):
 
     Attributes:
         clock: the time. Move it by `advance`, which wakes the scheduler on the way.
-        starts: whether a forked worker connects at once.
-        exits: whether a worker that is killed, retired or done is gone at once.
-        revokes: whether what is taken back is known at once.
-        settles: whether the devices of a worker that has gone must be seen free.
         took: seconds that each task says it took.
-        effects: what the scheduler answered to the last call, in order.
-        retired, killed: ids of workers that were told to exit, or killed, in order.
     """
 
     def __init__(  # noqa: PLR0913 - the figures that a node is given
@@ -60,6 +55,8 @@ class World(Onlooker):
         gpus: int = 0,
         *,
         gpu_types: Sequence[str] = (),
+        gpu_memory: int | str = 0,
+        devices: Sequence[Device] | None = None,
         resources: Mapping[str, float] | None = None,
         patience: Patience | None = None,
         starts: bool = True,
@@ -69,30 +66,23 @@ class World(Onlooker):
         clock: HandClock | None = None,
     ) -> None:
         types = dict(enumerate(gpu_types))
-        devices = [Device(i, types.get(i)) for i in range(gpus or len(types))]
+        if devices is None:
+            size = parse_size("gpu_memory", gpu_memory)
+            count = gpus or len(types)
+            devices = [Device(i, types.get(i), memory=size) for i in range(count)]
         scalars = _amounts({CPU: cpus, **(resources or {})})
-        scalars.update({TYPE_PREFIX + name: UNIT for name in gpu_types})
+        there = {device.type for device in devices if device.type}
+        scalars.update({TYPE_PREFIX + name: UNIT for name in there})
         ledger = Ledger(scalars, [DeviceSet(GPU, devices)])
-        self.clock = clock or HandClock()
-        super().__init__(Scheduler(ledger, patience))
+        super().__init__(Scheduler(ledger, patience), clock or HandClock())
         self.starts = starts
         self.exits = exits
         self.revokes = revokes
-        self.settles = False
         self.took = took
-        self.effects: list[effects.Effect] = []
-        self.retired: list[WorkerId] = []
-        self.killed: list[WorkerId] = []
         self._paces: dict[int, Pace] = {}
-        self._coming: deque[events.Event] = deque()
 
     def __repr__(self) -> str:
         return f"<World at {self.now:g}s: {self.scheduler!r}>"
-
-    @property
-    def now(self) -> float:
-        """The time in seconds."""
-        return self.clock.now
 
     def submit(  # noqa: PLR0913 - the options that a task is given
         self,
@@ -102,6 +92,9 @@ class World(Onlooker):
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
+        where: Where | None = None,
+        gpu_memory: int | str = 0,
+        retries_oom: bool = False,
         strategy: Literal["pack", "spread"] = "pack",
         environment: Mapping[str, str] | None = None,
         function: int = 0,
@@ -120,15 +113,23 @@ class World(Onlooker):
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
         devices = {GPU: device_quantity("num_gpus", num_gpus)}
         spread = {"pack": False, "spread": True}[strategy]
-        request = Request.of(scalars, devices, accelerator_type, spread=spread)
+        memory = BY_SHARE
+        if gpu_memory != "share":
+            memory = parse_size("gpu_memory", gpu_memory)
+        request = Request.of(
+            *(scalars, devices, accelerator_type),
+            spread=spread,
+            where=where,
+            gpu_memory=memory,
+        )
         shape = Shape(request, tuple(sorted((environment or {}).items())))
         pace = self._paces.setdefault(function, Pace())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(cancel_grace, is_detached, is_endless, False, pace),
+            *(cancel_grace, is_detached, is_endless, retries_oom, pace),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
-            raise InfeasibleError(f"{name!r} asks for {reason}")
+            raise InfeasibleError(f"{name!r} can never run: {reason}")
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
@@ -144,17 +145,26 @@ class World(Onlooker):
         """A forked worker connects; named by its id or by the task it is for."""
         self._happen(events.WorkerStarted(self.worker_of(whom)))
 
-    def finish(self, name: str, *, retry: bool = False) -> None:
-        """The worker answers; with `retry`, by a failure that is to be retried."""
-        self._answer(name, retry)
+    def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
+        """The worker answers.
+
+        Args:
+            name: the task that has run.
+            retry: by a failure that is to be retried.
+            ran_out: by one for want of device memory.
+        """
+        self._answer(name, retry, ran_out)
         self._happen()
 
-    def _answer(self, name: str, retry: bool = False) -> PaperWorker:
+    def _answer(
+        self, name: str, retry: bool = False, ran_out: bool = False
+    ) -> PaperWorker:
         task = self.tasks[name]
         worker = self.workers[self.worker_of(name)]
         assert worker.task is task, f"{name!r} does not run on a worker"
         worker.answer()
-        self._coming.append(events.TaskFinished(task.id, worker.id, retry, self.took))
+        finished = events.TaskFinished(task.id, worker.id, retry, self.took, ran_out)
+        self._coming.append(finished)
         if worker.is_ending:
             self._leave(worker)
         else:
@@ -244,106 +254,6 @@ class World(Onlooker):
             if (moment := self.scheduler.deadline()) is None:
                 return
             self._wake(moment)
-
-    def _happen(self, *happened: events.Event) -> None:
-        self.effects = []
-        self._coming.extend(happened)
-        self._go_on()
-
-    def _wake(self, moment: float) -> None:
-        self.clock.advance_to(moment)
-        self._coming.append(events.TimePassed())
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._coming:
-            event = self._coming.popleft()
-            if isinstance(event, events.WorkerStarted):
-                self.workers[event.worker].has_started = True
-            elif isinstance(event, events.Revoked) and event.worker in self.workers:
-                self.workers[event.worker].forget_void(event.number)
-            elif isinstance(event, events.TaskSkipped):
-                self.workers[event.worker].drop(self._by_id[event.task])
-            elif isinstance(event, events.WorkerGone):
-                # One that is killed while it leaves has two reasons to go.
-                self.workers.pop(event.worker, None)
-            for effect in self.scheduler.handle(event, self.now):
-                self.effects.append(effect)
-                self._apply(effect)
-            self.check()
-
-    def _apply(self, effect: effects.Effect) -> None:
-        match effect:
-            case effects.Spawn(worker, environment):
-                self._fork(worker, environment)
-            case effects.Assign():
-                self._send(effect)
-            case effects.Ahead(worker, tasks):
-                self._send_ahead(self.workers[worker], tasks)
-            case effects.Revoke(worker, number):
-                self._revoke(self.workers[worker], number)
-            case effects.Interrupt(task, worker):
-                known = self.workers[worker]
-                assert self._by_id[task] in (*known.sent, *known.void), effect
-                self._by_id[task].interrupts += 1
-            case effects.Retire(worker):
-                assert not self.workers[worker].sent, effect
-                self.retired.append(worker)
-                self._leave(self.workers[worker])
-            case effects.Kill(worker):
-                self.killed.append(worker)
-                self._leave(self.workers[worker])
-            case _:
-                self._tell(effect)
-
-    def _fork(self, worker: WorkerId, environment: Environment) -> None:
-        self.workers[worker] = PaperWorker(worker, environment)
-        if self.starts:
-            self._coming.append(events.WorkerStarted(worker))
-
-    def _revoke(self, worker: PaperWorker, number: int) -> None:
-        worker.revoke(number)
-        if self.revokes:
-            self._coming.append(worker.know_revoked())
-
-    def _tell(self, effect: effects.Effect) -> None:
-        if isinstance(effect, effects.Forget):
-            task = self._by_id[effect.task]
-            assert not task.is_forgotten, effect
-            task.is_forgotten = True
-            return
-        owner = self._by_id[effect.task]  # type: ignore[union-attr]
-        assert owner.news is None, (effect, owner)
-        assert not owner.is_cancelled, (effect, owner)
-        owner.news = NEWS[type(effect)]
-        owner.reason = getattr(effect, "reason", "")
-
-    def _send(self, assign: effects.Assign) -> None:
-        worker, task = self.workers[assign.worker], self._by_id[assign.task]
-        binding = binding_of(task.spec, assign.lease)
-        state = (worker.has_started, worker.is_ending, len(worker.sent))
-        assert state == (True, False, 0), assign
-        assert task.spec.shape.environment == worker.environment, assign
-        assert assign.is_first == (worker.binding is None), assign
-        assert assign.is_first or worker.binding == binding, assign
-        assert assign.is_first or task.spec.max_calls != 1, assign
-        worker.binding, worker.is_ending = binding, assign.is_last
-        worker.sent.append(task)
-        worker.begin()
-        task.gpus = dict(binding[1]).get(GPU, ())
-
-    def _send_ahead(self, worker: PaperWorker, tasks: list[TaskId]) -> None:
-        assert worker.binding is not None, worker
-        for id_ in tasks:
-            task = self._by_id[id_]
-            task.gpus = dict(worker.binding[1]).get(GPU, ())
-            worker.sent.append(task)
-        worker.begin()
-
-    def _leave(self, worker: PaperWorker) -> None:
-        worker.is_ending = True
-        if self.exits:
-            self._coming.append(worker.gone(self.settles))
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

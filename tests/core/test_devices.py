@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.resources import UNIT, device_quantity
+from aiogpu.core.resources import UNIT, Request, device_quantity
 
 
 def gpus(*free: float, types: str = "") -> DeviceSet:
@@ -16,10 +16,16 @@ def gpus(*free: float, types: str = "") -> DeviceSet:
 
 
 def place(
-    devices: DeviceSet, amount: float, kind: str | None = None, **options
+    devices: DeviceSet,
+    amount: float,
+    kind: str | None = None,
+    spread: bool = False,
+    barred: int = 0,
 ) -> list[int]:
     """Take an amount; the indices of the devices that it came from."""
-    shares = devices.choose(device_quantity("num_gpus", amount), kind, **options)
+    parts = device_quantity("num_gpus", amount)
+    request = Request.of({}, {"GPU": parts}, kind, spread=spread)
+    shares = devices.choose(parts, request, barred)
     devices.take(shares or ())
     return [index for index, _ in shares or ()]
 
@@ -88,7 +94,8 @@ def test_the_lowest_device_that_came_free_is_used_first():
 
 def test_choosing_takes_nothing():
     devices = gpus(1)
-    assert devices.choose(5_000) == devices.choose(5_000) == ((0, 5_000),)
+    half = Request.of({}, {"GPU": 5_000})
+    assert devices.choose(5_000, half) == devices.choose(5_000, half) == ((0, 5_000),)
     assert devices.free == [UNIT]
 
 
@@ -99,9 +106,6 @@ def test_only_devices_of_the_type_that_is_asked_for():
     assert place(devices, 1, "A100") == []
     assert place(devices, 0.6, "A100") == []
     assert place(devices, 2, "T4") == [0, 2]
-    assert devices.count_of("A100") == 2
-    assert devices.count_of("H200") == 0
-    assert devices.count_of(None) == 4
 
 
 def test_masks_name_the_devices_of_a_type_and_those_that_are_free():

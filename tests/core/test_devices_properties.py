@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.core.devices import Device, DeviceSet, Share
-from aiogpu.core.resources import UNIT
+from aiogpu.core.resources import UNIT, Request
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
 AMOUNTS = st.one_of(
@@ -57,8 +57,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(amount=AMOUNTS, kind=TYPES, spread=st.booleans(), barred=MASKS)
     def take(self, amount, kind, spread, barred):
+        request = Request.of({}, {"GPU": amount}, kind, spread=spread)
+        shares = self.devices.choose(amount, request, barred)
         options = {"spread": spread, "barred": barred}
-        shares = self.devices.choose(amount, kind, **options)
         assert shares == search(self.devices, amount, kind, **options)
         if shares is not None:
             self.devices.take(shares)

@@ -63,7 +63,7 @@ def test_nothing_is_taken_where_one_thing_is_short():
 def test_devices_of_a_kind_that_is_not_there_are_not_found():
     node = Ledger({"CPU": UNIT})
     assert node.take(asking(1, 0.5)) is None
-    assert node.why_infeasible(asking(0, 0.5)) == "GPU 0.5 of 0"
+    assert node.why_infeasible(asking(0, 0.5)) == "it lacks GPU 0.5 of 0"
     assert node.available() == {"CPU": 1.0}
 
 
@@ -123,10 +123,10 @@ def test_a_request_leaves_what_is_kept_from_it():
     [
         (asking(4, 2), None),
         (asking(0, 0.25), None),
-        (asking(5), "CPU 5 of 4"),
-        (asking(0, 3), "GPU 3 of 2"),
-        (asking(0, 0, license=1), "license 1 of 0"),
-        (asking(0, 1, kind="T4"), "accelerator_type:T4 0.001 of 0"),
+        (asking(5), "it lacks CPU 5 of 4"),
+        (asking(0, 3), "it lacks GPU 3 of 2"),
+        (asking(0, 0, license=1), "it lacks license 1 of 0"),
+        (asking(0, 1, kind="T4"), "there is no GPU of type 'T4' (there are: 2 x A100)"),
     ],
 )
 def test_what_a_node_can_never_meet_is_said_in_words(request_, reason):
@@ -135,7 +135,10 @@ def test_what_a_node_can_never_meet_is_said_in_words(request_, reason):
 
 def test_too_few_devices_of_a_type():
     node = ledger(**{"accelerator_type:A100": 1})
-    assert node.why_infeasible(asking(0, 3, kind="A100")) == "GPU 3 of 2 of type A100"
+    assert (
+        node.why_infeasible(asking(0, 3, kind="A100"))
+        == "it lacks GPU 3 of 2 of type A100"
+    )
 
 
 def test_a_busy_node_is_not_an_infeasible_one():

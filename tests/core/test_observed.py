@@ -35,7 +35,7 @@ def test_what_was_seen_is_in_the_picture_of_a_device():
     pids = {worker: 100 + worker for worker in w.workers}
     first, second = snapshot(w.scheduler, pids, w.now, {("GPU", 0): seen}).devices
     assert (first.used, first.utilisation, first.others) == (9 * GIB, 87, (other,))
-    assert (first.seen, first.unknown, first.reserved) == (2.0, "why", 0)
+    assert (first.seen, first.unknown) == (2.0, "why")
     a, b = first.holders
     assert (a.task, a.used, a.has_outgrown) == ("a", 3 * GIB, True)
     assert (b.task, b.used, b.has_outgrown) == ("b", None, False)
@@ -50,7 +50,9 @@ def test_a_look_is_never_younger_than_now():
 
 
 def test_devices_are_shown_one_below_the_other():
-    seen = device(used=3 * GIB, utilisation=7, seen=0.2, reserved=6 * GIB, others=())
+    seen = device(
+        used=3 * GIB, utilisation=7, seen=0.2, memory_reserved=6 * GIB, others=()
+    )
     full = DeviceStatus(
         *("GPU", 11, "A100", "u", A100.name, 80 * GIB, 0.25, ()),
         used=512 << 20,
@@ -88,13 +90,13 @@ def test_holders_show_what_they_use():
     holders = (
         Holder(0.5, 1, 101, "a", 3.0, used=(100 << 30) + 1, has_outgrown=True),
         Holder(0.25, 2, 102, "b", 12.0, used=1000),
-        Holder(0.25, 3, 103, "c"),
+        Holder(0.0, 3, 103, "c", memory=6 * GIB),
     )
     assert picture(DeviceStatus("GPU", 0, None, None, None, 0, 0.0, holders)) == [
         "GPU 0  0 free",
-        "  0.5   a  pid 101  3.0 s  100 GiB, more than was reserved for it",
-        "  0.25  b  pid 102  12 s   0",
-        "  0.25  c  pid 103",
+        "  0.5   a  pid 101  3.0 s  100 GiB used, more than was reserved for it",
+        "  0.25  b  pid 102  12 s   0 used",
+        "  6GiB  c  pid 103",
     ]
 
 

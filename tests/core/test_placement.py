@@ -82,7 +82,7 @@ def test_a_type_is_honoured():
     assert w.waiting == {"b"}
     with pytest.raises(InfeasibleError, match="GPU 2 of 1 of type A100"):
         w.submit("c", num_gpus=2, accelerator_type="A100")
-    with pytest.raises(InfeasibleError, match="accelerator_type:H200"):
+    with pytest.raises(InfeasibleError, match="no GPU of type 'H200'"):
         w.submit("d", num_gpus=1, accelerator_type="H200")
 
 

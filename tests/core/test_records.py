@@ -20,7 +20,7 @@ from aiogpu.core.records import (
     move_task,
     move_worker,
 )
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.resources import BY_SHARE, UNIT, Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import InternalError
 
@@ -65,15 +65,31 @@ def test_a_binding_is_environment_and_devices_but_not_amounts():
         assert lease is not None
         bindings.append(binding_of(spec_of(request, ("A", "1")), lease))
     quarter, half, two = bindings
-    assert quarter == half == ((("A", "1"),), (("GPU", (0,)),))
-    assert two == ((("A", "1"),), (("GPU", (1, 2)),))
+    assert quarter == half == ((("A", "1"),), (("GPU", (0,)),), 0)
+    assert two == ((("A", "1"),), (("GPU", (1, 2)),), 0)
+
+
+def test_a_binding_is_also_the_limit_on_device_memory():
+    """[B27] A framework is told of its limit once."""
+    ledger = Ledger({}, [DeviceSet("GPU", [Device(0, memory=80)])])
+    bindings = []
+    for amount, memory in (
+        (1_000, 10),
+        (2_000, 10),
+        (1_000, BY_SHARE),
+        (500, BY_SHARE),
+    ):
+        lease = ledger.take(Request.of({}, {"GPU": amount}, gpu_memory=memory))
+        assert lease is not None
+        bindings.append(binding_of(spec_of(lease.request), lease))
+    assert [limit for _, _, limit in bindings] == [10, 10, -1_000, -500]
 
 
 def test_without_devices_the_environment_alone_binds():
     request = Request.of({"CPU": UNIT}, {})
     lease = Ledger({"CPU": UNIT}).take(request)
     assert lease is not None
-    assert binding_of(spec_of(request), lease) == ((), ())
+    assert binding_of(spec_of(request), lease) == ((), (), 0)
 
 
 def test_a_task_stands_by_its_priority_until_it_has_kin():

@@ -51,7 +51,9 @@ def test_a_task_from_its_submission_to_its_answer():
 def test_what_can_never_run_is_refused():
     w = World(cpus=2)
     for _ in range(2):
-        with pytest.raises(InfeasibleError, match="'a' asks for CPU 3 of 2"):
+        with pytest.raises(
+            InfeasibleError, match="'a' can never run: it lacks CPU 3 of 2"
+        ):
             w.submit("a", num_cpus=3)
     w.submit("b", num_cpus=2)
     w.submit("c", num_cpus=2)

@@ -1,0 +1,142 @@
+"""What a node lacks even when idle, in words: which is short, and what there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.resources import (
+    BY_SHARE,
+    GPU,
+    TYPE_PREFIX,
+    UNIT,
+    Request,
+    number,
+    written,
+)
+from aiogpu.core.sizes import size
+
+if TYPE_CHECKING:
+    from aiogpu.core.devices import Device, DeviceSet
+
+SHOWN: Final = 8
+"""Sorts of devices that are told; of the rest, that there are more."""
+
+
+def find_infeasible(
+    capacity: Mapping[str, int],
+    device_sets: Mapping[str, DeviceSet],
+    request: Request,
+) -> str | None:
+    """A clause that says what a request could never have here, None if nothing.
+
+    Args:
+        capacity: of undivided resources, in parts.
+        device_sets: the devices by kind.
+        request: what is asked for.
+    """
+    wanted = request.accelerator_type
+    kinds = [kind for kind, _ in request.devices if device_sets.get(kind)]
+    for name, asked in request.scalars:
+        there = capacity.get(name, 0)
+        if there < asked:
+            if kinds and wanted is not None and name == TYPE_PREFIX + wanted:
+                return _no_such_type(device_sets[kinds[0]], wanted)
+            given, had = (written(name, number(parts)) for parts in (asked, there))
+            return f"it lacks {name} {given} of {had}"
+    for kind, amount in request.devices:
+        devices = device_sets.get(kind)
+        if devices is None:
+            return f"it lacks {kind} {number(amount):g} of 0"
+        if kind == GPU and request.gpu_memory == BY_SHARE and not amount:
+            return (
+                "gpu_memory='share' is the part of a GPU's memory that num_gpus is of "
+                "the GPU, and num_gpus is 0"
+            )
+        # Memory alone is asked of one device.
+        count = max(amount // UNIT, 1)
+        if devices.usable(amount, request).bit_count() < count:
+            return _too_few(devices, amount, count, request)
+    return None
+
+
+def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> str:
+    """Why too few devices could serve a request; the first filter that says so."""
+    kind, wanted, where = devices.kind, request.accelerator_type, request.where
+    of_type = _those(devices, devices.mask_of_type(wanted))
+    suffix = f" of type {wanted}" if wanted else ""
+    if wanted is not None and not of_type:
+        return _no_such_type(devices, wanted)
+    if len(of_type) < count:
+        asked = f"{number(amount):g}" if amount else "1"
+        return f"it lacks {kind} {asked} of {len(of_type)}{suffix}"
+    fitting = _those(devices, devices.fitting(request))
+    if len(fitting) < count:
+        most = "none fulfils" if not fitting else f"only {len(fitting)} fulfil"
+        return (
+            f"of its {len(of_type)} {kind}s{suffix}, {most} {where} "
+            f"({_there_are(of_type)})"
+        )
+    if amount > UNIT:
+        whole = [device for device in fitting if device.parent is None]
+        if len(whole) < count:
+            return (
+                f"a process can use one MIG instance only, and of its {len(fitting)} "
+                f"{kind}s{suffix} {len(whole) or 'none'} are no MIG instances: ask for "
+                f"{kind} 1 at most"
+            )
+        fitting = whole
+    return _too_little_memory(fitting, count, request)
+
+
+def _too_little_memory(fitting: list[Device], count: int, request: Request) -> str:
+    known = [device.memory for device in fitting if device.memory]
+    if len(known) < count:
+        who = "its GPUs" if not known else f"{len(fitting) - len(known)} of its GPUs"
+        return (
+            f"it does not know how much memory {who} have: say so with "
+            f'init(gpu_memory="80GiB"), or leave gpu_memory= out'
+        )
+    asked = size(request.gpu_memory)
+    return (
+        f"it lacks {count} GPU{'s' * (count > 1)} with gpu_memory {asked} "
+        f"({_there_are(fitting)})"
+    )
+
+
+def _no_such_type(devices: DeviceSet, wanted: str) -> str:
+    kind = devices.kind
+    types = sorted({device.type for device in devices.devices if device.type})
+    near = get_close_matches(wanted.lower(), {t.lower(): t for t in types}, 1)
+    hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in near)
+    if not types:
+        hint = '; say so with init(accelerator_type="...") if they are'
+    told = "there is none at all"
+    if devices.devices:
+        told = _counted(device.type or "of unknown type" for device in devices.devices)
+    return f"there is no {kind} of type {wanted!r} ({told}{hint})"
+
+
+def _those(devices: DeviceSet, mask: int) -> list[Device]:
+    return [one for index, one in enumerate(devices.devices) if mask >> index & 1]
+
+
+def _there_are(devices: list[Device]) -> str:
+    """What there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4"."""
+    return _counted(" ".join(_words_of(device)) for device in devices)
+
+
+def _counted(sorts: Iterable[str]) -> str:
+    counts = Counter(sorts)
+    told = [f"{count} x {sort}" for sort, count in counts.most_common(SHOWN)]
+    if len(counts) > SHOWN:
+        told.append("and others")
+    return f"there are: {', '.join(told)}"
+
+
+def _words_of(device: Device) -> Iterator[str]:
+    yield device.type or device.name or "of unknown type"
+    if device.memory:
+        yield f"of {size(device.memory)}"

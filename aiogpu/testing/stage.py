@@ -1,0 +1,144 @@
+"""Carries out on paper what a scheduler says, and tells it what comes of that."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aiogpu.core import effects, events
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.records import binding_of
+from aiogpu.core.resources import GPU
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Environment
+from aiogpu.testing.clock import HandClock
+from aiogpu.testing.onlooker import Onlooker
+from aiogpu.testing.paper import NEWS, PaperWorker
+
+
+class Stage(Onlooker):
+    """Paper workers that do as they are told, as soon as they are told.
+
+    Attributes:
+        clock: the time.
+        starts: whether a forked worker connects at once.
+        exits: whether a worker that is killed, retired or done is gone at once.
+        revokes: whether what is taken back is known at once.
+        settles: whether the devices of a worker that has gone must be seen free.
+        effects: what the scheduler answered to the last call, in order.
+        retired, killed: ids of workers that were told to exit, or killed, in order.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: HandClock) -> None:
+        super().__init__(scheduler)
+        self.clock = clock
+        self.starts = self.exits = self.revokes = True
+        self.settles = False
+        self.effects: list[effects.Effect] = []
+        self.retired: list[WorkerId] = []
+        self.killed: list[WorkerId] = []
+        self._coming: deque[events.Event] = deque()
+
+    @property
+    def now(self) -> float:
+        """The time in seconds."""
+        return self.clock.now
+
+    def _happen(self, *happened: events.Event) -> None:
+        self.effects = []
+        self._coming.extend(happened)
+        self._go_on()
+
+    def _wake(self, moment: float) -> None:
+        self.clock.advance_to(moment)
+        self._coming.append(events.TimePassed())
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._coming:
+            event = self._coming.popleft()
+            if isinstance(event, events.WorkerStarted):
+                self.workers[event.worker].has_started = True
+            elif isinstance(event, events.Revoked) and event.worker in self.workers:
+                self.workers[event.worker].forget_void(event.number)
+            elif isinstance(event, events.TaskSkipped):
+                self.workers[event.worker].drop(self._by_id[event.task])
+            elif isinstance(event, events.WorkerGone):
+                # One that is killed while it leaves has two reasons to go.
+                self.workers.pop(event.worker, None)
+            for effect in self.scheduler.handle(event, self.now):
+                self.effects.append(effect)
+                self._apply(effect)
+            self.check()
+
+    def _apply(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Spawn(worker, environment):
+                self._fork(worker, environment)
+            case effects.Assign():
+                self._send(effect)
+            case effects.Ahead(worker, tasks):
+                self._send_ahead(self.workers[worker], tasks)
+            case effects.Revoke(worker, number):
+                self._revoke(self.workers[worker], number)
+            case effects.Interrupt(task, worker):
+                known = self.workers[worker]
+                assert self._by_id[task] in (*known.sent, *known.void), effect
+                self._by_id[task].interrupts += 1
+            case effects.Retire(worker):
+                assert not self.workers[worker].sent, effect
+                self.retired.append(worker)
+                self._leave(self.workers[worker])
+            case effects.Kill(worker):
+                self.killed.append(worker)
+                self._leave(self.workers[worker])
+            case _:
+                self._tell(effect)
+
+    def _fork(self, worker: WorkerId, environment: Environment) -> None:
+        self.workers[worker] = PaperWorker(worker, environment)
+        if self.starts:
+            self._coming.append(events.WorkerStarted(worker))
+
+    def _revoke(self, worker: PaperWorker, number: int) -> None:
+        worker.revoke(number)
+        if self.revokes:
+            self._coming.append(worker.know_revoked())
+
+    def _tell(self, effect: effects.Effect) -> None:
+        if isinstance(effect, effects.Forget):
+            task = self._by_id[effect.task]
+            assert not task.is_forgotten, effect
+            task.is_forgotten = True
+            return
+        owner = self._by_id[effect.task]  # type: ignore[union-attr]
+        assert owner.news is None, (effect, owner)
+        assert not owner.is_cancelled, (effect, owner)
+        owner.news = NEWS[type(effect)]
+        owner.reason = getattr(effect, "reason", "")
+
+    def _send(self, assign: effects.Assign) -> None:
+        worker, task = self.workers[assign.worker], self._by_id[assign.task]
+        binding = binding_of(task.spec, assign.lease)
+        state = (worker.has_started, worker.is_ending, len(worker.sent))
+        assert state == (True, False, 0), assign
+        assert task.spec.shape.environment == worker.environment, assign
+        assert assign.is_first == (worker.binding is None), assign
+        assert assign.is_first or worker.binding == binding, assign
+        assert assign.is_first or task.spec.max_calls != 1, assign
+        worker.binding, worker.is_ending = binding, assign.is_last
+        worker.sent.append(task)
+        worker.begin()
+        task.gpus = dict(binding[1]).get(GPU, ())
+
+    def _send_ahead(self, worker: PaperWorker, tasks: list[TaskId]) -> None:
+        assert worker.binding is not None, worker
+        for id_ in tasks:
+            task = self._by_id[id_]
+            task.gpus = dict(worker.binding[1]).get(GPU, ())
+            worker.sent.append(task)
+        worker.begin()
+
+    def _leave(self, worker: PaperWorker) -> None:
+        worker.is_ending = True
+        if self.exits:
+            self._coming.append(worker.gone(self.settles))
