@@ -11,6 +11,7 @@ from typing import Final
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.effects import Effect, Forget, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
+from aiogpu.core.exclusive import try_exclusively
 from aiogpu.core.family import part
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Lease
@@ -58,21 +59,37 @@ def depart(
     for number, record in enumerate(inflight[: max(begun, 1)]):
         record.worker = None
         has_run = not is_new and number < begun
-        is_given_up = _is_given_up(node, record, has_run, now)
-        if is_given_up or not (_has_another_run if has_run else _has_another_start)(
-            node, record
-        ):
-            _lose(node, record, worker.id, effects, GIVEN_UP if is_given_up else "")
-        elif record.is_starved and not record.spec.is_endless:
-            record.is_starved = False
-            node.solitude.await_turn(node, record, now)
-        elif has_run:
-            record.is_starved = False
-            retry(node, record, now)
+        note = ""
+        if record.is_outgrown and has_run and not record.spec.is_endless:
+            is_kept = _has_exclusive_run(node, record)
         else:
-            node.wait_again(record)
+            note = GIVEN_UP if _is_given_up(node, record, has_run, now) else ""
+            is_kept = not note and _try_again(node, record, has_run, now)
+        if not is_kept:
+            _lose(node, record, worker.id, effects, note)
         if record.kin is not None:
             part(node, record, now, effects)
+
+
+def _try_again(node: Node, record: TaskRecord, has_run: bool, now: float) -> bool:
+    """Try a task again whose worker has gone; False if it may not be."""
+    if not (_has_another_run if has_run else _has_another_start)(node, record):
+        return False
+    if record.is_starved and not record.spec.is_endless:
+        record.is_starved = False
+        node.solitude.await_turn(node, record, now)
+    elif has_run:
+        retry(node, record, now)
+    else:
+        record.is_outgrown = False
+        node.wait_again(record)
+    return True
+
+
+def _has_exclusive_run(node: Node, record: TaskRecord) -> bool:
+    """What used more than it had reserved would do so again, but alone."""
+    is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
+    return is_wanted and try_exclusively(node, record)
 
 
 def _may_hope(node: Node) -> bool:
@@ -131,7 +148,7 @@ def _lose(
     record: TaskRecord,
     worker: WorkerId,
     effects: list[Effect],
-    note: str = "",
+    note: str,
 ) -> None:
     was_wanted = record.state is not TaskState.STOPPING
     node.end(record)
@@ -142,6 +159,13 @@ def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
     """End a worker whose task uses more memory than there is."""
     assert worker.task is not None, worker
     worker.task.is_starved = True
+    doom(worker, effects)
+
+
+def outgrow(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """End a worker whose task uses more device memory than it has reserved."""
+    assert worker.task is not None, worker
+    worker.task.is_outgrown = True
     doom(worker, effects)
 
 

@@ -174,6 +174,8 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
         return False
     if node.solitude.is_wanted:
         return False
+    if lease.shares and ledger.drains(lease):
+        return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
     if ledger.is_overdrawn:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from aiogpu.core.effects import Effect, Forget, Settle
+from aiogpu.core.exclusive import try_exclusively
 from aiogpu.core.family import part
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -11,16 +14,31 @@ from aiogpu.core.retry import may_retry
 from aiogpu.core.retry import retry as retry_later
 
 
+class Failure(NamedTuple):
+    """What an answer says of how its task has failed, if it has.
+
+    Attributes:
+        retry: by an exception for which it is to be tried again.
+        ran_out: for want of device memory.
+    """
+
+    retry: bool
+    ran_out: bool
+
+
 def end_specially(
     node: Node,
     record: TaskRecord,
-    retry: bool,
+    failure: Failure,
     now: float,
     effects: list[Effect],
 ) -> None:
     """End a task that is not of the commonest kind, or try it again."""
     was_wanted = record.state is not TaskState.STOPPING
-    if was_wanted and retry and not node.is_closing and may_retry(record):
+    may_go_on = was_wanted and not node.is_closing
+    if may_go_on and failure.ran_out and try_exclusively(node, record):
+        pass
+    elif may_go_on and failure.retry and may_retry(record):
         retry_later(node, record, now)
     else:
         node.end(record)

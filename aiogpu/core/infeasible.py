@@ -82,10 +82,11 @@ def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> s
     if amount > UNIT:
         whole = [device for device in fitting if device.parent is None]
         if len(whole) < count:
+            but = f"all but {len(whole)} of " if whole else ""
             return (
-                f"a process can use one MIG instance only, and of its {len(fitting)} "
-                f"{kind}s{suffix} {len(whole) or 'none'} are no MIG instances: ask for "
-                f"{kind} 1 at most"
+                f"a process can use one MIG instance only, and {but}its {len(fitting)} "
+                f"{kind}s{suffix} are MIG instances: ask for {kind} {len(whole) or 1} "
+                f"at most"
             )
         fitting = whole
     return _too_little_memory(fitting, count, request)
@@ -111,7 +112,7 @@ def _no_such_type(devices: DeviceSet, wanted: str) -> str:
     types = sorted({device.type for device in devices.devices if device.type})
     near = get_close_matches(wanted.lower(), {t.lower(): t for t in types}, 1)
     hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in near)
-    if not types:
+    if devices.devices and not types:
         hint = '; say so with init(accelerator_type="...") if they are'
     told = "there is none at all"
     if devices.devices:

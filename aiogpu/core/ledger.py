@@ -14,7 +14,7 @@ from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
-from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number
+from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, written
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +47,9 @@ class Ledger:
         self._last_id = 0
 
     def __repr__(self) -> str:
+        totals = self.totals()
         amounts = (
-            f"{name} {free:g}/{self.totals()[name]:g}"
+            f"{name} {written(name, free)}/{written(name, totals[name])}"
             for name, free in self.available().items()
         )
         return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
@@ -209,13 +210,11 @@ class Ledger:
 
     def drains(self, lease: Lease) -> bool:
         """Whether a lease holds something of a device that is given to nobody now."""
-        return any(
-            self.device_sets[kind].aside_mask >> index & 1
-            for (kind, _), shares in zip(
-                lease.request.devices, lease.shares, strict=True
-            )
-            for index, _ in shares
-        )
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            mask = self.device_sets[kind].aside_mask
+            if mask and any(mask >> index & 1 for index, _ in shares):
+                return True
+        return False
 
     def totals(self) -> dict[str, float]:
         """Capacity in the user's terms; every resource by name."""

@@ -73,6 +73,8 @@ class TaskRecord:
         retries: how often it was tried again.
         starts_failed: workers in a row that ended before they took the task.
         is_starved: its worker was ended since memory ran out.
+        is_outgrown: its worker was ended since it used more device memory than it had
+            reserved.
         is_alone: it has had that, and its next try is to be alone.
         kin: None for a task without parent and children.
         stop: None unless it is being stopped.
@@ -87,6 +89,7 @@ class TaskRecord:
     retries: int = 0
     starts_failed: int = 0
     is_starved: bool = False
+    is_outgrown: bool = False
     is_alone: bool = False
     kin: Kin | None = None
     stop: Stop | None = None

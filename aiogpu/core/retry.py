@@ -31,7 +31,7 @@ def retry(node: Node, record: TaskRecord, now: float) -> None:
     else:
         delay = node.patience.retry_delay(record.retries)
     # It may have answered before the kill that was to make room.
-    record.is_starved = False
+    record.is_starved = record.is_outgrown = False
     if delay == 0:
         node.wait_again(record)
         return

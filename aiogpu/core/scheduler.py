@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiogpu.core import events
+from aiogpu.core import device_news, events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
 from aiogpu.core.closing import abandon_running, abandon_some, kill_all
-from aiogpu.core.departure import depart, set_aside, settle, settle_all, starve
+from aiogpu.core.departure import depart, settle_all
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
@@ -30,7 +30,7 @@ from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
-from aiogpu.core.finish import end_specially
+from aiogpu.core.finish import Failure, end_specially
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -70,13 +70,10 @@ class Scheduler(Node):
             events.Cancelled: self._on_cancelled,
             events.WorkerStarted: self._on_worker_started,
             events.WorkerGone: self._on_worker_gone,
-            events.MemoryShort: self._on_memory_short,
-            events.Settled: self._on_settled,
-            events.SetAside: self._on_set_aside,
-            events.Recovered: self._on_recovered,
             events.Outdated: self._on_outdated,
             events.TimePassed: self._on_time_passed,
             events.Closing: self._on_closing,
+            **dict.fromkeys(device_news.HANDLERS, self._on_device_news),
         }
 
     def __repr__(self) -> str:
@@ -143,10 +140,18 @@ class Scheduler(Node):
         return effects
 
     def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
-        return self.finish(event.task, event.worker, event.retry, event.took, now)
+        return self.finish(
+            *(event.task, event.worker, event.retry, event.took, now, event.ran_out)
+        )
 
-    def finish(
-        self, task: TaskId, worker_id: WorkerId, retry: bool, took: float, now: float
+    def finish(  # noqa: PLR0913, PLR0917 - by position, each time
+        self,
+        task: TaskId,
+        worker_id: WorkerId,
+        retry: bool,
+        took: float,
+        now: float,
+        ran_out: bool = False,
     ) -> Sequence[Effect]:
         """`TaskFinished`, for those who call it a million times."""
         worker = self.workers.get(worker_id)
@@ -162,13 +167,13 @@ class Scheduler(Node):
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
-        if self.solitude.is_wanted:
+        if ran_out or self.solitude.is_wanted:
             is_special = True
         if is_special:
             assert worker.lease is not None, worker
             if worker.lease.is_lent:
                 self.ledger.resume(worker.lease)
-            end_specially(self, record, retry, now, effects)
+            end_specially(self, record, Failure(retry, ran_out), now, effects)
         else:
             self.end(record)
             effects.append(Settle(task))
@@ -282,25 +287,10 @@ class Scheduler(Node):
         depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
-    def _on_memory_short(self, it: events.MemoryShort, now: float) -> Sequence[Effect]:
-        worker = self.workers.get(it.worker)
+    def _on_device_news(self, event: Event, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
-        if worker is not None and worker.state is WorkerState.BUSY:
-            starve(worker, effects)
-            self._place(now, effects)
-        return effects
-
-    def _on_settled(self, event: events.Settled, now: float) -> Sequence[Effect]:
-        settle(self, event)
-        return self._place(now, [])
-
-    def _on_set_aside(self, it: events.SetAside, now: float) -> Sequence[Effect]:
-        set_aside(self, it)
-        return self._place(now, [])
-
-    def _on_recovered(self, it: events.Recovered, now: float) -> Sequence[Effect]:
-        self.ledger.device_sets[it.kind].put_back(it.index)
-        return self._place(now, [])
+        device_news.HANDLERS[type(event)](self, event, effects)
+        return self._place(now, effects)
 
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []

@@ -1,0 +1,72 @@
+"""What is heard of devices: free again, stuck, sick or well, or short of memory.
+
+Each of these changes who may be given what, so all that waits is looked at after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from aiogpu.core import events
+from aiogpu.core.departure import outgrow, set_aside, settle, starve
+from aiogpu.core.effects import Effect
+from aiogpu.core.events import Event
+from aiogpu.core.ids import WorkerId
+from aiogpu.core.lifecycle import WorkerState
+from aiogpu.core.node import Node
+from aiogpu.core.records import WorkerRecord
+from aiogpu.core.watch import revoke
+
+
+def _on_settled(node: Node, it: events.Settled, _: list[Effect]) -> None:
+    settle(node, it)
+
+
+def _on_set_aside(node: Node, it: events.SetAside, _: list[Effect]) -> None:
+    set_aside(node, it)
+
+
+def _on_recovered(node: Node, it: events.Recovered, _: list[Effect]) -> None:
+    node.ledger.device_sets[it.kind].put_back(it.index)
+
+
+def _on_sick(node: Node, it: events.Sick, effects: list[Effect]) -> None:
+    node.ledger.device_sets[it.kind].mark_sick(it.index, it.reason)
+    kept = node.reservation
+    if kept is not None and kept.barred.get(it.kind, 0) >> it.index & 1:
+        node.reservation = None  # made anew, and elsewhere, at once
+    for worker in node.workers:
+        # What runs there goes on; what has not begun need not.
+        if worker.queue and worker.lease and node.ledger.drains(worker.lease):
+            revoke(worker, effects)
+
+
+def _on_well(node: Node, it: events.Well, _: list[Effect]) -> None:
+    node.ledger.device_sets[it.kind].mark_well(it.index)
+
+
+def _on_memory_short(node: Node, it: events.MemoryShort, effects: list[Effect]) -> None:
+    if worker := _busy(node, it.worker):
+        starve(worker, effects)
+
+
+def _on_outgrown(node: Node, it: events.Outgrown, effects: list[Effect]) -> None:
+    if worker := _busy(node, it.worker):
+        outgrow(worker, effects)
+
+
+def _busy(node: Node, worker_id: WorkerId) -> WorkerRecord | None:
+    worker = node.workers.get(worker_id)
+    return worker if worker and worker.state is WorkerState.BUSY else None
+
+
+HANDLERS: Final[dict[type[Event], Callable[[Node, Any, list[Effect]], None]]] = {
+    events.Settled: _on_settled,
+    events.SetAside: _on_set_aside,
+    events.Recovered: _on_recovered,
+    events.Sick: _on_sick,
+    events.Well: _on_well,
+    events.MemoryShort: _on_memory_short,
+    events.Outgrown: _on_outgrown,
+}

@@ -1,0 +1,105 @@
+"""A sick device is drained, shown, and used again when it is well."""
+
+from aiogpu.core.events import Recovered, SetAside, Sick, Well
+from aiogpu.core.snapshot import snapshot
+from aiogpu.testing import World
+
+
+def shown(w: World) -> list[str | None]:
+    """Why each device is given to nobody."""
+    return [one.aside for one in snapshot(w.scheduler, {}, w.now).devices]
+
+
+def test_nobody_is_placed_on_a_sick_device_until_it_is_well():
+    w = World(gpus=2)
+    w.tell(Sick("GPU", 0, "XID 79"))
+    w.submit("a", num_gpus=1)
+    w.submit("b", num_gpus=0.5)
+    assert w.gpus_of("a") == [1]
+    assert w.waiting == {"b"}
+    assert shown(w) == ["XID 79", None]
+    w.tell(Well("GPU", 0))
+    assert w.gpus_of("b") == [0]
+    assert shown(w) == [None, None]
+
+
+def test_who_has_a_share_of_it_keeps_that():
+    w = World(gpus=1)
+    w.submit("a", num_gpus=0.5)
+    w.tell(Sick("GPU", 0, "XID 48"))
+    w.submit("b", num_gpus=0.5)
+    assert (w.running, w.waiting) == ({"a"}, {"b"})
+    w.finish("a")
+    assert w.told == {"a": "settled"}
+    assert w.waiting == {"b"}
+    w.tell(Well("GPU", 0))
+    assert w.running == {"b"}
+
+
+def test_a_worker_on_it_is_given_no_more_of_the_same():
+    """[B26] Not the next of its line, and not what it was sent ahead."""
+    w = World(cpus=1, gpus=1, took=1e-5)
+    for name in "abcdefgh":
+        w.submit(name, num_gpus=0.5)
+    w.finish("a")
+    assert w.queued
+    w.tell(Sick("GPU", 0, "GPU reset needed"))
+    assert w.queued == set()
+    assert w.running == {"b"}
+    w.finish("b")
+    assert w.running == set()
+    w.tell(Well("GPU", 0))
+    w.run_dry()
+    assert set(w.told) == set("abcdefgh")
+
+
+def test_what_is_sent_ahead_elsewhere_stays_there():
+    w = World(cpus=1, gpus=2, took=1e-5)
+    for name in "abcdefgh":
+        w.submit(name, num_gpus=0.5)
+    w.finish("a")
+    queued = w.queued
+    assert queued
+    w.tell(Sick("GPU", 1, "XID 79"))
+    assert w.queued == queued
+
+
+def test_a_reason_told_again_takes_the_place_of_the_first():
+    w = World(gpus=1)
+    w.tell(Sick("GPU", 0, "XID 48"))
+    w.tell(Sick("GPU", 0, "XID 48, and its memory must be reset"))
+    assert shown(w) == ["XID 48, and its memory must be reset"]
+    w.tell(Well("GPU", 0))
+    w.tell(Well("GPU", 0))
+    assert shown(w) == [None]
+
+
+def test_being_sick_and_being_set_aside_do_not_end_each_other():
+    w = World(gpus=1)
+    w.settles = True
+    w.submit("a", num_gpus=0.5, max_calls=1)
+    w.finish("a")
+    w.tell(Sick("GPU", 0, "XID 79"))
+    w.tell(SetAside(w.unsettled[0], "10GiB are still in use"))
+    assert shown(w) == ["10GiB are still in use; XID 79"]
+    w.tell(Recovered("GPU", 0))
+    assert shown(w) == ["XID 79"]
+    w.submit("b", num_gpus=0.1)
+    assert w.waiting == {"b"}
+    w.tell(Recovered("GPU", 0))
+    assert w.waiting == {"b"}
+    w.tell(Well("GPU", 0))
+    assert w.running == {"b"}
+
+
+def test_nothing_is_kept_on_a_sick_device():
+    w = World(gpus=2)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=0.5, strategy="spread")
+    w.submit("c", num_gpus=1)
+    w.advance(2)
+    w.submit("d", num_gpus=0.25)
+    assert w.scheduler.reservation.barred == {"GPU": 0b01}
+    w.advance(1)
+    w.tell(Sick("GPU", 0, "XID 79"))
+    assert w.scheduler.reservation.barred == {"GPU": 0b10}

@@ -1,0 +1,119 @@
+"""What a task asks of a device beside its type, and which devices fulfil it."""
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.where import Where
+from aiogpu.testing import World
+
+GIB = 1 << 30
+A100 = Device(
+    0, "A100", name="NVIDIA A100-SXM4-80GB", memory=80 * GIB, compute_capability=(8, 0)
+)
+H100 = Device(
+    1, "H100", name="NVIDIA H100 PCIe", memory=94 * GIB, compute_capability=(9, 0)
+)
+PLAIN = Device(2)
+
+
+@pytest.mark.parametrize(
+    ("where", "fitting"),
+    [
+        (Where(), [A100, H100, PLAIN]),
+        (Where(least_memory=80 * GIB), [A100, H100]),
+        (Where(least_memory=80 * GIB + 1), [H100]),
+        (Where(least_capability=(8, 0)), [A100, H100]),
+        (Where(least_capability=(8, 6)), [H100]),
+        (Where(least_capability=(10, 0)), []),
+        (Where(name="*h100*"), [H100]),
+        (Where(name="nvidia ?100*"), [A100, H100]),
+        (Where(name="nvidia [hl]100*"), [H100]),
+        (Where(name="a100"), []),
+        (Where(80 * GIB, (9, 0), "*a100*"), []),
+    ],
+)
+def test_a_device_fulfils_all_or_is_not_used(where, fitting):
+    assert [one for one in (A100, H100, PLAIN) if where.fits(one)] == fitting
+    devices = DeviceSet("GPU", [A100, H100, PLAIN])
+    request = Request.of({}, {"GPU": UNIT}, where=where)
+    chosen = [(1 << one.id) for one in fitting]
+    assert devices.fitting(request) == devices.usable(UNIT, request) == sum(chosen)
+    shares = devices.choose(UNIT, request)
+    assert shares == (((fitting[0].id, UNIT),) if fitting else None)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        (Where(least_memory=40 * GIB), "memory of 40GiB or more"),
+        (Where(least_capability=(8, 6)), "compute capability 8.6 or more"),
+        (Where(name="*h100*"), "a name like '*h100*'"),
+        (
+            Where(GIB, (9, 0)),
+            "memory of 1GiB or more and compute capability 9.0 or more",
+        ),
+    ],
+)
+def test_conditions_are_told_in_words(where, told):
+    assert str(where) == told
+
+
+def test_which_devices_fulfil_it_is_looked_up_once():
+    devices = DeviceSet("GPU", [A100, H100])
+    asked = []
+
+    class Counted(Where):
+        def fits(self, device):
+            asked.append(device.id)
+            return super().fits(device)
+
+    request = Request.of({}, {"GPU": UNIT}, where=Counted(least_memory=GIB))
+    for _ in range(5):
+        devices.choose(UNIT, request)
+    assert asked == [0, 1]
+    for least in range(2, 600):
+        devices.choose(UNIT, Request.of({}, {"GPU": UNIT}, where=Where(least)))
+    assert len(devices._where) <= 256
+
+
+def test_conditions_and_a_type_are_both_fulfilled():
+    cards = [A100, H100, Device(2, "A100", memory=40 * GIB)]
+    devices = DeviceSet("GPU", cards)
+    large = Where(least_memory=80 * GIB)
+    request = Request.of({}, {"GPU": UNIT}, "A100", where=large)
+    assert devices.fitting(request) == 0b001
+    assert devices.choose(2 * UNIT, request) is None
+
+
+def test_who_waits_for_such_a_device_holds_up_nobody_else():
+    w = World(devices=[A100, H100, PLAIN])
+    fast = Where(least_capability=(9, 0))
+    w.submit("a", num_gpus=1, where=fast)
+    w.submit("b", num_gpus=1, where=fast)
+    w.submit("c", num_gpus=2)
+    assert w.gpus_of("a") == [1]
+    assert w.waiting == {"b"}
+    assert w.gpus_of("c") == [0, 2]
+    w.finish("c")
+    assert w.waiting == {"b"}
+    w.finish("a")
+    assert w.gpus_of("b") == [1]
+
+
+def test_what_is_kept_for_one_is_such_a_device():
+    w = World(devices=[A100, H100])
+    w.submit("a", num_gpus=0.5, where=Where(least_capability=(9, 0)))
+    w.submit("b", num_gpus=1, where=Where(name="*h100*"))
+    w.advance(2)
+    w.submit("c", num_gpus=0.5, where=Where(least_memory=GIB))
+    assert w.scheduler.reservation.barred == {"GPU": 0b10}
+    assert w.gpus_of("c") == [0]
+    w.finish("a")
+    assert w.gpus_of("b") == [1]
+
+
+def test_a_request_without_devices_has_no_conditions():
+    w = World(devices=[A100])
+    w.submit("a", where=Where(least_memory=1 << 50))
+    assert w.running == {"a"}
