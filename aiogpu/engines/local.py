@@ -195,4 +195,11 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         spare_workers=options.spare_workers,
         refill_after=REFILL_AFTER,
     )
-    return Scheduler(ledger, patience), Assignment(vendors, ledger, os.environ)
+    assignment = Assignment(
+        vendors,
+        ledger,
+        os.environ,
+        cpu_affinity=options.cpu_affinity,
+        mps=options.mps,
+    )
+    return Scheduler(ledger, patience), assignment

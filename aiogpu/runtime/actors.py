@@ -250,7 +250,17 @@ class Actors(Register):
         elif message.task == actor.id:
             self._driver.on_answer(worker_id, message)  # type: ignore[arg-type]
         else:
+            if type(message) is Failed:
+                message = self._told_of(worker_id, actor, message)
             actor.on_answer(message)  # type: ignore[arg-type]
+
+    def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
+        """What is told of a call that has failed."""
+        shortages, call = self._driver.shortages, actor.calls.get(failed.task)
+        if not (shortages and shortages.concerns(worker, failed)):
+            return failed
+        name = f"{actor.name}.{call.method}" if call is not None else actor.name
+        return shortages.told(worker, name, failed)
 
     def _on_idle(self, actor: Actor) -> None:
         if actor.state is ActorState.PENDING:

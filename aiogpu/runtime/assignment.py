@@ -1,15 +1,25 @@
-"""From a lease to a worker's environment: which variables say which devices.
+"""From a lease to what its worker is told: devices, limits, CPUs.
 
 Knows accelerators and device sets, not what a task is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from aiogpu.accelerators.base import Accelerator
+from aiogpu.core.devices import Device
 from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.resources import GPU
+from aiogpu.runtime import mps as multi_process
+from aiogpu.runtime.affinity import Affinity
+from aiogpu.runtime.gpu_limits import held_of, limits_of, variables_of
 from aiogpu.wire.messages import Bind
+
+_log: Final = logging.getLogger(__name__)
+AUTO: Final = "auto"
 
 
 class Assignment:
@@ -24,10 +34,17 @@ class Assignment:
         accelerators: Sequence[Accelerator],
         ledger: Ledger,
         environ: Mapping[str, str],
+        *,
+        cpu_affinity: str = "off",
+        mps: str = "off",
     ) -> None:
         self.accelerators = tuple(accelerators)
         self._ledger = ledger
         self._environ = dict(environ)
+        self._gpus = ledger.device_sets.get(GPU)
+        devices = self._gpus.devices if self._gpus is not None else ()
+        self._affinity = Affinity(devices if cpu_affinity == AUTO else ())
+        self._has_mps = mps == AUTO and _has_mps(devices, environ)
 
     def bind(self, lease: Lease, environ: Mapping[str, str]) -> Bind:
         """What a worker that serves this lease is told before anything else.
@@ -36,17 +53,42 @@ class Assignment:
             lease: names the devices.
             environ: variables of the task's own, set as well.
         """
-        held = {
+        held: dict[str, tuple[int | str, ...]] = {
             kind: tuple(
-                self._ledger.device_sets[kind].devices[index].id for index, _ in shares
+                self._ledger.device_sets[kind].devices[share[0]].id for share in shares
             )
             for (kind, _), shares in zip(
                 lease.request.devices, lease.shares, strict=True
             )
         }
+        gpus = self._gpus_of(lease) if held.get(GPU) else []
         variables = dict(environ)
         seen = {**self._environ, **environ}
         for accelerator in self.accelerators:
-            ids = held.setdefault(accelerator.kind, ())
+            kind = accelerator.kind
+            ids = held.setdefault(kind, ())
+            if self._has_mps and kind == GPU:
+                ids = tuple(gpu.uuid or gpu.id for gpu in gpus)
             variables |= accelerator.assignment(ids, seen)
-        return Bind(variables, held)
+        if not gpus:
+            return Bind(variables, held)
+        limits = limits_of(lease, self._gpus)
+        variables |= variables_of(limits, [gpu.memory for gpu in gpus], seen)
+        shares = held_of(lease, GPU)
+        if self._has_mps:
+            part = min(shares.values())
+            variables |= multi_process.variables(part, limits, seen)
+        return Bind(variables, held, limits, self._affinity.near(shares))
+
+    def _gpus_of(self, lease: Lease) -> list[Device]:
+        devices = self._ledger.device_sets[GPU].devices
+        return [devices[index] for index in held_of(lease, GPU)]
+
+
+def _has_mps(devices: Sequence[Device], environ: Mapping[str, str]) -> bool:
+    if not devices:
+        return False
+    if not multi_process.runs(environ):
+        _log.info("mps='auto': no MPS server runs here; shares of GPUs are not limited")
+        return False
+    return True

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
+from aiogpu.core.events import Event, Recovered, SetAside, Settled
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.resources import UNIT
@@ -66,6 +67,12 @@ class Clearance:
         thread.on_report = self._hear
         thread.on_failed.append(self._give_up)
         thread.start(self._limit)
+
+    def tell(self, feed: Callable[[Event], None]) -> None:
+        """Have the core told, by `feed`."""
+        self.on_settled = lambda *told: feed(Settled(*told))
+        self.on_set_aside = lambda *told: feed(SetAside(*told))
+        self.on_recovered = lambda *told: feed(Recovered(*told))
 
     def __repr__(self) -> str:
         return (

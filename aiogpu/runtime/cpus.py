@@ -16,14 +16,14 @@ def usable_cpus(
     cgroup-v2 (`cpu.max`) and cgroup-v1 (`cpu.cfs_quota_us`) documentation.
     """
     limits = [float(len(os.sched_getaffinity(0)))]
-    for folder in _cgroup_folders(proc, cgroups):
+    for folder in cgroup_folders(proc, cgroups, "cpu"):
         quota = _quota_v2(folder) or _quota_v1(folder)
         if quota is not None:
             limits.append(quota)
     return max(1.0, min(limits))
 
 
-def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
+def cgroup_folders(proc: Path, cgroups: Path, controller: str) -> list[Path]:
     """This process's cgroups and their parents, of either version."""
     try:
         text = os.fsdecode((proc / "self/cgroup").read_bytes())
@@ -34,8 +34,8 @@ def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             roots = [cgroups, cgroups / "unified"]
-        elif "cpu" in controllers.split(","):
-            roots = [cgroups / controllers, cgroups / "cpu"]
+        elif controller in controllers.split(","):
+            roots = [cgroups / controllers, cgroups / controller]
         else:
             continue
         for root in roots:

@@ -19,9 +19,7 @@ from aiogpu.core.events import (
     Detached,
     Event,
     Outdated,
-    Recovered,
-    SetAside,
-    Settled,
+    TaskFinished,
     TaskSkipped,
     TaskWaits,
     TimePassed,
@@ -40,6 +38,7 @@ from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.device_monitor import DeviceMonitor
+from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.streams import Streams
@@ -71,9 +70,8 @@ class Driver:
         self._assignment = assignment
         self._clearance = clearance
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
-        clearance.on_settled = lambda *told: self.feed(Settled(*told))
-        clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
-        clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
+        clearance.tell(self.feed)
+        self.shortages = Shortages(scheduler)
         self._calls: Table[Call] = Table()
         self.streams = Streams(self._calls, self._orders)
         self._taking_back = TakingBack(
@@ -94,6 +92,7 @@ class Driver:
         pool.hearing.on_items = self.streams.on_items
         pool.hearing.on_skipped = self._on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
+        pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
         self._ways: Final = self._all_ways()
 
@@ -227,13 +226,17 @@ class Driver:
         if call is None or call.worker != worker:
             return
         call.answer = answer
+        retry, took = False, 0.0
         if type(answer) is Done:
             if type(answer.payload) is not bytes:
                 self._keep_carried(answer.payload)
-            retry, took = False, answer.took * 1e-6
-        else:
-            retry = type(answer) is Failed and call.is_retried(answer)
-            took = 0.0
+            took = answer.took * 1e-6
+        elif type(answer) is Failed:
+            retry = call.is_retried(answer)
+            if self.shortages and self.shortages.concerns(worker, answer):
+                retry |= self.shortages.replace(call, answer)
+                self.feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
+                return
         now = self._loop.time()
         self._carry_out(self.scheduler.finish(task, WorkerId(worker), retry, took, now))
 
@@ -280,6 +283,7 @@ class Driver:
         self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
         del self._telling.deaths[gone]
         self.guard.forget(worker)
+        self.shortages.forget(worker)
         tell_callers()
 
     def _settles(self, worker: WorkerId, pid: int) -> bool:

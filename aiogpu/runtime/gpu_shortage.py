@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.ids import WorkerId
 from aiogpu.core.resources import BY_SHARE, GPU, UNIT
 from aiogpu.core.sizes import size
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.gpu_limits import held_of, limits_of
+from aiogpu.wire.failure import RAISED, pack_failure
 
 if TYPE_CHECKING:
     from aiogpu.core.devices import Device
     from aiogpu.core.ledger import Lease, Ledger
     from aiogpu.core.records import WorkerRecord
     from aiogpu.core.scheduler import Scheduler
+    from aiogpu.runtime.call import Call
+    from aiogpu.wire.messages import Failed
+    from aiogpu.wire.shortage import RanOut
 
 LISTED: Final = 8
 """Neighbours that a message names."""
+QUOTED: Final = 500
+"""Characters of a framework's own message that are quoted; its traceback has all."""
 
 
 def gpu_out_of_memory(
@@ -130,3 +137,57 @@ def _advice(asked: int, held: Mapping[int, int], neighbours: tuple[str, ...]) ->
         f"Ask for more with gpu_memory={fewer or ','} or have it tried once more with "
         f"a GPU of its own by retry_oom='exclusive'."
     )
+
+
+class Shortages:
+    """Failures for want of device memory, from the word of them to the answer.
+
+    Falsy while there are none, as almost always.
+    """
+
+    def __init__(self, node: Scheduler) -> None:
+        self._node = node
+        self._peaks: dict[tuple[int, int], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Shortages {len(self._peaks)}>"
+
+    def __len__(self) -> int:
+        return len(self._peaks)
+
+    def note(self, worker: int, message: RanOut) -> None:
+        """A worker says that the answer which follows tells of one."""
+        self._peaks[worker, message.task] = message.peak
+
+    def concerns(self, worker: int, failed: Failed) -> bool:
+        """Whether this answer tells of one."""
+        return (worker, failed.task) in self._peaks
+
+    def forget(self, worker: int) -> None:
+        """It has gone, and answers no more."""
+        if self._peaks:
+            self._peaks = {
+                key: peak for key, peak in self._peaks.items() if key[0] != worker
+            }
+
+    def replace(self, call: Call, failed: Failed) -> bool:
+        """Replace a task's answer; whether its options want that error retried."""
+        call.answer = self.told(call.worker, call.site.spec.name, failed)
+        call.error = None
+        return call.is_retried(call.answer)
+
+    def told(self, worker: int, name: str, failed: Failed) -> Failed:
+        """What is told of one in the answer's place, with that one's traceback."""
+        peak = self._peaks.pop((worker, failed.task))
+        record = self._node.workers.get(WorkerId(worker))
+        if record is None:
+            return failed
+        lines = failed.message.strip().splitlines()
+        what = f": {lines[0][:QUOTED]}" if lines else ""
+        error = gpu_out_of_memory(
+            *(name, record, self._node),
+            peak=peak,
+            told=f"ran out of GPU memory: {failed.type_name}{what}",
+        )
+        packed = pack_failure(failed.task, RAISED, error, "")
+        return packed._replace(traceback=failed.traceback)

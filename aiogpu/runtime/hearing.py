@@ -24,6 +24,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.wire.parcel import MARK
 from aiogpu.wire.sharing import Put, PutFailed, Share
+from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Items
 
 _log: Final = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Hearing:
         on_items: told what a task's or a call's generator has yielded.
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
+        on_ran_out: told of a task that fails for want of device memory.
         on_nested: told what a task says of its children.
         on_acting: told what an actor's process says.
         store: keeps what payloads refer to.
@@ -53,6 +55,7 @@ class Hearing:
         self.on_items: Callable[[LiveWorker, Items], None]
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
+        self.on_ran_out: Callable[[int, RanOut], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_acting: Callable[[int, Done | Failed | Created], None]
         self.on_imported: Callable[[LiveWorker, Imported], None]
@@ -110,6 +113,8 @@ class Hearing:
             self.on_skipped(worker.id, message)
         elif isinstance(message, Spoilt):
             self.on_spoilt(worker.id)
+        elif isinstance(message, RanOut):
+            self.on_ran_out(worker.id, message)
         elif isinstance(message, Imported):
             self.on_imported(worker, message)
         else:

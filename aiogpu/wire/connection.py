@@ -73,6 +73,7 @@ from aiogpu.wire.sharing import (
     Returned,
     Share,
 )
+from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
 
 ZYGOTE: Final = "zygote"
@@ -90,7 +91,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
             *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
             *(Returned, Put, PutFailed, Share, Fetch, Discard),
-            *(Items, ChildDemand),
+            *(Items, ChildDemand, RanOut),
         }
     ),
 }

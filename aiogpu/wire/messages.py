@@ -23,9 +23,10 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.sharing import Sharing
+from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -279,6 +280,7 @@ Message = (
     | Stale
     | Imported
     | Spoilt
+    | RanOut
     | Unforked
     | Acting
     | Sharing

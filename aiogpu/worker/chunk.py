@@ -91,9 +91,13 @@ class Chunk:
 
 def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
     """The error as it travels; raised where it is the whole task's."""
-    is_spoilt = any(current.accelerators.values()) and poisoned_by(error)
-    if is_spoilt or current.children is not family:
+    if current.children is not family:
         raise error
+    if any(current.accelerators.values()):
+        from aiogpu.worker.gpu_oom import has_run_out
+
+        if poisoned_by(error) or has_run_out(error):
+            raise error
     return tuple(pack_failure(0, RAISED, error, _OWN_FRAMES))
 
 

@@ -20,6 +20,24 @@ def bind(message: Bind) -> None:
         keep(name, value)
     _given.update(message.environ)
     current.accelerators = message.accelerators
+    if message.cpus:
+        _pin(message.cpus)
+    if message.gpu_memory:
+        # Of no use to most workers.
+        from aiogpu.worker.gpu_memory import limit_torch
+
+        limit_torch(message.gpu_memory)
+
+
+def _pin(cpus: tuple[int, ...]) -> None:
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        # They may have been taken away meanwhile, by a cpuset say.
+        sys.stderr.write(
+            f"aiogpu: this worker could not be pinned to CPUs {cpus}, which are near "
+            f"its GPUs: {error}\n"
+        )
 
 
 def is_given(names: Iterable[str]) -> bool:

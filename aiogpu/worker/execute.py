@@ -22,6 +22,7 @@ from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
+from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
@@ -141,9 +142,11 @@ class Executor:
     def describe(self, task: int, outcome: Raised) -> Failed:
         """What is to be sent of a failure."""
         kind, error = outcome.kind, outcome.error
+        has_devices = any(current.accelerators.values())
         if self._channel.is_closed:
             self._raised = error  # this fork ends as a program would
-        if any(current.accelerators.values()):
+            has_devices = False
+        if has_devices:
             self._note_poison(task, error)
         if type(error) is ActorExit:
             kind = LEFT
@@ -151,6 +154,8 @@ class Executor:
         elif self._interrupts.is_asked(task):
             self._interrupts.hear(task)
             kind = STOPPED
+        elif has_devices:
+            self._note_shortage(task, error)
         return pack_failure(task, kind, error, OWN_FRAMES)
 
     def _note_poison(self, task: int, error: BaseException) -> None:
@@ -159,6 +164,13 @@ class Executor:
             self.is_spoilt = True
             tell(error, name, os.getpid())
             self._channel.send(Spoilt(task))
+
+    def _note_shortage(self, task: int, error: BaseException) -> None:
+        # Of no use to most workers.
+        from aiogpu.worker.gpu_oom import has_run_out, peak_memory
+
+        if has_run_out(error):
+            self._channel.send(RanOut(task, peak_memory()))
 
     def exit_code(self) -> int:
         """What a program that ended as the last task did would exit with.

@@ -141,6 +141,18 @@ def test_an_error_that_spoils_the_device_is_the_whole_tasks(
     assert type(error_in(run(double, 0, -1))) is ValueError, "others are the items'"
 
 
+def test_running_out_of_device_memory_is_the_whole_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def use(number: int) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    assert str(error_in(run(use, 0, 1))).startswith("CUDA out"), "no device here"
+    monkeypatch.setattr(current, "accelerators", {"GPU": (0,)})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Chunk(use)(0, 1)
+
+
 def test_the_rest_is_not_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of a worker has no children of its own: see `Worker._leave`."""
 

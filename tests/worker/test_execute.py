@@ -20,10 +20,12 @@ from aiogpu.wire.payload import (
     dump_reference,
     load_result,
 )
+from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
+from tests.worker.driver_end import DriverEnd
 
 pytestmark = pytest.mark.usefixtures("context")
 
@@ -248,3 +250,36 @@ def test_threads_are_looked_at_only_where_the_site_changes(desk: Desk) -> None:
     for site in (1, 1, 2, 2, 1):
         assert isinstance(desk.run(-1, site=site), Done)
     assert desk.cpus == [1.0, 2.0, 1.0]
+
+
+def test_running_out_of_device_memory_is_told_first(
+    desk: Desk, driver: DriverEnd, context: Context
+) -> None:
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    desk.knows(fail)
+    desk.fail("CUDA out of memory")  # without a device that means nothing
+    context.accelerators = {"GPU": (0,)}
+    desk.fail("CUDA error: invalid argument")
+    assert desk.fail("CUDA out of memory").type_name == "RuntimeError"
+    assert driver.next() == RanOut(7, 0), "nothing before it"
+
+
+def test_who_was_to_stop_has_not_run_out(
+    desk: Desk, page: ControlPage, channel: Channel, driver: DriverEnd, context: Context
+) -> None:
+    def task() -> None:
+        page.ask(3, 7)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("CUDA out of memory") from None
+
+    desk.define(b"")
+    desk.executor._functions[1] = task
+    context.accelerators = {"GPU": (0,)}
+    failed = desk.fail()
+    assert (failed.kind, failed.message) == (STOPPED, "CUDA out of memory")
+    channel.close()
+    assert driver.rest() == []
