@@ -77,7 +77,7 @@ class Driver:
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
-        self._telling = Telling(self._calls, self.guard)
+        self.telling = Telling(self._calls, self.guard)
         self._last_task = 0
         self._last_number = 0
         self._timers = scheduler.timers
@@ -105,19 +105,19 @@ class Driver:
             effects.Interrupt: self._interrupt,
             effects.Retire: self._retire,
             effects.Kill: self._kill,
-            effects.Settle: self._telling.settle,
-            effects.Expire: self._telling.expire,
-            effects.Lose: self._telling.lose,
-            effects.Deadlock: self._telling.deadlock,
-            effects.Disown: self._telling.disown,
-            effects.Abandon: self._telling.abandon,
-            effects.Forget: self._telling.forget,
+            effects.Settle: self.telling.settle,
+            effects.Expire: self.telling.expire,
+            effects.Lose: self.telling.lose,
+            effects.Deadlock: self.telling.deadlock,
+            effects.Disown: self.telling.disown,
+            effects.Abandon: self.telling.abandon,
+            effects.Forget: self.telling.forget,
         }
 
     def heed(self, monitor: DeviceMonitor) -> None:
         """Have the core told what is seen on devices, and owners what follows."""
         self._clearance.on_begun = monitor.guard.begin
-        self._telling.gpu_guard = monitor.guard
+        self.telling.gpu_guard = monitor.guard
         monitor.begin(self.feed)
 
     def __repr__(self) -> str:
@@ -277,11 +277,11 @@ class Driver:
     def _on_gone(self, worker: int, death: Death) -> None:
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
-        self._telling.deaths[gone] = death
+        self.telling.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
-        del self._telling.deaths[gone]
+        del self.telling.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)
         tell_callers()
