@@ -9,6 +9,7 @@ from it is decided elsewhere.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,6 +48,9 @@ class Round:
 class Rounds:
     """The rounds to one node's devices.
 
+    They are made step by step, so that nobody who has more urgent questions waits for
+    longer than one device takes.
+
     Attributes:
         due: when `turn` is to be called next; None before `begin`.
     """
@@ -71,16 +75,23 @@ class Rounds:
         self._hot: tuple[Key, ...] = ()
         self._next_full = 0.0
         self._next_hot = 0.0
+        # The round that is being made.
+        self._left: deque[Key] = deque()
+        self._is_full = False
+        self._spent = 0.0
+        self._samples: dict[Key, Sample] = {}
+        self._health: dict[Key, Health] = {}
 
     def __repr__(self) -> str:
         return f"<Rounds to {len(self._eyes.devices)} devices, {len(self._hot)} hot>"
 
     def begin(self, samples: Mapping[Key, Sample]) -> Round:
         """The first round; the devices were looked at just before."""
+        health = {key: self._eyes.check(key) for key in self._eyes.devices}
         now = self._clock()
-        found = self._round(now, samples, self._eyes.devices)
-        self._plan(now, is_full=True)
-        return found
+        self._next_full = self._next_hot = now + EACH
+        self._set_due()
+        return self._found(now, samples, health)
 
     def watch(self, keys: Collection[Key]) -> None:
         """From now on look at these more often, and no others."""
@@ -89,34 +100,34 @@ class Rounds:
         self._set_due()
 
     def turn(self) -> Round | None:
-        """Make the round that is due, if one is."""
+        """Look at the next device, if it is time; gives the round that this ends."""
         now = self._clock()
         if self.due is None or now < self.due:
             return None
-        is_full = now >= self._next_full
-        keys: Collection[Key] = self._eyes.devices if is_full else self._hot
-        samples = {key: self._eyes.look(key) for key in keys}
-        found = self._round(now, samples, keys if is_full else ())
-        self._plan(now, is_full=is_full)
-        return found
+        if not self._left:
+            self._is_full = now >= self._next_full
+            self._left.extend(self._eyes.devices if self._is_full else self._hot)
+            self._spent, self._samples, self._health = 0.0, {}, {}
+        key = self._left.popleft()
+        self._samples[key] = self._eyes.look(key)
+        if self._is_full:
+            self._health[key] = self._eyes.check(key)
+        self._spent += self._clock() - now
+        if self._left:
+            return None
+        now = self._clock()
+        if self._is_full:
+            self._next_full = now + max(EACH, DEAREST * self._spent)
+        self._next_hot = now + max(SOONEST, DEAREST * self._spent)
+        self._set_due()
+        return self._found(now, self._samples, self._health)
 
-    def _round(
-        self, now: float, samples: Mapping[Key, Sample], checked: Iterable[Key]
+    def _found(
+        self, now: float, samples: Mapping[Key, Sample], health: Mapping[Key, Health]
     ) -> Round:
-        health = {key: self._eyes.check(key) for key in checked}
         living = {pid for sample in samples.values() for pid in sample.living}
         return Round(now, samples, health, self._find(living) if living else {})
 
-    def _plan(self, began: float, *, is_full: bool) -> None:
-        now = self._clock()
-        dearest = now + DEAREST * (now - began)
-        if is_full:
-            self._next_full = max(now + EACH, dearest)
-        self._next_hot = max(now + SOONEST, dearest)
-        self._set_due()
-
     def _set_due(self) -> None:
-        if self._hot:
-            self.due = min(self._next_full, self._next_hot)
-        else:
-            self.due = self._next_full
+        due = self._next_full
+        self.due = min(due, self._next_hot) if self._hot else due

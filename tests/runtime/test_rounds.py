@@ -47,8 +47,8 @@ class Story:
         self.watch.now = due - 1e-6
         assert self.rounds.turn() is None, "it is not due yet"
         self.watch.now = due
-        seen = self.rounds.turn()
-        assert seen is not None
+        while (seen := self.rounds.turn()) is None:
+            assert self.rounds.due == due, "it goes on at once"
         return due - before, seen
 
 
@@ -102,3 +102,13 @@ def test_dear_looks_are_rare() -> None:
     assert (set(seen.samples), pause < DEAREST * 0.5) == ({ZERO, ONE}, True)
     pause, _ = story.step()
     assert round(pause, 6) == DEAREST * 1.0
+
+
+def test_a_round_is_made_device_by_device() -> None:
+    story = Story()
+    assert story.rounds.due is not None
+    story.watch.now = story.rounds.due
+    assert story.rounds.turn() is None
+    assert story.watch.looks == {0: 2, 1: 1}
+    assert story.rounds.turn() is not None
+    assert story.watch.looks == {0: 2, 1: 2}
