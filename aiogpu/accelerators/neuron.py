@@ -170,14 +170,14 @@ def _read(output: str) -> list[Device]:
         cores, memory = chip.get("nc_count", 0), chip.get("memory_size", 0)
         if not all(type(number) is int and number >= 0 for number in (cores, memory)):
             raise ValueError(f"it wrote {cores!r} cores with {memory!r} bytes")
-        pci = chip.get("bdf")
+        pci, first = chip.get("bdf"), len(found)
         found += (
             Device(
-                len(found) + number,
+                number,
                 type=AWS_NEURON_CORE,
                 memory=memory // cores,
                 pci=pci if isinstance(pci, str) else None,
             )
-            for number in range(cores)
+            for number in range(first, first + cores)
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.resources import BY_SHARE, GPU, UNIT
@@ -27,8 +27,22 @@ QUOTED: Final = 500
 """Characters of a framework's own message that are quoted; its traceback has all."""
 
 
+class Occupied(Protocol):
+    """A node: what there is, and who has what of it."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What there is."""
+        ...
+
+    @property
+    def workers(self) -> Iterable[WorkerRecord]:
+        """Who has what of it."""
+        ...
+
+
 def gpu_out_of_memory(
-    name: str, worker: WorkerRecord, node: Scheduler, *, peak: int, told: str
+    name: str, worker: WorkerRecord, node: Occupied, *, peak: int, told: str
 ) -> GpuOutOfMemoryError:
     """The error of a task that has run out of device memory, with all that is known.
 
@@ -67,9 +81,10 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     devices = [gpus.devices[index] for index in held] if gpus is not None else []
     limit = min((each for each in limits if each), default=0)
     asked = lease.request.gpu_memory if lease is not None else 0
+    which = "each" if len(devices) > 1 else "it"
     facts = (
         f"It had asked for {_asked(asked, held)} of {_named(devices)}",
-        f"could use {size(limit)} of each" if limit else "had no limit of its own",
+        f"could use {size(limit)} of {which}" if limit else "had no limit of its own",
     )
     used = f", and used {size(peak)} at its peak" if peak else ""
     return GpuOutOfMemoryError(
@@ -139,6 +154,26 @@ def _advice(asked: int, held: Mapping[int, int], neighbours: tuple[str, ...]) ->
     )
 
 
+def told_instead(
+    name: str, worker: WorkerRecord, node: Occupied, failed: Failed, peak: int
+) -> Failed:
+    """What is told in the place of a framework's error, with that one's traceback.
+
+    Args:
+        name: the task's.
+        worker: who has run it.
+        node: knows who else is on its GPUs.
+        failed: the error as it was raised.
+        peak: as in `gpu_out_of_memory`.
+    """
+    lines = failed.message.strip().splitlines()
+    what = f": {lines[0][:QUOTED]}" if lines else ""
+    told = f"ran out of GPU memory: {failed.type_name}{what}"
+    error = gpu_out_of_memory(name, worker, node, peak=peak, told=told)
+    packed = pack_failure(failed.task, RAISED, error, "")
+    return packed._replace(traceback=failed.traceback)
+
+
 class Shortages:
     """Failures for want of device memory, from the word of them to the answer.
 
@@ -182,12 +217,4 @@ class Shortages:
         record = self._node.workers.get(WorkerId(worker))
         if record is None:
             return failed
-        lines = failed.message.strip().splitlines()
-        what = f": {lines[0][:QUOTED]}" if lines else ""
-        error = gpu_out_of_memory(
-            *(name, record, self._node),
-            peak=peak,
-            told=f"ran out of GPU memory: {failed.type_name}{what}",
-        )
-        packed = pack_failure(failed.task, RAISED, error, "")
-        return packed._replace(traceback=failed.traceback)
+        return told_instead(name, record, self._node, failed, peak)

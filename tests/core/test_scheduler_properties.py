@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.core import events
+from aiogpu.core.devices import Device
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
@@ -24,10 +25,20 @@ from aiogpu.core.ready import precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.core.room import BOUNDLESS
+from aiogpu.core.sizes import parse_size
+from aiogpu.core.where import Where
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
+GIB = 1 << 30
 TYPES = ["A100", "A100", "T4"]
+SIZES = {"A100": 80 * GIB, "T4": 16 * GIB}
+DEVICES = [
+    Device(index, kind, uuid=f"GPU-{index}", memory=SIZES[kind], links=links)
+    for index, (kind, links) in enumerate(
+        zip(TYPES, [frozenset({"GPU-2"}), frozenset(), frozenset()], strict=True)
+    )
+]
 SHARES = st.integers(1, 10_000).map(lambda parts: parts / 10_000)
 GPUS = st.one_of(
     st.just(0), st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.7]), SHARES, st.integers(1, 4)
@@ -39,6 +50,9 @@ OPTIONS = st.fixed_dictionaries(
         "num_gpus": GPUS,
         "resources": st.sampled_from([{"license": 0.3}, {"license": 1}]),
         "accelerator_type": st.sampled_from(["A100", "T4", "H200"]),
+        "where": st.sampled_from([Where(20 * GIB), Where(100 * GIB)]),
+        "gpu_memory": st.sampled_from(["share", "1GiB", "10GiB", "16GiB", "50GiB"]),
+        "retries_oom": st.booleans(),
         "strategy": st.sampled_from(["pack", "spread"]),
         "environment": st.sampled_from([{"X": "1"}, {"X": "2"}]),
         "function": st.integers(0, 2),
@@ -123,7 +137,19 @@ def take_again(ledger: Ledger, lease: Lease) -> None:
     for name, amount in lease.request.scalars:
         ledger.free[name] -= amount
     for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        ledger.device_sets[kind].take(shares)
+        ledger.device_sets[kind].take(shares, lease.request.gpu_memory)
+
+
+def could_serve(options) -> int:
+    """How many of the devices a task with these options may use."""
+    where, memory = options.get("where", Where()), options.get("gpu_memory", 0)
+    least = 0 if memory in (0, "share") else parse_size("gpu_memory", memory)
+    return sum(
+        options.get("accelerator_type") in (None, device.type)
+        and where.fits(device)
+        and device.memory >= least
+        for device in DEVICES
+    )
 
 
 class NodeMachine(RuleBasedStateMachine):
@@ -142,7 +168,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.before = set()
         self.w = Judge(
             cpus=4,
-            gpu_types=TYPES,
+            devices=DEVICES,
             resources={"license": 1},
             patience=patience,
             starts=starts,
@@ -159,9 +185,10 @@ class NodeMachine(RuleBasedStateMachine):
         try:
             self.w.submit(name, parent=parent, **options)
         except InfeasibleError:
-            asked = options.get("accelerator_type"), options.get("num_gpus", 0)
-            room = {None: 3, "A100": 2, "T4": 1, "H200": -1}
-            assert asked[1] > room[asked[0]]
+            asked, memory = options.get("num_gpus", 0), options.get("gpu_memory")
+            is_void = memory == "share" and not asked
+            wanted = max(asked, 1 if memory or "accelerator_type" in options else 0)
+            assert is_void or wanted > could_serve(options), options
 
     @rule(options=OPTIONS, data=st.data())
     def submit_expecting(self, options, data):
@@ -169,7 +196,9 @@ class NodeMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from([None, *parents])) if parents else None
         known = st.sampled_from(sorted(self.w.tasks) or [""])
         needs = data.draw(st.lists(known, max_size=3)) if self.w.tasks else []
-        options = {**options, "num_gpus": 0, "accelerator_type": None}
+        options = {**options, "num_gpus": 0, "accelerator_type": None, "where": None}
+        if options.get("gpu_memory") == "share":
+            del options["gpu_memory"]
         name = f"t{len(self.w.tasks)}"
         self.w.submit(name, parent=parent, needs=needs, **options)
 
@@ -202,12 +231,13 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         retry=st.booleans(),
+        ran_out=st.booleans(),
         took=st.sampled_from([0.0, 1e-6, 3e-4, 0.1]),
     )
-    def finish(self, data, retry, took):
+    def finish(self, data, retry, ran_out, took):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
         self.w.took = took
-        self.w.finish(name, retry=retry)
+        self.w.finish(name, retry=retry, ran_out=ran_out)
 
     @precondition(lambda self: self.w.running)
     @rule(took=st.sampled_from([1e-6, 3e-4]), count=st.integers(2, 30))
@@ -284,6 +314,20 @@ class NodeMachine(RuleBasedStateMachine):
     def run_out_of_memory(self, data):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
         self.w.tell(events.MemoryShort(self.w.worker_of(name)))
+
+    @precondition(lambda self: self.w.running)
+    @rule(data=st.data())
+    def outgrow(self, data):
+        name = data.draw(st.sampled_from(sorted(self.w.running)))
+        self.w.tell(events.Outgrown(self.w.worker_of(name)))
+
+    @rule(index=st.integers(0, len(TYPES) - 1), reason=st.sampled_from(["XID", "ECC"]))
+    def fall_sick(self, index, reason):
+        self.w.tell(events.Sick(GPU, index, reason))
+
+    @rule(index=st.integers(0, len(TYPES) - 1))
+    def get_well(self, index):
+        self.w.tell(events.Well(GPU, index))
 
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
@@ -376,7 +420,9 @@ class NodeMachine(RuleBasedStateMachine):
     def nothing_that_has_run_to_its_end_runs_again(self):
         for task in self.w.tasks.values():
             retries = task.spec.max_retries
-            assert retries < 0 or task.runs <= 1 + retries, task
+            # With a device of its own, once, beside these.
+            most = 1 + retries + task.spec.retries_oom
+            assert retries < 0 or task.runs <= most, task
 
     @invariant()
     def nothing_stands_behind_one_that_waits(self):
@@ -390,10 +436,24 @@ class NodeMachine(RuleBasedStateMachine):
         for lease in self.w.scheduler.ledger.leases.values():
             for shares in lease.shares:
                 for index, parts in shares:
-                    assert parts > 0
+                    assert parts > 0 or lease.request.gpu_memory > 0
                     held[index] += parts
         assert all(parts <= 10_000 for parts in held), held
         assert all(0 <= share <= 1 for share in self.w.free_gpus)
+
+    @invariant()
+    def no_memory_is_reserved_beyond_the_whole(self):
+        ledger = self.w.scheduler.ledger
+        reserved = [0] * len(TYPES)
+        for lease in ledger.leases.values():
+            for _, index, count in ledger.reserved(lease):
+                assert 0 <= count <= DEVICES[index].memory
+                reserved[index] += count
+        for index, device in enumerate(DEVICES):
+            held = ledger.device_sets[GPU].memory_reserved(index)
+            # Each share's part is rounded down, and all of them together are.
+            assert reserved[index] <= held <= reserved[index] + len(ledger.leases)
+            assert held <= device.memory
 
     @invariant()
     def a_share_is_held_until_the_process_is_gone(self):
@@ -426,6 +486,7 @@ class NodeMachine(RuleBasedStateMachine):
         scheduler = w.scheduler
         for index in range(len(TYPES)):
             w.tell(events.Recovered(GPU, index))
+            w.tell(events.Well(GPU, index))
         w.run_dry()
         w.check()
         assert scheduler.ledger.available() == scheduler.ledger.totals()

@@ -124,3 +124,69 @@ def test_a_thread_may_outlive_the_loop() -> None:
     may_end.set()
     threads[0].join(5)
     assert not threads[0].is_alive()
+
+
+GIB = 1 << 30
+
+
+def both_kinds(*types: str | None) -> list[DeviceSet]:
+    cores = DeviceSet("neuron_cores", [Device(0, type="aws-neuron-core")])
+    return [*gpus(*types), cores]
+
+
+def test_what_is_declared_of_gpus_is_of_no_other_kind() -> None:
+    """[B35]"""
+    options = NodeOptions(
+        num_cpus=1,
+        num_gpus=1,
+        accelerator_type="A100",
+        gpu_memory=40 * GIB,
+        resources={"neuron_cores": 1},
+    )
+    ledger = build_ledger(options, both_kinds(None))
+    gpu, core = (each.devices[0] for each in ledger.device_sets.values())
+    assert (gpu.type, gpu.memory) == ("A100", 40 * GIB)
+    assert (core.type, core.memory) == ("aws-neuron-core", 0)
+    totals = ledger.totals()
+    assert totals["accelerator_type:aws-neuron-core"] == 1.0
+    assert (totals["GPU"], totals["neuron_cores"]) == (1.0, 1.0)
+    assert "neuron_cores" not in ledger.capacity, "it comes as single devices"
+
+
+def test_the_type_of_another_kind_says_nothing_of_gpus() -> None:
+    resources = {"accelerator_type:aws-neuron-core": 1}
+    ledger = build_ledger(NodeOptions(resources=resources), both_kinds(None))
+    assert ledger.device_sets["GPU"].devices[0].type is None
+
+
+def test_a_kind_that_is_declared_as_none_is_not_there() -> None:
+    options = NodeOptions(num_cpus=1, resources={"neuron_cores": 0})
+    assert "neuron_cores" not in build_ledger(options, gpus()).totals()
+
+
+@pytest.mark.parametrize(
+    ("detected", "warned"), [(79 * GIB, False), (80 * GIB, False), (40 * GIB, True)]
+)
+def test_declared_memory_is_that_of_gpus_of_which_none_is_known(
+    detected: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was detected counts, and who says something else is told."""
+    sets = [DeviceSet("GPU", [Device(0), Device(1, memory=detected)])]
+    ledger = build_ledger(NodeOptions(gpu_memory=80 * GIB), sets)
+    memory = [device.memory for device in ledger.device_sets["GPU"].devices]
+    assert memory == [80 * GIB, detected]
+    assert [record.message for record in caplog.records] == [
+        "! init(gpu_memory='80GiB') is said of GPUs whose memory is not detected; GPU "
+        "1 has 40GiB, and that counts."
+    ] * warned
+
+
+def test_what_is_said_of_gpus_where_there_are_none_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = NodeOptions(accelerator_type="A100", gpu_memory=GIB)
+    assert build_ledger(options, gpus()).totals()["GPU"] == 0
+    assert [record.message for record in caplog.records] == [
+        "! init(accelerator_type='A100', gpu_memory='1GiB') is said of GPUs, and this "
+        "node has none; say num_gpus= as well for logical ones."
+    ]

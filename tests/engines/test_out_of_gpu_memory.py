@@ -16,8 +16,8 @@ OOM = aiogpu.GpuOutOfMemoryError
 ORIGINAL = "tests.engines.gpu_oom_tasks.OutOfMemoryError"
 
 
-async def test_who_waits_is_told_what_was_asked() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
+async def test_who_waits_is_told_what_was_asked(address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
         with pytest.raises(OOM) as caught:
             await tasks.run_out.remote()
         error = caught.value
@@ -40,8 +40,8 @@ async def test_who_waits_is_told_what_was_asked() -> None:
         assert (await aiogpu.available_resources())["GPU"] == 1.0
 
 
-async def test_streams_and_chunks_and_children() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
+async def test_streams_and_chunks_and_children(address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
         stream = tasks.yield_and_run_out.remote()
         assert await anext(stream) == 1
         with pytest.raises(OOM, match=r"^yield_and_run_out ran out"):
@@ -56,8 +56,8 @@ async def test_streams_and_chunks_and_children() -> None:
             assert [each async for each in tasks.double.map(range(9), chunk=3)]
 
 
-async def test_actors() -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=2):
+async def test_actors(address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=2):
         model, soft = tasks.Model.remote(), tasks.AsyncModel.remote()
         with pytest.raises(
             OOM, match=r"^Model.predict ran out of GPU memory"
@@ -78,8 +78,8 @@ async def test_actors() -> None:
         assert died.value.__cause__.devices == (1,)
 
 
-async def test_retries_go_by_either_name(tmp_path: Path) -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
+async def test_retries_go_by_either_name(tmp_path: Path, address: str) -> None:
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1):
         assert await tasks.run_out_once.remote(str(tmp_path / "a")) == "second"
         ours = tasks.run_out_once.options(retry_exceptions=[OOM])
         assert await ours.remote(str(tmp_path / "b")) == "second"

@@ -80,6 +80,20 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
         ),
         pytest.param(
             "import aiogpu\n"
+            "a = aiogpu.accelerators.NVIDIA_L4\n"
+            "@aiogpu.remote(num_gpus=1, accelerator_type=a)\n"
+            "def f(x: int) -> int: return x\n"
+            "env = {'env_vars': {'A': '1'}}\n"
+            "f.options(num_gpus=0, resources={'neuron_cores': 2}, runtime_env=env)",
+            [
+                *("asyncio", "pynvml", "subprocess", "json", "logging", "ctypes"),
+                *("aiogpu.api.session", "aiogpu.engines", "aiogpu.runtime"),
+                *(f"aiogpu.accelerators.{name}" for name in ("nvidia", "amd", "base")),
+            ],
+            id="a task for another vendor's devices",
+        ),
+        pytest.param(
+            "import aiogpu\n"
             "@aiogpu.batch(max_size=8)\n"
             "async def f(items: list[int]) -> list[int]: return items",
             [

@@ -88,7 +88,7 @@ def test_the_error_says_what_was_asked_and_who_was_beside(node: Scheduler) -> No
     )
     assert str(error) == (
         "train ran out of GPU memory: CUDA out. It had asked for num_gpus=0.25, "
-        "gpu_memory='6GiB' of GPU 0 (80GiB), could use 6GiB of each, and used 5GiB at "
+        "gpu_memory='6GiB' of GPU 0 (80GiB), could use 6GiB of it, and used 5GiB at "
         "its peak; serve had a share there as well. Ask for more with gpu_memory=, for "
         "fewer neighbours with num_gpus=, or have it tried once more with a GPU of its "
         "own by retry_oom='exclusive'."

@@ -19,6 +19,7 @@ from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.offspring import end_started
 from aiogpu.engines.inline.outcome import Outcome
+from aiogpu.engines.inline.shortage import with_shortage
 from aiogpu.engines.inline.silence import silence
 from aiogpu.engines.inline.streaming import begin_stream
 from aiogpu.engines.inline.supplies import supplied
@@ -102,6 +103,8 @@ class Executor:
         if type(error) is ActorExit:
             kind = LEFT
         outcome = Outcome.failed(job.id, kind, error, self.is_ctrl_c(error))
+        if kind != LEFT:
+            outcome = with_shortage(job, outcome)
         return outcome._replace(carried=take_kept())
 
     def is_ctrl_c(self, error: BaseException) -> bool:

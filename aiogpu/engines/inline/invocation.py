@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from aiogpu.core.records import WorkerRecord
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.worker.chunk import method_of
@@ -36,6 +37,12 @@ class Invocation(Job):
     def is_actor(self) -> bool:
         """Whether its code is an actor's: always."""
         return True
+
+    @property
+    def at_work(self) -> WorkerRecord | None:
+        """What stands for the actor's process."""
+        record = self.resident.record
+        return record.worker if record is not None else None
 
     def function(self, executor: Executor) -> Callable[..., Any]:
         """The method; where it cannot be had, the call raises why."""

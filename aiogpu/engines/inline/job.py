@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.retry import may_retry
 from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome, hold_for
@@ -97,6 +97,11 @@ class Job:
         return self.record.spec.name
 
     @property
+    def at_work(self) -> WorkerRecord | None:
+        """What stands for the worker that runs its code, None while it waits."""
+        return self.record.worker
+
+    @property
     def is_waiting(self) -> bool:
         """Whether none of its code has run."""
         return self.record.state is TaskState.WAITING
@@ -154,14 +159,13 @@ class Job:
 
     def is_retried(self, outcome: Outcome) -> bool:
         """Whether it is to be tried again after an attempt that ended so."""
-        answer = outcome.answer
-        self.call.error = None
-        return (
-            type(answer) is Failed
-            and not outcome.is_ctrl_c
-            and self.call.is_retried(answer)
-            and may_retry(self.record)
-        )
+        call, answer, original = self.call, outcome.answer, outcome.original
+        call.error = None
+        if type(answer) is not Failed or outcome.is_ctrl_c:
+            return False
+        is_named = original is not None and call.is_retried(original)
+        call.error = None
+        return (call.is_retried(answer) or is_named) and may_retry(self.record)
 
     def pass_item(self, payload: bytes) -> None:
         """Give an item to who waits."""

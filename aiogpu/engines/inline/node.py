@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import CPU
 from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.inline.beside import Beside
@@ -72,6 +72,14 @@ class InlineNode:
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.turns!r}>"
+
+    @property
+    def workers(self) -> list[WorkerRecord]:
+        """What stands for workers: one for each that runs, and for each actor."""
+        running = dict.fromkeys([*self.turns.running, *self.beside.jobs.values()])
+        records = [job.record for job in running]
+        records += [one.record for one in self.actors.living() if one.record]
+        return [record.worker for record in records if record.worker]
 
     def new_record(self, site: Site) -> TaskRecord:
         """A record for one more task, with the next number."""

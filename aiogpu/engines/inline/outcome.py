@@ -24,12 +24,14 @@ class Outcome(NamedTuple):
         error: the exception itself, with its frames, None for a result.
         is_ctrl_c: whether it is the user at the keyboard who ended it.
         carried: keeps the actors alive whose handles are in the result.
+        original: the error as it was raised, where `answer` tells more of it.
     """
 
     answer: Done | Failed
     error: BaseException | None = None
     is_ctrl_c: bool = False
     carried: list[object] | None = None
+    original: Failed | None = None
 
     @classmethod
     def failed(

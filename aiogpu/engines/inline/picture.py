@@ -30,7 +30,7 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
     One worker is there also when nothing runs.
     """
     turns = node.turns
-    workers = _workers(node) or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
+    workers = node.workers or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
     queue = Queue(
         count=sum(len(jobs) for jobs in turns.by_shape.values()),
         first=[
@@ -44,13 +44,6 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
     )
     pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
     return picture(node.ledger, workers, queue, pids, now)
-
-
-def _workers(node: InlineNode) -> list[WorkerRecord]:
-    running = dict.fromkeys([*node.turns.running, *node.beside.jobs.values()])
-    records = [job.record for job in running]
-    records += [one.record for one in node.actors.living() if one.record]
-    return [record.worker for record in records if record.worker]
 
 
 def _reason(node: InlineNode, job: Job, before: int) -> str:
@@ -96,7 +89,7 @@ def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
 
 def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
     """Say what of the resources that it asks for others hold."""
-    record, workers = job.record, _workers(node)
+    record, workers = job.record, node.workers
     alike = list(node.turns.by_shape[record.spec.shape])
     pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
     return Why(

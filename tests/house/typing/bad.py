@@ -224,3 +224,5 @@ def misspelt() -> None:
     aiogpu.nope()  # refused
     aiogpu.remotee(embed)  # refused
     aiogpu.run(embed)  # refused
+    print(aiogpu.accelerators.NVIDIA_A1000)  # refused
+    aiogpu.accelerators.register(1)  # refused

@@ -10,6 +10,7 @@ from collections.abc import (
     Coroutine,
     Generator,
     Iterator,
+    Mapping,
     Sequence,
 )
 from typing import Any, assert_type
@@ -25,6 +26,7 @@ from aiogpu import (
     Stream,
     Why,
 )
+from aiogpu.accelerators import Device, Unwatched
 
 
 @aiogpu.remote
@@ -363,6 +365,40 @@ def a_task_asks_where_it_runs() -> None:
     context = aiogpu.get_runtime_context()
     assert_type(context.get_accelerator_ids(), dict[str, list[str]])
     assert_type(context.task_name, str)
+
+
+def a_type_has_a_name() -> None:
+    one: str = aiogpu.accelerators.NVIDIA_A100
+    embed.options(accelerator_type=one, resources={"neuron_cores": 1})
+
+
+class Board:
+    kind = "BOARD"
+    option = "resources['BOARD']"
+    variable = "BOARD_VISIBLE"
+
+    def devices(
+        self, environ: Mapping[str, str], wanted: int | None
+    ) -> tuple[Device, ...]:
+        return tuple(Device(number) for number in range(wanted or 0))
+
+    def assignment(
+        self, ids: Sequence[int | str], environ: Mapping[str, str]
+    ) -> dict[str, str]:
+        return {self.variable: ",".join(map(str, ids))}
+
+    def quantity(self, value: object) -> int:
+        return 10_000
+
+    def type_of(self, name: str | None) -> str | None:
+        return name
+
+    def watch(self) -> Unwatched:
+        return Unwatched()
+
+
+def a_vendor_of_ones_own_is_registered() -> None:
+    aiogpu.accelerators.register(Board())
 
 
 async def main() -> int:
