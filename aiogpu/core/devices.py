@@ -184,12 +184,14 @@ class DeviceSet:
             warm: devices for each of which something is ready, and sets of them.
         """
         allowed = self._of_type.get(request.accelerator_type, 0)
-        if request.where is not None:
-            allowed = self.fitting(request)
-        allowed &= ~(barred | self.aside_mask)
+        barred |= self.aside_mask
+        if barred:
+            allowed &= ~barred
         named = self.filling.named_mask
-        if named or request.gpu_memory:
-            allowed = self._with_memory(allowed, amount, request)
+        if named or request.gpu_memory or request.where is not None:
+            allowed = self._with_memory(
+                allowed & self.fitting(request), amount, request
+            )
         found = self.free_mask & allowed
         if amount > UNIT:
             return self._several(amount // UNIT, found & self._combinable, warm[1])

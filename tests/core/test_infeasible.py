@@ -76,6 +76,18 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             Request.of({}, {}, "A100"),
             "it lacks accelerator_type:A100 0.001 of 0",
         ),
+        (
+            # Declared as a resource, but no device is of it.
+            Ledger({TYPE_PREFIX + "T4": UNIT}, [DeviceSet("GPU", cards(2, "A100"))]),
+            asking(1, "T4"),
+            "there is no GPU of type 'T4' (there are: 2 x A100)",
+        ),
+        (
+            node(*cards(1, name="NVIDIA L4", memory=24), *cards(1)),
+            asking(0.5, gpu_memory=30 * GIB),
+            "it lacks 1 GPU with gpu_memory 30GiB (there are: 1 x NVIDIA L4 of 24GiB, "
+            "1 x of unknown type)",
+        ),
         (MIXED, asking(3, "H100"), "it lacks GPU 3 of 2 of type H100"),
         (MIXED, asking(7), "it lacks GPU 7 of 6"),
         (node(), asking(0, gpu_memory=GIB), "it lacks GPU 1 of 0"),
