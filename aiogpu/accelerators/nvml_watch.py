@@ -38,6 +38,8 @@ VERSIONS: Final = ("_v3", "_v2")
 """Of each list, newest first; drivers before 510 and before 450 lack them."""
 ATTEMPTS: Final = 3
 """At a list that has grown while it was read."""
+SELDOM: Final = 64
+"""Answers that a device is lost after which NVML is started anew in any case."""
 HOST_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the first pid namespace (the kernel's include/linux/proc_ns.h)."""
 
@@ -47,12 +49,14 @@ class NvmlWatch:
 
     def __init__(self) -> None:
         self._nvml: ModuleType | None = None
+        self._is_started = False
         self._problem = "NVML is not open"
         self._handles: dict[str, Any] = {}
         # Which version of a list a device has; None if it has none at all.
         self._versions: dict[tuple[str, str], str | None] = {}
         self._not_metered: set[str] = set()
         self._looked_at: set[str] = set()
+        self._losses: dict[str, int] = {}  # how often in a row each was lost
         self._is_foreign = False
         self._health = NvmlHealth()
         self._reads_pids = is_host_namespace()
@@ -78,7 +82,7 @@ class NvmlWatch:
         except nvml.NVMLError as error:
             self._problem = f"NVML does not start: {error}"
         else:
-            self._nvml = nvml
+            self._nvml, self._is_started = nvml, True
 
     @property
     def driver_version(self) -> str | None:
@@ -96,11 +100,8 @@ class NvmlWatch:
         """Let NVML go; what was not open stays so."""
         nvml, self._nvml = self._nvml, None
         self._problem = "NVML was closed"
-        self._handles.clear()
         if nvml is not None:
-            self._health.close(nvml)
-            with suppress(nvml.NVMLError):
-                nvml.nvmlShutdown()
+            self._shut_down(nvml)
 
     def look(self, device: Device) -> Sample:
         """Ask for the processes and the memory of a device; see `DeviceWatch`.
@@ -112,11 +113,13 @@ class NvmlWatch:
         if nvml is None or uuid is None:
             return Sample(problem=self._problem)
         try:
-            return self._ask(nvml, uuid, self._look)
+            sample = self._ask(nvml, uuid, self._look)
         except nvml.NVMLError_GpuIsLost as error:
-            return Sample(problem=str(error), is_lost=True)
+            sample = Sample(problem=str(error), is_lost=True)
         except nvml.NVMLError as error:
             return Sample(problem=str(error))
+        self._count_losses(nvml, uuid, sample.is_lost)
+        return sample
 
     def check(self, device: Device) -> Health:
         """Say whether a device is well; see `DeviceWatch`.
@@ -134,19 +137,45 @@ class NvmlWatch:
             health = Health(is_lost=True)
         except nvml.NVMLError:
             return Health()
-        if health.is_lost:
-            self._handles.pop(uuid, None)  # It may be another one when it is back.
+        self._count_losses(nvml, uuid, health.is_lost)
         return health
 
     def _ask(self, nvml: ModuleType, uuid: str, question: Question[T]) -> T:
+        if not self._is_started:
+            nvml.nvmlInit()
+            self._is_started = True
         try:
             return question(nvml, uuid, self._handle(nvml, uuid))
         except nvml.NVMLError_Uninitialized:
             # The program may use NVML too, and have shut it down for both.
             self._handles.clear()
             self._health.forget()
+            self._is_started = False
             nvml.nvmlInit()
+            self._is_started = True
             return question(nvml, uuid, self._handle(nvml, uuid))
+
+    def _count_losses(self, nvml: ModuleType, uuid: str, is_lost: bool) -> None:
+        """Start NVML anew for a lost device, more and more seldom.
+
+        What NVML has attached to at its start is lost to it for good, also where a
+        reset has brought the device back; and a start may take seconds.
+        """
+        if not is_lost:
+            self._losses.pop(uuid, None)
+            return
+        self._handles.pop(uuid, None)
+        times = self._losses[uuid] = self._losses.get(uuid, 0) + 1
+        if times & (times - 1) == 0 or times % SELDOM == 0:
+            self._shut_down(nvml)
+
+    def _shut_down(self, nvml: ModuleType) -> None:
+        self._handles.clear()
+        self._health.close(nvml)
+        if self._is_started:  # NVML counts; the program's own start is not ours.
+            self._is_started = False
+            with suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
 
     def _handle(self, nvml: ModuleType, uuid: str) -> object:
         handle = self._handles.get(uuid)

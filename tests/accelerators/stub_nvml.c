@@ -118,7 +118,7 @@ int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void)
 {
     if (!started) return UNINITIALIZED;
-    started--;
+    if (!--started) memset(gone, 0, sizeof gone);
     return SUCCESS;
 }
 
@@ -169,6 +169,17 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *handle)
     if (s.device[index].lost) return GPU_IS_LOST;
     *handle = handle_of((int)index);
     return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, Handle *handle)
+{
+    State s;
+    int code = look_started(&s, __func__);
+
+    for (int i = 0; !code && i < s.devices; i++)
+        if (!strcmp(s.device[i].pci, pci))
+            return nvmlDeviceGetHandleByIndex_v2((unsigned)i, handle);
+    return code ? code : NOT_FOUND;
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, Handle *handle)

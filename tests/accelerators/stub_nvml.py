@@ -141,6 +141,7 @@ class StubNvml:
         init_error: int = 0,
         fail: Mapping[str, int] | None = None,
         lost: Sequence[int] = (),
+        gone: Sequence[int] = (),
         forbidden: Sequence[int] = (),
         driver: str = "570.00",
         links: Sequence[tuple[int, int]] = (),
@@ -152,6 +153,7 @@ class StubNvml:
             init_error: what nvmlInit returns.
             fail: what other functions return, by their name with its version.
             lost: indices of GPUs that have fallen off the bus.
+            gone: likewise, and so until NVML is started anew after that.
             forbidden: indices of GPUs that this user may not touch.
             driver: the driver's version.
             links: indices of GPUs that NVLink joins, in pairs.
@@ -176,6 +178,7 @@ class StubNvml:
             ]
         lines += [f"link {one} {other}" for one, other in links]
         lines += [f"lost {index}" for index in lost]
+        lines += [f"gone {index}" for index in gone]
         lines += [f"forbidden {index}" for index in forbidden]
         self._replace(lines)
 

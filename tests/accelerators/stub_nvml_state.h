@@ -23,6 +23,7 @@
  *                                      INDEX -1: its device cannot be told; GI and CI
  *                                      are -1 where it is of the whole GPU
  *   lost INDEX                         all about it fails with GPU_IS_LOST
+ *   gone INDEX                         the same until NVML is started anew after that
  *   forbidden INDEX                    its handle fails with NO_PERMISSION
  *
  * A line that is none of these makes every call fail with UNKNOWN (999).
@@ -59,7 +60,7 @@ typedef unsigned long long Bytes;
 typedef struct {
     char uuid[TEXT], pci[TEXT], name[TEXT];
     Bytes total, used;
-    int lost, forbidden, mig, major, minor, utilisation, action;
+    int lost, gone, forbidden, mig, major, minor, utilisation, action;
     uint32_t links; /* a bit for each device */
 } Device;
 
@@ -100,6 +101,7 @@ typedef struct {
 } State;
 
 static int started; /* as NVML, which counts its starts and shutdowns */
+static int gone[DEVICES]; /* and remembers whom it has lost in between */
 
 static long long now(void)
 {
@@ -169,6 +171,7 @@ static int read_detail(State *s, const char *line)
     if (found < 2 || index < 0 || index >= s->devices) return 0;
     d = &s->device[index];
     if (!strcmp(word, "lost")) return d->lost = 1;
+    if (!strcmp(word, "gone")) return d->gone = 1;
     if (!strcmp(word, "forbidden")) return d->forbidden = 1;
     if (!strcmp(word, "mig_mode")) return d->mig = 1;
     if (found == 2) return 0;
@@ -247,6 +250,10 @@ static int look(State *s, const char *function)
     while (fine && fgets(line, sizeof line, file)) fine = read_line(s, line);
     fclose(file);
     if (!fine) return UNKNOWN;
+    for (int i = 0; i < s->devices; i++) {
+        gone[i] |= s->device[i].gone;
+        s->device[i].lost |= gone[i];
+    }
     for (int i = 0; i < s->failures; i++)
         if (!strcmp(s->failure[i].function, function)) return s->failure[i].code;
     return SUCCESS;

@@ -1,41 +1,91 @@
-"""On a real card: what we detect is what pynvml says."""
+"""On a real card: what we detect is what pynvml says, and what may be asked of it."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia, inventory
 from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.core.devices import Device
 
 pytestmark = pytest.mark.gpu
 
 
+class Card(NamedTuple):
+    """A GPU as pynvml shows it; by bus in order, as CUDA may order them."""
+
+    bus: str
+    uuid: str
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
 @pytest.fixture
-def cards():
-    """(uuid, name, memory) of every GPU, ordered by bus as CUDA may order them."""
+def nvml() -> Iterator[ModuleType]:
     import pynvml
 
     pynvml.nvmlInit()
-    found = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-        uuid = pynvml.nvmlDeviceGetUUID(handle)
-        found.append((bus, uuid, pynvml.nvmlDeviceGetName(handle), memory))
+    yield pynvml
     pynvml.nvmlShutdown()
-    return [card[1:] for card in sorted(found)]
 
 
-def test_detection_agrees_with_pynvml(cards):
+@pytest.fixture
+def cards(nvml: ModuleType) -> list[Card]:
+    """All GPUs of a box where none is in MIG mode."""
+    if inventory().mig:
+        pytest.skip("a GPU is in MIG mode, and not shared out as it is")
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        found.append(
+            Card(
+                nvml.nvmlDeviceGetPciInfo(handle).busId,
+                nvml.nvmlDeviceGetUUID(handle),
+                nvml.nvmlDeviceGetName(handle),
+                nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                nvml.nvmlDeviceGetCudaComputeCapability(handle),
+            )
+        )
+    return sorted(found)
+
+
+@pytest.fixture
+def watch() -> Iterator[NvmlWatch]:
+    watch = NvmlWatch()
+    watch.open()
+    yield watch
+    watch.close()
+
+
+def detected() -> tuple[Device, ...]:
+    return Nvidia().devices({}, None)
+
+
+def test_detection_agrees_with_pynvml(cards: list[Card]) -> None:
     assert inventory().problem is None
-    devices = Nvidia().devices({}, None)
+    devices = detected()
     assert [device.id for device in devices] == list(range(len(cards)))
-    assert [(each.uuid, each.name, each.memory) for each in devices] == cards
+    assert [
+        (each.pci, each.uuid, each.name, each.memory, each.compute_capability)
+        for each in devices
+    ] == cards
     assert all(device.type for device in devices)
+    assert not any(device.parent for device in devices)
 
 
-def test_the_variable_is_read_against_the_real_cards(cards):
+def test_the_address_leads_to_the_card(nvml: ModuleType) -> None:
+    for device in detected():
+        assert device.pci is not None
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(device.pci)
+        assert nvml.nvmlDeviceGetUUID(handle) == (device.parent or device.uuid)
+
+
+def test_the_variable_is_read_against_the_real_cards(cards: list[Card]) -> None:
     last = len(cards) - 1
-    uuid = cards[last][0]
+    uuid = cards[last].uuid
     by_index = Nvidia().devices({"CUDA_VISIBLE_DEVICES": str(last)}, None)
     by_uuid = Nvidia().devices({"CUDA_VISIBLE_DEVICES": uuid}, 1)
     assert [device.id for device in by_index] == [last]
@@ -43,22 +93,61 @@ def test_the_variable_is_read_against_the_real_cards(cards):
     assert by_index[0].uuid == by_uuid[0].uuid == uuid
 
 
-def test_another_order_makes_detection_answer_in_uuids(cards):
+def test_another_order_makes_detection_answer_in_uuids(cards: list[Card]) -> None:
     devices = Nvidia().devices({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, None)
-    assert [device.id for device in devices] == [uuid for uuid, _, _ in cards]
+    assert [device.id for device in devices] == [card.uuid for card in cards]
 
 
-def test_a_card_tells_its_processes_and_its_memory():
-    watch = NvmlWatch()
-    watch.open()
-    try:
-        for device in Nvidia().devices({}, None):
-            assert watch.knows(device)
-            sample = watch.look(device)
-            assert sample.problem is None
-            assert sample.processes is not None
-            assert sample.used is not None
-            assert 0 < sample.used < device.memory
-        assert watch.driver_version
-    finally:
-        watch.close()
+def test_links_go_both_ways() -> None:
+    links = {device.uuid: device.links for device in detected()}
+    for uuid, peers in links.items():
+        assert uuid not in peers
+        assert all(uuid in links[peer] for peer in peers)
+
+
+def test_a_card_tells_its_processes_and_its_memory(watch: NvmlWatch) -> None:
+    for device in detected():
+        assert watch.knows(device)
+        sample = watch.look(device)
+        assert sample.problem is None
+        assert sample.processes is not None
+        assert sample.used is not None
+        assert 0 < sample.used < device.memory
+    assert watch.driver_version
+
+
+def test_a_card_tells_how_busy_it_is(cards: list[Card], watch: NvmlWatch) -> None:
+    for device in detected():
+        busy = watch.look(device).utilisation
+        assert busy is not None
+        assert 0 <= busy <= 100
+    assert cards
+
+
+def test_a_card_that_serves_us_is_well(watch: NvmlWatch) -> None:
+    """Twice, since the first time it is registered for events."""
+    for device in (*detected(), *detected()):
+        health = watch.check(device)
+        assert (health.errors, health.is_lost) == ((), False)
+        assert health.action in {"", None}
+
+
+def test_a_device_that_is_not_there_is_lost(watch: NvmlWatch) -> None:
+    uuid = "GPU-fedcba98-7654-3210-fedc-ba9876543210"
+    assert watch.check(Device(uuid, uuid=uuid)).is_lost
+
+
+def test_instances_are_devices_of_their_own(watch: NvmlWatch) -> None:
+    there = inventory()
+    if not there.mig:
+        pytest.skip("no GPU is in MIG mode")
+    for mig in there.mig:
+        for place, device in mig.instances:
+            assert place.count("/") == 1
+            assert device.parent == mig.gpu.uuid
+            assert 0 < device.memory < mig.gpu.memory
+            old = f"MIG-{mig.gpu.uuid}/{place}"
+            by_place = Nvidia().devices({"CUDA_VISIBLE_DEVICES": old}, None)
+            assert [each.uuid for each in by_place] == [device.uuid]
+            assert watch.look(device).problem is None
+            assert not watch.check(device).is_lost

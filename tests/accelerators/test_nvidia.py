@@ -1,6 +1,8 @@
 """NVIDIA's answers: pure ones here, NVML's by nvidia-ml-py unmodified on a stub."""
 
 import subprocess
+import sys
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -10,9 +12,11 @@ from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.errors import OptionError
 from tests.accelerators.stub_nvml import (
     GIB,
+    ROOT,
     StubGpu,
     StubNvml,
     gpus,
+    migs,
     program,
 )
 
@@ -312,6 +316,28 @@ def test_nvml_is_shut_down_after_each_detection(nvml: StubNvml):
     result += [pynvml.nvmlDeviceGetCount()]
     """
     assert nvml.run(snippet) == [True, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "in MIG mode"])
+def test_what_is_asked_of_real_cards_is_fulfilled_by_the_stub(
+    nvml: StubNvml, is_split: bool
+):
+    """So those tests do not rot where there is no card, nor the stub where there is."""
+    first, *others = (replace(gpu, used=GIB) for gpu in gpus(4))
+    if is_split:
+        first = replace(first, mig=tuple(replace(each, used=1) for each in migs(2)))
+    nvml.write([first, *others], links=[(1, 2), (1, 3)])
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "-rN", "tests/accelerators/test_gpu.py"],
+        cwd=ROOT,
+        env=nvml.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.split()[0].count("s") == (4 if is_split else 1)  # skipped
 
 
 # The stub itself, in what detection does not touch.

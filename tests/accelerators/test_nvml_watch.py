@@ -121,6 +121,69 @@ def test_a_lost_gpu_says_so_and_may_come_back(nvml: StubNvml) -> None:
     assert second == [[], [], GIB, None, False]
 
 
+def test_for_a_lost_gpu_nvml_is_started_anew_more_and_more_seldom(
+    nvml: StubNvml,
+) -> None:
+    """NVML never finds again what it has lost, although a reset brought it back."""
+    nvml.write(gpus(2))
+    snippet = f"""{ASK}
+import pynvml
+from tests.accelerators.stub_nvml import StubNvml, gpus
+starts, start = [], pynvml.nvmlInit
+def counted():
+    starts.append(looks)
+    start()
+pynvml.nvmlInit = counted
+ONE = Device(1, uuid="{ONE}")
+looks = 0
+def look():
+    global looks
+    looks += 1
+    lost, well = watch.look(ZERO), watch.look(ONE)
+    return [lost.is_lost, watch.check(ZERO).is_lost, well.problem]
+result = [look()]
+StubNvml.here().write(gpus(2), gone=[0])
+result += [look()]
+StubNvml.here().write(gpus(2))
+result += [look()]
+StubNvml.here().write(gpus(2), lost=[0])
+lost = [look() for _ in range(100)]
+result += [all(told == [True, True, None] for told in lost), starts]
+StubNvml.here().write(gpus(2))
+result += [look(), look()]
+"""
+    well = [False, False, None]
+    first, gone, back, is_lost, starts, *later = nvml.run(snippet)
+    assert (first, back, is_lost) == (well, well, True)
+    assert gone[0] is True
+    assert gone[2] is None
+    assert len(starts) < 20
+    assert max(starts) > 90
+    assert later == [well, well]
+
+
+def test_the_programs_own_nvml_is_left_to_it(nvml: StubNvml) -> None:
+    nvml.write(one())
+    snippet = f"""{ASK}
+import pynvml
+from tests.accelerators.stub_nvml import StubGpu, StubNvml
+pynvml.nvmlInit()
+box = StubGpu("{ZERO}")
+StubNvml.here().write([box], lost=[0])
+result = [told()[3], told()[3]]
+StubNvml.here().write([box])
+result += [told()[3]]
+watch.close()
+result += [pynvml.nvmlDeviceGetCount()]
+pynvml.nvmlShutdown()
+try:
+    pynvml.nvmlShutdown()
+except pynvml.NVMLError_Uninitialized:
+    result += ["even"]
+"""
+    assert nvml.run(snippet) == ["GPU is lost", "GPU is lost", None, 1, "even"]
+
+
 def test_a_failure_midway_is_a_problem_and_passes(nvml: StubNvml) -> None:
     nvml.write(one())
     snippet = f"{ASK}{REWRITE}first = told()\n"
