@@ -21,8 +21,10 @@ from .unwatched import Unwatched
 
 NODES: Final = "sys/class/kfd/kfd/topology/nodes"
 ROCR: Final = "ROCR_VISIBLE_DEVICES"
+CUDA: Final = "CUDA_VISIBLE_DEVICES"
+"""What HIP goes by where its own variable is not set."""
 HIDDEN: Final = "-1"
-"""Hides all: where the variable is empty HIP goes by `CUDA_VISIBLE_DEVICES` instead."""
+"""Hides all; to HIP an empty variable is one that is not set."""
 DEVICE_MEMORY: Final = ("1", "2")
 """Types of heap that are on the card (the kernel's uapi/linux/kfd_ioctl.h)."""
 TYPES: Final = {
@@ -69,7 +71,8 @@ class Amd:
         """Say which GPUs a node may share out.
 
         Args:
-            environ: read for `HIP_VISIBLE_DEVICES`.
+            environ: read for `HIP_VISIBLE_DEVICES`, or `CUDA_VISIBLE_DEVICES`, which
+                HIP goes by in its absence.
             wanted: how many the user gave, maybe more than there are unless the
                 variable is set; None to detect them.
 
@@ -81,10 +84,11 @@ class Amd:
         if wanted == 0:
             return ()
         there = self._detect()
-        text = environ.get(self.variable)
+        variable = CUDA if self.variable not in environ else self.variable
+        text = environ.get(variable)
         listed = None
-        if text is not None:
-            listed = (self.variable, text, entries(self.variable, text))
+        if text or variable != CUDA:
+            listed = (variable, text or "", entries(variable, text or ""))
         elif there and ROCR in environ:
             raise DeviceError(
                 f"{ROCR} is set and {self.variable} is not: the first renumbers the "

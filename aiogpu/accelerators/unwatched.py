@@ -1,13 +1,17 @@
-"""The watch of a vendor whose driver nobody asks while a node runs."""
+"""The watch of a vendor whose driver nobody asks while a node runs.
+
+Light on purpose, for a vendor's file comes into workers when a task asks for its kind.
+"""
 
 from __future__ import annotations
 
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from aiogpu.core.devices import Device
+if TYPE_CHECKING:
+    from aiogpu.core.devices import Device
 
-from .health import Health
-from .sample import Sample
+    from .health import Health
+    from .sample import Sample
 
 
 @final
@@ -24,10 +28,14 @@ class Unwatched:
 
     def look(self, device: Device) -> Sample:
         """Nothing can be learnt."""
+        from .sample import Sample
+
         return Sample(problem=f"the driver of {device.id} is not asked")
 
     def check(self, device: Device) -> Health:
         """Nothing can be learnt."""
+        from .health import Health
+
         del device
         return Health()
 

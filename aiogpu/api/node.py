@@ -114,7 +114,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
         address: "local", "inline" (for tests), or None: AIOGPU_ADDRESS, else "local".
         num_cpus: CPUs to share out; what this process may use unless given.
         num_gpus: GPUs to share out, maybe more than there are; those detected else.
-        resources: custom resources by name, such as `{"license": 2}`.
+        resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
         accelerator_type, gpu_memory: of the GPUs ("A100", "80GiB") where not detected.
         gpu_memory_enforce: end a task that uses more than the `gpu_memory` it asked.
         mps, cpu_affinity: "auto" or "off"; shares limited by MPS, CPUs near the GPUs.

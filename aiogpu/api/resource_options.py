@@ -15,6 +15,8 @@ from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT, device_quantity, quant
 from aiogpu.errors import OptionError
 from aiogpu.worker.context import current
 
+MOST_DEVICES: Final = 10**6
+"""Of one kind on a node, as for `num_gpus`."""
 _OWN_OPTIONS: Final = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
 
 
@@ -39,10 +41,11 @@ def check_declared(option: str, value: object) -> dict[str, float]:
     """
     for name, amount in _named(option, value):
         parts = quantity(f"{option}[{name!r}]", amount)
-        if parts % UNIT and is_device(name):
+        if is_device(name) and (parts % UNIT or parts > MOST_DEVICES * UNIT):
             raise OptionError(
                 f"init({option}={{{name!r}: {amount!r}}}): a node has a whole number "
-                f"of devices; give an int from 0, or leave it out to detect them."
+                f"of devices; give an int from 0 to {MOST_DEVICES}, or leave it out to "
+                f"detect them."
             )
     return dict(value) if isinstance(value, Mapping) else {}
 

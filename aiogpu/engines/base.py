@@ -20,7 +20,7 @@ class NodeOptions(NamedTuple):
     Attributes:
         num_cpus: None for what this process may use.
         num_gpus: None for what is detected.
-        resources: custom resources in whole units.
+        resources: custom resources, and devices other than GPUs, in whole units.
         accelerator_type: declared for all devices of a logical node.
         gpu_memory: bytes declared for each of them.
         gpu_memory_enforce: whether a task is ended that outgrows what it reserved.

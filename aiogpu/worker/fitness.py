@@ -7,7 +7,10 @@ import sys
 from types import ModuleType
 from typing import Final
 
-DEVICE_FILES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron")
+DEVICE_FILES: Final = (
+    *("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron"),
+    *("/dev/accel", "/dev/hl", "/dev/davinci"),
+)
 
 GUARDS: Final = {
     "CUDA_VISIBLE_DEVICES": "",

@@ -93,6 +93,18 @@ def test_the_variable_restricts_the_node(box: Amd) -> None:
         box.devices({"HIP_VISIBLE_DEVICES": "1"}, 2)
 
 
+def test_hip_goes_by_cudas_variable_where_it_has_none(box: Amd) -> None:
+    def ids(**environ: str) -> list[int | str]:
+        return [device.id for device in box.devices(environ, None)]
+
+    assert ids(CUDA_VISIBLE_DEVICES="1") == [1]
+    assert ids(CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="0") == [0]
+    assert ids(CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="") == []
+    assert ids(CUDA_VISIBLE_DEVICES="") == [0, 1, 2]
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES='7': there is no dev"):
+        ids(CUDA_VISIBLE_DEVICES="7")
+
+
 def test_the_variable_beneath_hip_is_refused_alone(box: Amd) -> None:
     with pytest.raises(
         DeviceError, match="Use HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES"

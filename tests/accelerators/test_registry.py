@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from aiogpu.accelerators import Device, Unwatched, register, registry
+from aiogpu.accelerators import (
+    Device,
+    DeviceWatch,
+    Health,
+    Unwatched,
+    register,
+    registry,
+)
 from aiogpu.accelerators.registry import KNOWN, amount, kinds, variables, vendor_of
 from aiogpu.errors import OptionError
 
@@ -64,6 +71,15 @@ def test_a_kind_has_a_vendor_and_a_custom_resource_none() -> None:
         "<Tpu TPU>",
     ]
     assert vendor_of("license") is None
+
+
+def test_the_watch_of_most_vendors_asks_nobody() -> None:
+    watch: DeviceWatch = Unwatched()
+    watch.open()
+    assert not watch.knows(Device(0))
+    assert watch.look(Device(3)).problem == "the driver of 3 is not asked"
+    assert watch.check(Device(3)) == Health()
+    watch.close()
 
 
 def test_a_vendor_is_registered() -> None:
