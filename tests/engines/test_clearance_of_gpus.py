@@ -169,7 +169,8 @@ BROKEN = """
                 print(await visible.options(num_gpus=0.5).remote())
             status = await until(lambda status: status.available["GPU"] == 1)
             print(status.devices[0].is_unverified)
-            print(str(status).splitlines()[-1])
+            lines = str(status).splitlines()
+            print(*(line for line in lines if "unverified" in line), sep="|")
     start(main)
 """
 

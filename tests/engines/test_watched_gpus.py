@@ -21,7 +21,7 @@ BEGINNING = """
     from aiogpu.runtime import device_health
     from tests.engines.watched_tasks import let_go, list_on_first, stay
 
-    rounds.EACH, device_health.CALM = 0.01, 0.05
+    rounds.EACH, device_health.CALM = 0.01, 3600.0
     pipes = [os.path.join(os.environ["PLACE"], name) for name in "ab"]
     for pipe in pipes:
         os.mkfifo(pipe)
@@ -42,6 +42,7 @@ SICK = """
             print(await visible.options(num_gpus=0.25).remote())
             await asyncio.to_thread(let_go, pipes[0])
             print(await running)
+            device_health.CALM = 0.0
             await until(lambda status: status.devices[0].aside is None)
             print(await visible.options(num_gpus=0.25).remote())
     start(main)
