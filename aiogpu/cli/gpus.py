@@ -36,9 +36,13 @@ def gpus(as_json: bool) -> int:
     A box without any is no failure: it is said why, and the exit code is 0. It is 2
     if CUDA_VISIBLE_DEVICES names what is not there.
     """
-    # What detection logs, it says as well.
-    logging.getLogger("aiogpu").addHandler(logging.NullHandler())
-    box = asyncio.run(look_around())
+    log = logging.getLogger("aiogpu")
+    heard = Heard()
+    log.addHandler(heard)
+    try:
+        box = heard.added_to(asyncio.run(look_around()))
+    finally:
+        log.removeHandler(heard)
     if as_json:
         click.echo(json.dumps(as_data(box), indent=1))
         return 0
@@ -48,6 +52,27 @@ def gpus(as_json: bool) -> int:
     else:
         click.echo("\n".join(lines(box)))
     return 0
+
+
+class Heard(logging.Handler):
+    """What detection warns of, which is as good as what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning, each once."""
+        self._lines[record.getMessage().removeprefix("! ")] = None
+
+    def added_to(self, box: Box) -> Box:
+        """With what was not said before."""
+        fresh = [
+            line
+            for line in self._lines
+            if not any(line.partition(";")[0] in note for note in box.notes)
+        ]
+        return box._replace(notes=(*fresh, *box.notes))
 
 
 def as_data(box: Box) -> dict[str, Any]:
@@ -140,12 +165,12 @@ def health(seen: Seen) -> str:
     """Whether it is well, as far as its driver can tell."""
     if seen.sample is None or seen.health is None:
         return "not known: its driver is not asked"
-    if seen.sample.problem is not None:
-        lost = "lost: " if seen.sample.is_lost else "does not answer: "
-        return lost + seen.sample.problem
+    problem = seen.sample.problem
     told = [*seen.health.errors]
-    if seen.health.is_lost:
-        told.append("lost")
+    if seen.sample.is_lost or seen.health.is_lost:
+        told.append(f"lost ({problem})" if problem else "lost")
+    elif problem is not None:
+        told.append(f"cannot be asked what is on it ({problem})")
     if seen.health.action:
         told.append(f"the driver asks for this: {seen.health.action}")
     if told:
@@ -155,8 +180,10 @@ def health(seen: Seen) -> str:
 
 def processes(seen: Seen) -> str:
     """Who is on it."""
+    if seen.sample is None or seen.sample.problem is not None:
+        return ""
     if seen.processes is None:
-        return "" if seen.sample is None else "not listed by its driver"
+        return "not listed by its driver"
     told = [_process(one) for one in seen.processes[:SHOWN]]
     if len(seen.processes) > SHOWN:
         told.append(f"and {len(seen.processes) - SHOWN} more")

@@ -136,6 +136,16 @@ def test_an_nvml_that_fails_is_told(nvml: StubNvml) -> None:
     assert ran.stdout == "No GPUs: NVML does not start: Driver Not Loaded.\n"
 
 
+def test_what_detection_warns_of_is_told_once(two: StubNvml) -> None:
+    two.write(gpus(2), lost=[1])
+    ran = on_stub(two)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[-1] == (
+        "GPU 1 does not answer: GPU is lost; GPUs are known only in part, or not at "
+        "all."
+    )
+
+
 def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
     ran = on_stub(two, CUDA_VISIBLE_DEVICES="0,7")
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -170,8 +180,12 @@ def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> N
     [
         (Sample({}), Health(action=""), "well"),
         (Sample({}), Health(), "answers"),
-        (Sample(problem="GPU is lost", is_lost=True), Health(), "lost: GPU is lost"),
-        (Sample(problem="Unknown"), Health(), "does not answer: Unknown"),
+        (Sample(problem="GPU is lost", is_lost=True), Health(), "lost (GPU is lost)"),
+        (
+            Sample(problem="Unknown"),
+            Health(),
+            "cannot be asked what is on it (Unknown)",
+        ),
         (Sample({}), Health(("XID 79",), is_lost=True), "XID 79; lost"),
     ],
 )
