@@ -115,7 +115,8 @@ def end_deadlocks(node: Node, now: float, effects: list[Effect]) -> None:
         effects.append(Deadlock(child.id, reason))
         node.end(child)
         node.ready.discard(child)
-        part(node, child, now, effects)
+        if child.kin is not None:
+            part(node, child, now, effects)
 
 
 def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:

@@ -134,5 +134,9 @@ def on_skipped(
         worker.task = worker.queue.popleft()
         if worker.task.state is TaskState.QUEUED:
             worker.task.state = TaskState.RUNNING
-    else:
+    elif worker.refill_at >= 0:
         leave_task(node, worker)
+    else:
+        # It was killed for the task before this one, and has not gone yet.
+        worker.is_last = True
+        move_worker(worker, WorkerState.ENDING)

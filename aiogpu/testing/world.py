@@ -67,7 +67,7 @@ class World(Stage):
     ) -> None:
         types = dict(enumerate(gpu_types))
         if devices is None:
-            size = parse_size("gpu_memory", gpu_memory)
+            size = _bytes(gpu_memory)
             count = gpus or len(types)
             devices = [Device(i, types.get(i), memory=size) for i in range(count)]
         scalars = _amounts({CPU: cpus, **(resources or {})})
@@ -113,14 +113,11 @@ class World(Stage):
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
         devices = {GPU: device_quantity("num_gpus", num_gpus)}
         spread = {"pack": False, "spread": True}[strategy]
-        memory = BY_SHARE
-        if gpu_memory != "share":
-            memory = parse_size("gpu_memory", gpu_memory)
         request = Request.of(
             *(scalars, devices, accelerator_type),
             spread=spread,
             where=where,
-            gpu_memory=memory,
+            gpu_memory=_bytes(gpu_memory),
         )
         shape = Shape(request, tuple(sorted((environment or {}).items())))
         pace = self._paces.setdefault(function, Pace())
@@ -258,3 +255,8 @@ class World(Stage):
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:
     return {name: quantity(name, value) for name, value in quantities.items()}
+
+
+def _bytes(gpu_memory: int | str) -> int:
+    is_share = gpu_memory == "share"
+    return BY_SHARE if is_share else parse_size("gpu_memory", gpu_memory)

@@ -248,3 +248,32 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     w.tell(events.Settled(w.unsettled[0]))
     assert w.running == {"a"}
     assert len(w.workers) == 1
+
+
+def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
+    """It was taken for idle, and sent the next of those that wait."""
+    w = World(cpus=1, took=SHORT, exits=False, revokes=False)
+    for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
+        w.submit(name)
+    w.finish("t0")
+    assert w.queued == {"t2", "t3"}
+    worker = w.worker_of("t1")
+    w.tell(events.MemoryShort(worker))
+    w.advance(0.1)
+    assert w.workers[worker].void
+    w.skip("t1", is_late=True)
+    assert w.running == set()
+    w.die(worker)
+    w.run_dry()
+    assert set(w.told.values()) == {"settled"}
+
+
+def test_what_fails_for_a_deadlock_may_be_nobodys_child():
+    """One whose result a child expects; the scheduler fell over it."""
+    w = World(cpus=4)
+    w.scheduler.room.bound(1)
+    w.submit("parent")
+    w.submit("other")
+    w.submit("child", parent="parent", needs=["other"])
+    w.wait_for("parent", "child")
+    assert w.told == {"other": "deadlocked"}
