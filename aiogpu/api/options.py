@@ -68,7 +68,16 @@ class TaskOptions(NamedTuple):
     lifetime: Lifetime = None
 
     def request(self) -> Request:
-        """What the task asks for."""
+        """What the task asks for.
+
+        Raises:
+            OptionError: it says which GPUs, and asks for none.
+        """
+        if self.gpu_where is not None and not (self.num_gpus or self.gpu_memory):
+            raise OptionError(
+                f"gpu_where asks for GPUs with {self.gpu_where}, but no GPU is asked "
+                f"for; say num_gpus= or gpu_memory= as well."
+            )
         scalars, devices = self.resources, {GPU: self.num_gpus}
         if scalars:
             devices |= devices_among(scalars)

@@ -320,6 +320,20 @@ def test_the_request() -> None:
     assert spec().shape.request.as_numbers() == {"CPU": 1.0}
 
 
+def test_who_says_which_gpus_asks_for_some() -> None:
+    """Perhaps by `.options`, so it is not asked before the first call."""
+    where = {"memory": "40GiB", "name": "*H100*"}
+    alone = checked(gpu_where=where)
+    with pytest.raises(OptionError) as caught:
+        alone.spec("train", 7)
+    assert str(caught.value) == (
+        "gpu_where asks for GPUs with memory of 40GiB or more and a name like "
+        "'*h100*', but no GPU is asked for; say num_gpus= or gpu_memory= as well."
+    )
+    assert alone._replace(num_gpus=5_000).request().where == alone.gpu_where
+    assert alone._replace(gpu_memory=1).request().where == alone.gpu_where
+
+
 def test_only_a_detached_task_outlives_its_parent() -> None:
     assert not spec().is_detached
     assert spec(lifetime="detached").is_detached

@@ -14,7 +14,7 @@ from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.core.specs import TaskSpec
 from aiogpu.errors import OptionError
 from aiogpu.worker.context import current
-from tests.accelerators.test_registry import Fpga
+from tests.accelerators.test_vendors import Fpga
 
 
 class WholeFpga(Fpga):

@@ -13,7 +13,7 @@ import pytest
 import aiogpu
 from aiogpu.accelerators import AWS_NEURON_CORE, registry
 from tests.accelerators.test_neuron import listing
-from tests.accelerators.test_registry import Fpga
+from tests.accelerators.test_vendors import Fpga
 from tests.engines.kind_tasks import Holder, seen, starts_another
 
 pytestmark = [pytest.mark.usefixtures("no_leaks", "plain"), pytest.mark.either_loop]
