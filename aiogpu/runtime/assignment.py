@@ -6,13 +6,13 @@ Knows accelerators and device sets, not what a task is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.core.devices import Device
 from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.resources import GPU
+from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.runtime import mps as multi_process
 from aiogpu.runtime.affinity import Affinity
 from aiogpu.runtime.gpu_limits import held_of, limits_of, variables_of
@@ -61,28 +61,37 @@ class Assignment:
                 lease.request.devices, lease.shares, strict=True
             )
         }
-        gpus = self._gpus_of(lease) if held.get(GPU) else []
+        shares = held_of(lease, GPU) if held else {}
         variables = dict(environ)
         seen = {**self._environ, **environ}
         for accelerator in self.accelerators:
             kind = accelerator.kind
             ids = held.setdefault(kind, ())
             if self._has_mps and kind == GPU:
-                ids = tuple(gpu.uuid or gpu.id for gpu in gpus)
+                ids = tuple(gpu.uuid or gpu.id for gpu in self._named(shares))
             variables |= accelerator.assignment(ids, seen)
-        if not gpus:
+        if not shares:
             return Bind(variables, held)
         limits = limits_of(lease, self._gpus)
-        variables |= variables_of(limits, [gpu.memory for gpu in gpus], seen)
-        shares = held_of(lease, GPU)
+        if limits:
+            capacities = [gpu.memory for gpu in self._named(shares)]
+            variables |= variables_of(limits, capacities, seen)
         if self._has_mps:
             part = min(shares.values())
             variables |= multi_process.variables(part, limits, seen)
-        return Bind(variables, held, limits, self._affinity.near(shares))
+        return Bind(variables, held, limits, self._cpus_for(lease, shares))
 
-    def _gpus_of(self, lease: Lease) -> list[Device]:
+    def _cpus_for(self, lease: Lease, gpus: Iterable[int]) -> tuple[int, ...]:
+        """The CPUs near a worker's GPUs, unless its task asks for more than these."""
+        cpus = self._affinity.near(gpus)
+        if not cpus:
+            return ()
+        asked = dict(lease.request.scalars).get(CPU, 0)
+        return cpus if asked <= len(cpus) * UNIT else ()
+
+    def _named(self, indices: Iterable[int]) -> list[Device]:
         devices = self._ledger.device_sets[GPU].devices
-        return [devices[index] for index in held_of(lease, GPU)]
+        return [devices[index] for index in indices]
 
 
 def _has_mps(devices: Sequence[Device], environ: Mapping[str, str]) -> bool:

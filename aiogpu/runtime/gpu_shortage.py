@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.core.ids import WorkerId
@@ -178,9 +178,13 @@ class Shortages:
     """Failures for want of device memory, from the word of them to the answer.
 
     Falsy while there are none, as almost always.
+
+    Attributes:
+        peak_seen: the most bytes that a worker was seen from outside to use of a GPU.
     """
 
     def __init__(self, node: Scheduler) -> None:
+        self.peak_seen: Callable[[int], int] = lambda _worker: 0
         self._node = node
         self._peaks: dict[tuple[int, int], int] = {}
 
@@ -213,7 +217,7 @@ class Shortages:
 
     def told(self, worker: int, name: str, failed: Failed) -> Failed:
         """What is told of one in the answer's place, with that one's traceback."""
-        peak = self._peaks.pop((worker, failed.task))
+        peak = max(self._peaks.pop((worker, failed.task)), self.peak_seen(worker))
         record = self._node.workers.get(WorkerId(worker))
         if record is None:
             return failed

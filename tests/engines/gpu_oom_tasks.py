@@ -96,3 +96,15 @@ def double(number: int) -> int:
     if number == 5:
         raise OutOfMemoryError(TEXT)
     return 2 * number
+
+
+@aiogpu.remote(num_gpus=0.5, max_retries=0, retry_oom="exclusive")
+def run_out_beside_others(path: str, times: int) -> tuple[int, str | None]:
+    """Raise so often; then tell how often, and what limits it."""
+    descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR)
+    count = os.fstat(descriptor).st_size
+    os.write(descriptor, b".")
+    os.close(descriptor)
+    if count < times:
+        raise OutOfMemoryError(TEXT)
+    return count, os.environ.get("CUPY_GPU_MEMORY_LIMIT")

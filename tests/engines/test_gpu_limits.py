@@ -11,7 +11,7 @@ import pytest
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.core.devices import Device
-from aiogpu.runtime import affinity
+from aiogpu.runtime import affinity, mps
 from tests.engines import gpu_limit_tasks as tasks
 from tests.worker.test_gpu_memory import TORCH
 
@@ -90,3 +90,30 @@ async def test_threads_go_by_the_cpus_of_a_task_with_gpus(
     monkeypatch.setenv(name, "5")
     async with aiogpu.init(num_cpus=8):
         assert await two.remote(name) == {name: "5"}
+
+
+@pytest.mark.usefixtures("one_gpu")
+async def test_a_worker_is_used_again_for_the_same_limit_alone() -> None:
+    name = "CUPY_GPU_MEMORY_LIMIT"
+    small = tasks.variables.options(gpu_memory="1GiB", max_calls=0)
+    large = tasks.variables.options(gpu_memory="2GiB", max_calls=0)
+    async with aiogpu.init(num_cpus=2):
+        for task, limit in ((small, GIB), (large, 2 * GIB), (small, GIB)):
+            assert await task.remote(name) == {name: str(limit)}
+
+
+async def test_shares_are_told_to_an_mps_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(0, memory=80 * GIB, uuid="GPU-abc")
+    monkeypatch.setattr(Nvidia, "devices", lambda *_: (device,))
+    os.mkfifo(tmp_path / "control")
+    monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    names = mps.THREADS, mps.MEMORY, "CUDA_VISIBLE_DEVICES"
+    limited = tasks.variables.options(gpu_memory="8GiB")
+    async with aiogpu.init(num_cpus=2, mps="auto"):
+        found = await limited.remote(*names)
+        assert list(found.values()) == ["25", "0=8192M", "GPU-abc"]
+    async with aiogpu.init(num_cpus=2):
+        found = await limited.remote(*names)
+        assert list(found.values()) == [None, None, "0"]

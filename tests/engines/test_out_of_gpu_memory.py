@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 import aiogpu
+from aiogpu.core.snapshot import ShapeStatus
 from aiogpu.errors import RemoteTraceback
 from tests.engines import gpu_oom_tasks as tasks
+from tests.until import LIMIT
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -86,3 +89,26 @@ async def test_retries_go_by_either_name(tmp_path: Path, address: str) -> None:
         other = tasks.run_out_once.options(retry_exceptions=[KeyError])
         with pytest.raises(OOM):
             await other.remote(str(tmp_path / "c"))
+
+
+@pytest.mark.needs("processes")
+async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) -> None:
+    beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
+        model = tasks.Model.remote()
+        assert await model.fine.remote() == "fine"
+        handle = beside.remote(str(tmp_path / "a"), 1)
+        shapes: tuple[ShapeStatus, ...] = ()
+        async with asyncio.timeout(LIMIT):
+            while not shapes:
+                await asyncio.sleep(0)
+                shapes = (await aiogpu.status()).shapes
+        assert shapes[0].request["GPU"] == 1.0, "it waits for the whole GPU"
+        aiogpu.kill(model)
+        assert await handle == (1, None), "all of it, without a limit"
+        with pytest.raises(OOM, match="It had all that there is") as caught:
+            await beside.remote(str(tmp_path / "b"), 2)
+        assert caught.value.limit == 0
+        assert (tmp_path / "b").stat().st_size == 2, "once, and no more"
+        with pytest.raises(OOM):
+            await beside.options(retry_oom=None).remote(str(tmp_path / "c"), 1)

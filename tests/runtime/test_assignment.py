@@ -116,6 +116,7 @@ GPUS = [
 def told(
     *indices: int,
     share: int = UNIT,
+    cpus: int = 1,
     gpu_memory: int = 0,
     options: Mapping[str, str] | None = None,
     **environ: str,
@@ -124,7 +125,9 @@ def told(
     ledger = Ledger({}, [DeviceSet("GPU", GPUS)])
     vendor = PaperVendor("GPU", "GPUS")
     assignment = Assignment([vendor], ledger, {}, **(options or {}))  # type: ignore[list-item]
-    request = Request.of({}, {"GPU": share * len(indices)}, gpu_memory=gpu_memory)
+    request = Request.of(
+        {"CPU": cpus * UNIT}, {"GPU": share * len(indices)}, gpu_memory=gpu_memory
+    )
     shares = (tuple((index, share) for index in indices),)
     return assignment.bind(Lease(LeaseId(1), request, shares), environ)
 
@@ -197,7 +200,8 @@ def test_cpus_near_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(affinity, "ROOT", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(4)))
     on = {"cpu_affinity": "auto"}
-    assert told(1, options=on).cpus == (2, 3)
+    assert told(1, options=on).cpus == told(1, cpus=2, options=on).cpus == (2, 3)
+    assert told(1, cpus=3, options=on).cpus == (), "it asks for more than are near"
     assert told(0, 1, options=on).cpus == told(2, options=on).cpus == ()
     assert told(1).cpus == told(1, options={"cpu_affinity": "off"}).cpus == ()
 

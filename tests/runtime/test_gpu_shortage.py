@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import NoneType
 
 import pytest
 
@@ -13,9 +14,13 @@ from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import BY_SHARE, UNIT, Request
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.errors import GpuOutOfMemoryError
+from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.runtime.gpu_limits import limits_of
-from aiogpu.runtime.gpu_shortage import gpu_out_of_memory
+from aiogpu.runtime.gpu_shortage import Shortages, gpu_out_of_memory
+from aiogpu.wire.failure import RAISED, unpack_failure
+from aiogpu.wire.messages import Failed
+from aiogpu.wire.shortage import RanOut
+from tests.runtime import sites
 
 GIB = 1 << 30
 GPUS = DeviceSet(
@@ -143,3 +148,65 @@ def test_what_has_no_lease_any_more_is_told_with_less(node: Scheduler) -> None:
     error = gpu_out_of_memory("train", worker, node, peak=3, told="ran out")
     assert (error.asked, error.limit, error.peak, error.devices) == (0, 0, 3, ())
     assert error.neighbours == ()
+
+
+FAILED = Failed(7, RAISED, "torch.OutOfMemoryError", "CUDA out\nof it", "trace", b"x")
+
+
+def test_an_answer_is_replaced_by_what_is_known(node: Scheduler) -> None:
+    worker = worker_of(node, "train", lease_of(0, share=2500))
+    shortages = Shortages(node)
+    assert not shortages
+    shortages.note(worker.id, RanOut(7, 5))
+    assert shortages
+    assert repr(shortages) == "<Shortages 1>"
+    assert shortages.concerns(worker.id, FAILED)
+    assert not shortages.concerns(worker.id, FAILED._replace(task=8))
+    assert not shortages.concerns(99, FAILED)
+    told = shortages.told(worker.id, "train", FAILED)
+    assert not shortages
+    assert (told.task, told.kind, told.traceback) == (7, RAISED, "trace")
+    error = unpack_failure(told, "train")
+    assert isinstance(error, GpuOutOfMemoryError)
+    start = "train ran out of GPU memory: torch.OutOfMemoryError: CUDA out. It had"
+    assert str(error).startswith(start)
+    assert error.peak == 5
+    assert isinstance(error.__cause__, RemoteTraceback)
+    shortages.peak_seen = {worker.id: 9}.__getitem__
+    shortages.note(worker.id, RanOut(7, 5))
+    seen = unpack_failure(shortages.told(worker.id, "train", FAILED), "train")
+    assert isinstance(seen, GpuOutOfMemoryError)
+    assert seen.peak == 9, "the framework knows only of its own"
+
+
+def test_who_has_gone_is_told_of_no_more(node: Scheduler) -> None:
+    shortages = Shortages(node)
+    shortages.forget(1)
+    shortages.note(1, RanOut(7, 0))
+    shortages.note(2, RanOut(8, 0))
+    assert shortages.told(1, "train", FAILED) is FAILED, "nothing is known of it"
+    shortages.note(1, RanOut(7, 0))
+    shortages.forget(1)
+    assert not shortages.concerns(1, FAILED)
+    assert shortages.concerns(2, FAILED._replace(task=8))
+
+
+@pytest.mark.parametrize(
+    ("retry_exceptions", "is_retried"),
+    [(False, False), (True, True), ((MemoryError,), True), ((KeyError,), False)],
+)
+def test_a_retry_goes_by_what_is_told(
+    node: Scheduler,
+    retry_exceptions: bool | tuple[type[BaseException], ...],
+    is_retried: bool,
+) -> None:
+    worker = worker_of(node, "train", lease_of(0, share=2500))
+    call = sites.call(sites.site(retry_exceptions=retry_exceptions))
+    call.send_to(worker.id, 1)
+    call.error = KeyError("of the first look")
+    shortages = Shortages(node)
+    shortages.note(worker.id, RanOut(7, 0))
+    assert shortages.replace(call, FAILED) is is_retried
+    assert type(call.error) in (NoneType, GpuOutOfMemoryError)
+    assert isinstance(call.answer, Failed)
+    assert call.answer.type_name == "aiogpu.errors.GpuOutOfMemoryError"

@@ -67,3 +67,19 @@ def test_a_variable_that_is_kept() -> None:
     os.environ["AIOGPU_TEST_A"] = "changed"
     environ.restore()
     assert os.environ["AIOGPU_TEST_A"] == "kept"
+
+
+def test_pinning(capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.sched_getaffinity(0)
+    first = min(before)
+    try:
+        environ.bind(Bind({}, {}, cpus=(first,)))
+        assert os.sched_getaffinity(0) == {first}
+        assert capsys.readouterr().err == ""
+        environ.bind(Bind({}, {}, cpus=(4095,)))
+        assert os.sched_getaffinity(0) == {first}
+        assert "could not be pinned to CPUs (4095,)" in capsys.readouterr().err
+        environ.bind(Bind({}, {}))
+        assert os.sched_getaffinity(0) == {first}, "nothing is said of CPUs"
+    finally:
+        os.sched_setaffinity(0, before)
