@@ -118,6 +118,7 @@ class Driver:
         """Have the core told what is seen on devices, and owners what follows."""
         self._clearance.on_begun = monitor.guard.begin
         self.telling.gpu_guard = monitor.guard
+        self.shortages.peak_seen = monitor.guard.peak_of
         monitor.begin(self.feed)
 
     def __repr__(self) -> str:
