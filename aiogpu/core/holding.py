@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.lifecycle import WorkerState
+from aiogpu.core.observed import Observations, OtherProcess
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.resources import CPU, number
+
+NOTHING: Final[Observations] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,9 @@ class Holder:
             still to be seen.
         memory: bytes of the device's memory that it has reserved, by name or by its
             share; 0 where unknown, and for what is no GPU.
+        used: bytes of the device's memory that it uses with all below it, None where
+            that is not known.
+        has_outgrown: whether that is more than was reserved for it.
     """
 
     share: float
@@ -37,6 +44,8 @@ class Holder:
     is_endless: bool = False
     is_settling: bool = False
     memory: int = 0
+    used: int | None = None
+    has_outgrown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,13 @@ class DeviceStatus:
         is_unverified: whether the last share came back without a word of the driver
             that nothing is left on it, since the driver cannot tell here.
         memory_reserved: bytes of its memory that the holders have reserved together.
+        used: bytes of its memory in use, by whomever; None where unknown.
+        utilisation: percent of the last moments in which something ran on it; None
+            where unknown.
+        others: processes on it that are not ours; None where that cannot be told.
+        seen: seconds since its driver was asked last, None if it never was: it is
+            logical, or its vendor's driver cannot be asked.
+        unknown: what of all this could not be learnt and why, None if nothing.
     """
 
     kind: str
@@ -69,6 +85,11 @@ class DeviceStatus:
     aside: str | None = None
     is_unverified: bool = False
     memory_reserved: int = 0
+    used: int | None = None
+    utilisation: int | None = None
+    others: tuple[OtherProcess, ...] | None = None
+    seen: float | None = None
+    unknown: str | None = None
 
 
 class Holdings:
@@ -80,10 +101,15 @@ class Holdings:
     """
 
     def __init__(
-        self, workers: Iterable[WorkerRecord], pids: Mapping[int, int], now: float
+        self,
+        workers: Iterable[WorkerRecord],
+        pids: Mapping[int, int],
+        now: float,
+        observed: Observations = NOTHING,
     ) -> None:
         self.pids = pids
         self.now = now
+        self._observed = observed
         self._workers = [worker for worker in workers if worker.lease is not None]
 
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
@@ -111,17 +137,41 @@ class Holdings:
                         holder = self._holder(worker, share[1], memory)
                         holders[share[0]].append(holder)
         return tuple(
-            DeviceStatus(
-                *(devices.kind, device.id, device.type, device.uuid, device.name),
-                device.memory,
-                0.0 if index in devices.aside else number(devices.free[index]),
-                tuple(holders[index]),
-                devices.aside.get(index),
-                index in devices.unverified,
-                devices.memory_reserved(index),
+            self._with_what_was_seen(
+                index,
+                DeviceStatus(
+                    *(devices.kind, device.id, device.type, device.uuid, device.name),
+                    device.memory,
+                    0.0 if index in devices.aside else number(devices.free[index]),
+                    tuple(holders[index]),
+                    devices.aside.get(index),
+                    index in devices.unverified,
+                    devices.memory_reserved(index),
+                ),
             )
             for index, device in enumerate(devices.devices)
             if mask >> index & 1
+        )
+
+    def _with_what_was_seen(self, index: int, status: DeviceStatus) -> DeviceStatus:
+        seen = self._observed.get((status.kind, index))
+        if seen is None:
+            return status
+        return replace(
+            status,
+            holders=tuple(
+                replace(
+                    holder,
+                    used=seen.workers.get(holder.worker),
+                    has_outgrown=holder.worker in seen.outgrown,
+                )
+                for holder in status.holders
+            ),
+            used=seen.used,
+            utilisation=seen.utilisation,
+            others=seen.others,
+            seen=max(0.0, self.now - seen.seen),
+            unknown=seen.unknown,
         )
 
     def _holder(self, worker: WorkerRecord, part: int, memory: int = 0) -> Holder:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.device_report import device_rows, pid_of
 from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
-from aiogpu.core.sizes import size
-from aiogpu.core.wording import SHOWN, span, terms
+from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
 if TYPE_CHECKING:
-    from aiogpu.core.holding import DeviceStatus, Holder
     from aiogpu.core.snapshot import NodeStatus
 
-_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
 _STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiting")
 
 
@@ -47,7 +45,7 @@ def report(status: NodeStatus) -> str:
     """Everything, in a table."""
     rows = [
         *_resources(status),
-        *_devices(status),
+        *device_rows(status.devices),
         *_tasks(status),
         *_shapes(status),
         *_reservation(status),
@@ -64,49 +62,7 @@ def _resources(status: NodeStatus) -> Iterator[str]:
     told = ", ".join(f"{count} {state}" for state, count in states.items())
     rows.append(("workers", told or "none"))
     rows.append(("tasks", _counts(status)))
-    yield from _aligned(rows)
-
-
-def _devices(status: NodeStatus) -> Iterator[str]:
-    for device in status.devices:
-        told = f"{device.kind} {device.id}  {device.free:g} free"
-        yield "  ".join([told, *_identity(device)])
-        if device.aside is not None:
-            yield f"  set aside: {device.aside}"
-        if device.is_unverified:
-            yield "  unverified: whether ended tasks left something on it is not known"
-        rows = [_holder(holder) for holder in device.holders[:SHOWN]]
-        yield from _aligned(rows, indent="  ")
-        yield from _rest(len(device.holders) - SHOWN)
-
-
-def _identity(device: DeviceStatus) -> Iterator[str]:
-    if name := device.name or device.type:
-        yield name
-    for unit, count in _UNITS:
-        if device.memory >= count:
-            yield f"{device.memory / count:.3g} {unit}"
-            return
-
-
-def _holder(holder: Holder) -> Sequence[str]:
-    held = f"{holder.share:g}" if holder.share else size(holder.memory)
-    if holder.is_settling:
-        return (held, "(ended)", "", "until its driver agrees")
-    return (
-        held,
-        holder.task or "(ending)",
-        _pid(holder.pid),
-        "without end" if holder.is_endless else _for(holder.seconds),
-    )
-
-
-def _pid(pid: int) -> str:
-    return f"pid {pid}" if pid else "(starting)"
-
-
-def _for(seconds: float | None) -> str:
-    return "" if seconds is None else span(seconds)
+    yield from aligned(rows)
 
 
 def _tasks(status: NodeStatus) -> Iterator[str]:
@@ -117,14 +73,14 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
     rows = [
         (
             *(str(task.id), task.name, task.state),
-            _pid(pids.get(task.worker or 0, 0)),
+            pid_of(pids.get(task.worker or 0, 0)),
             terms(task.request.items()),
             task.reason or "",
         )
         for task in held[:SHOWN]
     ]
-    yield from _aligned(rows, indent="  ")
-    yield from _rest(len(held) - SHOWN)
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(held) - SHOWN)
 
 
 def _shapes(status: NodeStatus) -> Iterator[str]:
@@ -139,7 +95,7 @@ def _shapes(status: NodeStatus) -> Iterator[str]:
             f"{shape.first} first, the oldest for {span(shape.seconds)}"
         )
         yield f"    {shape.reason}"
-    yield from _rest(status.shape_count - len(status.shapes[:SHOWN]))
+    yield from rest(status.shape_count - len(status.shapes[:SHOWN]))
 
 
 def _reservation(status: NodeStatus) -> Iterator[str]:
@@ -147,16 +103,3 @@ def _reservation(status: NodeStatus) -> Iterator[str]:
     if kept is not None:
         when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
         yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
-
-
-def _rest(count: int) -> Iterator[str]:
-    if count > 0:
-        yield f"  and {count} more"
-
-
-def _aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield (indent + "  ".join(cells)).rstrip()

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from aiogpu.core.holding import DeviceStatus, Holdings
+from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
+from aiogpu.core.observed import Observations
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
@@ -153,17 +154,32 @@ class Queue:
     reservation: ReservationStatus | None = None
 
 
-def snapshot(node: Node, pids: Mapping[int, int], now: float) -> NodeStatus:
-    """Picture a node; `pids` gives the process id of each live worker."""
-    return picture(node.ledger, node.workers, _queue_of(node, now), pids, now)
+def snapshot(
+    node: Node,
+    pids: Mapping[int, int],
+    now: float,
+    observed: Observations = NOTHING,
+) -> NodeStatus:
+    """Picture a node.
+
+    Args:
+        node: the node.
+        pids: the process id of each live worker.
+        now: the time.
+        observed: what was last seen on its devices.
+    """
+    queue = _queue_of(node, now)
+    return picture(node.ledger, node.workers, queue, pids, now, observed=observed)
 
 
-def picture(
+def picture(  # noqa: PLR0913 - all that a node is, at one moment
     ledger: Ledger,
     workers: Iterable[WorkerRecord],
     queue: Queue,
     pids: Mapping[int, int],
     now: float,
+    *,
+    observed: Observations = NOTHING,
 ) -> NodeStatus:
     """Picture what has a ledger, workers and a queue."""
     workers = list(workers)
@@ -175,7 +191,7 @@ def picture(
         for record, worker in held
     ]
     tasks += [_task(record, numbers, reason) for record, reason in queue.first]
-    holdings = Holdings(workers, pids, now)
+    holdings = Holdings(workers, pids, now, observed)
     return NodeStatus(
         total=ledger.totals(),
         available=ledger.available(),

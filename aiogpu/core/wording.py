@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -41,3 +41,18 @@ def terms(numbers: Iterable[tuple[str, float]]) -> str:
     """Amounts by name, as a request is written: "{CPU: 1, GPU: 0.5}"."""
     told = (f"{name}: {written(name, value)}" for name, value in numbers)
     return "{" + ", ".join(told) + "}"
+
+
+def aligned(rows: Iterable[Sequence[str]], indent: str = "") -> Iterator[str]:
+    """Rows of as many cells each, one below the other."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield (indent + "  ".join(cells)).rstrip()
+
+
+def rest(count: int) -> Iterator[str]:
+    """A line for the entries that are not shown, if there are any."""
+    if count > 0:
+        yield f"  and {count} more"

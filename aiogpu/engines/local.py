@@ -68,6 +68,7 @@ class LocalEngine:
                 lambda site: admission.check_site(site, scheduler.ledger),
             )
             self._driver.guard.is_on = options.memory_guard
+            self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
             self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()
@@ -147,8 +148,9 @@ class LocalEngine:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
 
-        now = self._loop.time()
-        return snapshot(self._open_driver.scheduler, self._supervisor.pids, now)
+        supervisor, now = self._supervisor, self._loop.time()
+        scheduler = self._open_driver.scheduler
+        return snapshot(scheduler, supervisor.pids, now, supervisor.observed)
 
     def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""

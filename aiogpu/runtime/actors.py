@@ -13,7 +13,7 @@ from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import NO_HANDLE, Actor
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.runtime.death import Death, describe_death, describe_loss
+from aiogpu.runtime.death import Death, describe_loss
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
@@ -222,22 +222,22 @@ class Actors(Register):
         actor = worker.actor
         was_leaving, was_killed = actor.state is ActorState.LEAVING, actor.is_killed
         lost = actor.lose(death.begun)
+        cause = None
+        if lost and not was_killed:
+            cause = self._driver.telling.cause_of(actor.name, worker_id, death)
         if was_leaving:
             actor.receive(b"")
             self._driver.cancel(actor.id)
 
         def tell() -> None:
             for receiver in lost:
-                receiver.fail(self._lost(actor, death, was_killed))
+                is_restarting = actor.state is not ActorState.DEAD
+                receiver.fail(describe_loss(actor.name, cause, is_restarting))
             if actor.state is ActorState.DEAD:
                 actor.note_gone()
             actor.look_if_idle()
 
         return tell
-
-    def _lost(self, actor: Actor, death: Death, was_killed: bool) -> ActorDiedError:
-        cause = None if was_killed else describe_death(actor.name, death)
-        return describe_loss(actor.name, cause, actor.state is not ActorState.DEAD)
 
     def _on_message(self, worker_id: int, message: Done | Failed | Created) -> None:
         """What an actor's process says."""

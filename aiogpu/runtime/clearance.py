@@ -1,27 +1,24 @@
-"""Whether the devices of a worker that has ended are free: asked of their drivers.
+"""Whether the devices of a worker that has ended are free: the loop's side.
 
-The loop's side. Drivers block, so they have one daemon thread, which is there only
-if there is a driver to ask; the loop gives it orders and never waits for it. A
-thread that hangs in a driver harms the devices it was asked about, nothing else.
+Their drivers are asked by a `DeviceThread`; here it is decided who is waited for and
+for how long, and what the core is told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from aiogpu.accelerators.base import Accelerator
-from aiogpu.core.devices import DeviceSet
+from aiogpu.core.events import Event, Recovered, SetAside, Settled
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.resources import UNIT
-from aiogpu.runtime.inspection import Cleared, Inspection, Key, Report, Stuck
+from aiogpu.runtime.device_eyes import Key
+from aiogpu.runtime.device_thread import DeviceThread
+from aiogpu.runtime.inspection import Cleared, Report, Stuck
 
 _log: Final = logging.getLogger(__name__)
 
@@ -29,11 +26,6 @@ LIMIT: Final = 10.0
 """Seconds after a worker's end until its devices are set aside."""
 MUTE: Final = 5.0
 """Seconds beyond the limit until a driver counts as one that does not answer."""
-CLOSE_LIMIT: Final = 1.0
-"""Seconds that a closing node waits for the thread; a driver may hang."""
-
-Order = Callable[[Inspection], Sequence[Report] | None]
-"""What the thread is to do; it says what it has found out."""
 
 
 class Clearance:
@@ -44,54 +36,43 @@ class Clearance:
             drivers have all agreed.
         on_set_aside: told of a worker whose devices are not to be used, and why.
         on_recovered: told of such a device that may be used again: kind and index.
+        on_begun: told of a lease that a worker gets, if it reserves device memory.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        device_sets: Iterable[DeviceSet],
-        accelerators: Iterable[Accelerator],
+        thread: DeviceThread,
         limit: float | None = None,
     ) -> None:
         """Start the thread, if there is any device to ask about.
 
         Args:
             loop: calls what is told.
-            device_sets: the node's devices. Those without a vendor's id are logical,
-                and nobody is asked about them.
-            accelerators: whose drivers to ask.
+            thread: asks the drivers.
             limit: seconds to wait for a device before it is set aside; `LIMIT` if
                 None.
         """
         self.on_settled: Callable[[WorkerId, bool], None]
         self.on_set_aside: Callable[[WorkerId, str], None]
         self.on_recovered: Callable[[str, int], None]
+        self.on_begun: Callable[[Lease], None]
         self._loop = loop
+        self._thread = thread
         self._limit = LIMIT if limit is None else limit
-        watches = {vendor.kind: vendor.watch() for vendor in accelerators}
-        self._devices = {
-            (devices.kind, index): device
-            for devices in device_sets
-            for index, device in enumerate(devices.devices)
-            if devices.kind in watches and watches[devices.kind].knows(device)
-        }
-        kinds = {kind for kind, _ in self._devices}
-        asked = {kind: watch for kind, watch in watches.items() if kind in kinds}
+        self._devices = thread.devices
         self._waiting: dict[WorkerId, asyncio.TimerHandle] = {}
         self._keys: dict[WorkerId, tuple[Key, ...]] = {}
         self._aside: dict[Key, set[WorkerId]] = {}
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._ended = loop.create_future()
-        self._thread: threading.Thread | None = None
-        if self._devices:
-            inspection = Inspection(asked, self._devices, self._limit)
-            self._thread = threading.Thread(
-                target=self._run,
-                args=(inspection,),
-                name="aiogpu-devices",
-                daemon=True,
-            )
-            self._thread.start()
+        thread.on_report = self._hear
+        thread.on_failed.append(self._give_up)
+        thread.start(self._limit)
+
+    def tell(self, feed: Callable[[Event], None]) -> None:
+        """Have the core told, by `feed`."""
+        self.on_settled = lambda *told: feed(Settled(*told))
+        self.on_set_aside = lambda *told: feed(SetAside(*told))
+        self.on_recovered = lambda *told: feed(Recovered(*told))
 
     def __repr__(self) -> str:
         return (
@@ -102,11 +83,13 @@ class Clearance:
     def begin(self, worker: WorkerId, lease: Lease) -> None:
         """A worker is told its devices: see what is on those that it has all of."""
         shares = self._shares(lease)
+        if shares and lease.request.gpu_memory:
+            self.on_begun(lease)
         whole = [key for key, amount in shares.items() if amount == UNIT]
         if whole:
             asked = time.monotonic()
-            self._orders.put(
-                lambda inspection: inspection.begin(
+            self._thread.order(
+                lambda desk: desk.inspection.begin(
                     worker, whole, time.monotonic() - asked
                 )
             )
@@ -132,8 +115,8 @@ class Clearance:
         self._waiting[worker] = self._loop.call_later(
             self._limit + MUTE, self._on_mute, worker
         )
-        self._orders.put(
-            lambda inspection: inspection.end(
+        self._thread.order(
+            lambda desk: desk.inspection.end(
                 worker, keys, whole, pids, time.monotonic()
             )
         )
@@ -141,7 +124,7 @@ class Clearance:
 
     def _shares(self, lease: Lease) -> Mapping[Key, int]:
         """The parts of a lease that somebody can be asked about."""
-        if self._thread is None or not lease.shares or not self._thread.is_alive():
+        if not lease.shares or not self._thread.is_alive:
             return {}
         return {
             (kind, index): amount
@@ -153,30 +136,14 @@ class Clearance:
         }
 
     def quit(self) -> None:
-        """Let the thread end by itself; nothing is told any more."""
+        """Wait for nobody; nothing is told any more."""
         for timer in self._waiting.values():
             timer.cancel()
         self._waiting.clear()
         self._keys.clear()
-        self._orders.put(None)
-
-    async def close(self) -> None:
-        """Let the drivers go; waits for them for a second at most."""
-        self.quit()
-        if self._thread is None:
-            return
-        await asyncio.wait([self._ended], timeout=CLOSE_LIMIT)
-        if self._ended.done():
-            self._thread.join()
-        self._thread = None
-
-    def _note_ended(self) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
 
     def _on_mute(self, worker: WorkerId) -> None:
-        devices = self._devices
-        names = ", ".join(f"{key[0]} {devices[key].id}" for key in self._keys[worker])
+        names = ", ".join(self._thread.name_of(key) for key in self._keys[worker])
         seconds = self._limit + MUTE
         self._hear(
             Stuck(worker, f"{names}: the driver has not answered for {seconds:g} s")
@@ -212,35 +179,10 @@ class Clearance:
         holders.discard(worker)
         if not holders:
             del self._aside[key]
-            _log.warning("! %s %s has recovered", key[0], self._devices[key].id)
+            _log.warning("! %s has recovered", self._thread.name_of(key))
             self.on_recovered(*key)
 
     def _give_up(self) -> None:
         """The thread has failed, not a device: give back what it was asked about."""
         for worker, keys in list(self._keys.items()):
             self._hear(Cleared(worker, keys, is_verified=False))
-
-    def _run(self, inspection: Inspection) -> None:
-        """The thread: obey orders, and look again when it is time."""
-        try:
-            inspection.open()
-            while (order := self._next_order(inspection.due)) is not None:
-                for report in order(inspection) or ():
-                    self._loop.call_soon_threadsafe(self._hear, report)
-        except Exception:  # noqa: BLE001 - a thread has nobody else to tell
-            # A loop that was closed without its node is told no more.
-            if not self._loop.is_closed():
-                _log.exception("! devices are not watched any more")
-                self._loop.call_soon_threadsafe(self._give_up)
-        finally:
-            inspection.close()
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._note_ended)
-
-    def _next_order(self, due: float | None) -> Order | None:
-        """What to do next; None to end."""
-        pause = None if due is None else max(0.0, due - time.monotonic())
-        try:
-            return self._orders.get(timeout=pause)
-        except Empty:
-            return lambda inspection: inspection.turn(time.monotonic())

@@ -19,9 +19,6 @@ from aiogpu.core.events import (
     Detached,
     Event,
     Outdated,
-    Recovered,
-    SetAside,
-    Settled,
     TaskFinished,
     TaskSkipped,
     TaskWaits,
@@ -40,6 +37,7 @@ from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
+from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
@@ -72,16 +70,14 @@ class Driver:
         self._assignment = assignment
         self._clearance = clearance
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
-        clearance.on_settled = lambda *told: self.feed(Settled(*told))
-        clearance.on_set_aside = lambda *told: self.feed(SetAside(*told))
-        clearance.on_recovered = lambda *told: self.feed(Recovered(*told))
+        clearance.tell(self.feed)
         self.shortages = Shortages(scheduler)
         self._calls: Table[Call] = Table()
         self.streams = Streams(self._calls, self._orders)
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
-        self._telling = Telling(self._calls, self.guard)
+        self.telling = Telling(self._calls, self.guard)
         self._last_task = 0
         self._last_number = 0
         self._timers = scheduler.timers
@@ -109,14 +105,21 @@ class Driver:
             effects.Interrupt: self._interrupt,
             effects.Retire: self._retire,
             effects.Kill: self._kill,
-            effects.Settle: self._telling.settle,
-            effects.Expire: self._telling.expire,
-            effects.Lose: self._telling.lose,
-            effects.Deadlock: self._telling.deadlock,
-            effects.Disown: self._telling.disown,
-            effects.Abandon: self._telling.abandon,
-            effects.Forget: self._telling.forget,
+            effects.Settle: self.telling.settle,
+            effects.Expire: self.telling.expire,
+            effects.Lose: self.telling.lose,
+            effects.Deadlock: self.telling.deadlock,
+            effects.Disown: self.telling.disown,
+            effects.Abandon: self.telling.abandon,
+            effects.Forget: self.telling.forget,
         }
+
+    def heed(self, monitor: DeviceMonitor) -> None:
+        """Have the core told what is seen on devices, and owners what follows."""
+        self._clearance.on_begun = monitor.guard.begin
+        self.telling.gpu_guard = monitor.guard
+        self.shortages.peak_seen = monitor.guard.peak_of
+        monitor.begin(self.feed)
 
     def __repr__(self) -> str:
         return f"<Driver {len(self._calls)} calls, {self._pool!r}>"
@@ -275,11 +278,11 @@ class Driver:
     def _on_gone(self, worker: int, death: Death) -> None:
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
-        self._telling.deaths[gone] = death
+        self.telling.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
-        del self._telling.deaths[gone]
+        del self.telling.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)
         tell_callers()

@@ -7,20 +7,13 @@ a thread of its own; it has no clock, and knows neither leases nor events.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from aiogpu.accelerators.base import DeviceWatch
 from aiogpu.accelerators.sample import Sample
-from aiogpu.core.devices import Device
+from aiogpu.runtime.device_eyes import DeviceEyes, Key
 from aiogpu.runtime.verdict import State, verdict
-
-_log: Final = logging.getLogger(__name__)
-
-Key = tuple[str, int]
-"""A device: its kind, and its index among those."""
 
 PAUSES: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 """Seconds between the first looks; then the last one again."""
@@ -81,46 +74,32 @@ class Claim:
 class Inspection:
     """All looks at one node's devices."""
 
-    def __init__(
-        self,
-        watches: Mapping[str, DeviceWatch],
-        devices: Mapping[Key, Device],
-        limit: float,
-    ) -> None:
+    def __init__(self, eyes: DeviceEyes, limit: float) -> None:
         """Prepare to look.
 
         Args:
-            watches: one for each kind.
-            devices: those that can be asked about.
+            eyes: what to look with, at the devices that can be asked about.
             limit: seconds after a worker's end until its devices are set aside.
         """
-        self._watches = watches
-        self._devices = devices
+        self._eyes = eyes
         self._limit = limit
         self._idle: dict[Key, Sample] = {}
         self._before: dict[int, dict[Key, Sample]] = {}
         self._claims: dict[int, Claim] = {}
-        self._problems: dict[Key, str] = {}
         self._reads_pids: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Inspection {len(self._devices)} devices, {len(self._claims)} claims>"
+        count = len(self._eyes.devices)
+        return f"<Inspection {count} devices, {len(self._claims)} claims>"
 
     @property
     def due(self) -> float | None:
         """When `turn` is to be called next; None while nothing is waited for."""
         return min((claim.due for claim in self._claims.values()), default=None)
 
-    def open(self) -> None:
-        """Start the drivers, and see what is on their devices before any task."""
-        for watch in self._watches.values():
-            watch.open()
-        self._idle = {key: self._look(key) for key in self._devices}
-
-    def close(self) -> None:
-        """Let the drivers go."""
-        for watch in self._watches.values():
-            watch.close()
+    def open(self, idle: Mapping[Key, Sample]) -> None:
+        """Take in what is on the devices before any task."""
+        self._idle = dict(idle)
 
     def begin(self, worker: int, keys: Sequence[Key], delay: float) -> None:
         """A worker gets these devices, all of each; see what is on them now.
@@ -131,7 +110,7 @@ class Inspection:
             delay: seconds since it was told so.
         """
         if delay <= LATE:
-            self._before[worker] = {key: self._look(key) for key in keys}
+            self._before[worker] = {key: self._eyes.look(key) for key in keys}
 
     def end(
         self,
@@ -189,7 +168,7 @@ class Inspection:
         is_lost = False
         for key, before in list(claim.left.items()):
             if key not in seen:
-                seen[key] = self._look(key)
+                seen[key] = self._eyes.look(key)
             now = self._as_read(key, seen[key], claim.pids)
             is_whole = key in claim.whole
             found = verdict(before, now, claim.pids, is_whole=is_whole)
@@ -201,7 +180,7 @@ class Inspection:
                 if is_whole and found.state is State.FREE:
                     self._idle[key] = now
             else:
-                held[key] = f"{self._name(key)}: {found.reason}"
+                held[key] = f"{self._eyes.name_of(key)}: {found.reason}"
                 is_lost = is_lost or found.state is State.LOST
         if is_lost:
             # It will not come back by itself.
@@ -233,22 +212,3 @@ class Inspection:
         if kind in self._reads_pids and not sample.reads_pids:
             return replace(sample, reads_pids=True)
         return sample
-
-    def _look(self, key: Key) -> Sample:
-        device = self._devices[key]
-        sample = self._watches[key[0]].look(device)
-        if sample.problem is None:
-            self._problems.pop(key, None)
-            return sample
-        if not sample.is_lost and sample.problem not in self._problems.values():
-            _log.warning(
-                "! %s cannot be asked what is on it: %s. While that is so, its shares "
-                "come back when their processes have ended, and nobody verifies it.",
-                self._name(key),
-                sample.problem,
-            )
-        self._problems[key] = sample.problem
-        return sample
-
-    def _name(self, key: Key) -> str:
-        return f"{key[0]} {self._devices[key].id}"

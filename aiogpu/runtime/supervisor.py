@@ -18,11 +18,14 @@ from aiogpu.runtime.paths import remove_directory
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
+    from aiogpu.core.observed import Observations
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.console import Console
     from aiogpu.runtime.descriptors import DescriptorLimit
+    from aiogpu.runtime.device_monitor import DeviceMonitor
+    from aiogpu.runtime.device_thread import DeviceThread
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.nest import Check
     from aiogpu.runtime.passage import Passage
@@ -47,6 +50,20 @@ class Parts:
     server: asyncio.AbstractServer | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Devices:
+    """What a node has to see its devices with."""
+
+    thread: DeviceThread
+    clearance: Clearance
+    monitor: DeviceMonitor
+
+    def quit(self) -> None:
+        """Let nobody be told anything any more."""
+        self.monitor.close()
+        self.clearance.quit()
+
+
 class Supervisor:
     """The life of one node's processes and sockets."""
 
@@ -54,7 +71,7 @@ class Supervisor:
         self._loop = loop
         self._parts: Parts | None = None
         self._peers: WeakSet[Peer] = WeakSet()
-        self._clearance: Clearance | None = None
+        self._devices: Devices | None = None
         self._passage: Passage | None = None
         self.driver: Driver | None = None
 
@@ -133,13 +150,20 @@ class Supervisor:
         assert self._parts is not None
         # Imported while the zygote starts, not before.
         from aiogpu.runtime.clearance import Clearance
+        from aiogpu.runtime.device_monitor import DeviceMonitor
+        from aiogpu.runtime.device_thread import DeviceThread
         from aiogpu.runtime.driver import Driver
+        from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
         from aiogpu.runtime.nest import Nest
 
         devices = scheduler.ledger.device_sets.values()
         # Before the zygote is ready: a driver may take seconds to start.
-        clearance = Clearance(self._loop, devices, assignment.accelerators)
-        self._clearance = clearance
+        thread = DeviceThread(self._loop, devices, assignment.accelerators)
+        clearance = Clearance(self._loop, thread)
+        monitor = DeviceMonitor(
+            self._loop, thread, GpuMemoryGuard(scheduler, thread), self._roots
+        )
+        self._devices = Devices(thread, clearance, monitor)
         pool = self._parts.pool
         pool.use(store)
         from aiogpu.runtime.passage import Passage
@@ -150,6 +174,7 @@ class Supervisor:
         await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
+        self.driver.heed(monitor)
         pool.hearing.on_nested = Nest(self.driver, store, check).on_message
         return self.driver
 
@@ -159,11 +184,14 @@ class Supervisor:
         if parts is None:
             return
         parts.console.hold_nothing()
+        if self._devices is not None:
+            self._devices.monitor.close()
         if self.driver is not None:
             patience = self.driver.scheduler.patience
             await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
-        if self._clearance is not None:
-            await self._clearance.close()
+        if self._devices is not None:
+            self._devices.quit()
+            await self._devices.thread.close()
         await parts.pool.close()
         parts.limit.release()
         parts.pool.autopsy.close()
@@ -188,10 +216,28 @@ class Supervisor:
             parts.pool.autopsy.close()
             remove_directory(parts.directory)
             parts.limit.release()
-        if self._clearance is not None:
-            self._clearance.quit()
+        if self._devices is not None:
+            self._devices.quit()
+            self._devices.thread.quit()
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers, by worker id."""
         return self._parts.pool.pids if self._parts is not None else {}
+
+    def enforce_gpu_memory(self, enforces: bool) -> None:
+        """Whether to end who uses more device memory than it reserved."""
+        if self._devices is not None:
+            self._devices.monitor.guard.enforces = enforces
+
+    def _roots(self) -> dict[int, int]:
+        """The processes whose descendants are a worker's, with the worker's id."""
+        workers = self._parts.pool.workers.values() if self._parts is not None else ()
+        # A keeper adopts what its worker orphans.
+        keepers = {w.slot.keeper_pid: int(w.id) for w in workers if w.slot.keeper_pid}
+        return keepers | {w.pid: int(w.id) for w in workers if w.pid}
+
+    @property
+    def observed(self) -> Observations:
+        """What was last seen on the devices."""
+        return self._devices.monitor.observed if self._devices is not None else {}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aiogpu.core import effects
     from aiogpu.core.table import Table
     from aiogpu.runtime.call import Call
+    from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
     from aiogpu.runtime.memory_guard import MemoryGuard
 
 
@@ -20,10 +21,12 @@ class Telling:
 
     Attributes:
         deaths: how workers have ended of which the core is being told.
+        gpu_guard: knows whom it has ended for device memory; None until there is one.
     """
 
     def __init__(self, calls: Table[Call], guard: MemoryGuard) -> None:
         self.deaths: dict[WorkerId, Death] = {}
+        self.gpu_guard: GpuMemoryGuard | None = None
         self._calls = calls
         self._guard = guard
 
@@ -52,11 +55,19 @@ class Telling:
         """Its worker has died."""
         call = self._calls.pop(effect.task)
         name, death = call.site.spec.name, self.deaths[effect.worker]
-        short = self._guard.explain(name, effect.worker, death)
-        error = short or describe_death(name, death)
+        error = self.cause_of(name, effect.worker, death)
         if effect.note:
             error.add_note(effect.note)
         call.tell(error)
+
+    def cause_of(self, name: str, worker: int, death: Death) -> Exception:
+        """The error of what a worker has run that has died: a task, or an actor."""
+        guard = self.gpu_guard
+        return (
+            (guard.explain(worker) if guard is not None else None)
+            or self._guard.explain(name, worker, death)
+            or describe_death(name, death)
+        )
 
     def deadlock(self, effect: effects.Deadlock) -> None:
         """The wait for it could never end."""

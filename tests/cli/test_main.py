@@ -29,6 +29,7 @@ def test_help_names_the_commands(arguments: list[str]) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "\n  demo    Compute a picture" in ran.stdout
     assert "\n  doctor  Try which mechanisms" in ran.stdout
+    assert "\n  gpus    Show the GPUs" in ran.stdout
 
 
 def test_version() -> None:

@@ -108,7 +108,7 @@ def test_a_device_is_told_with_its_name_and_its_memory():
     ]
     scheduler = Scheduler(Ledger({"CPU": UNIT}, [DeviceSet("GPU", devices)]))
     assert str(snapshot(scheduler, {}, 0.0)).splitlines()[-3:] == [
-        "GPU 0  1 free  NVIDIA A100-SXM4-80GB  80 GiB",
-        "GPU MIG-2  1 free  512 MiB",
-        "GPU 2  1 free  T4",
+        "GPU 0      1 free  NVIDIA A100-SXM4-80GB  80 GiB",
+        "GPU MIG-2  1 free                         512 MiB",
+        "GPU 2      1 free  T4",
     ]

@@ -20,8 +20,10 @@ pytestmark = [
 
 BEGINNING = """
     import asyncio, os, sys, threading, aiogpu
-    from aiogpu.runtime import clearance, inspection
+    from aiogpu.runtime import clearance, inspection, rounds
     from tests.engines.settling import leave_behind, put, visible
+
+    rounds.EACH = 3600.0  # what is seen between two ends is not the matter here
 
     async def until(is_so):
         async with asyncio.timeout(60):
@@ -86,10 +88,9 @@ def test_a_share_is_held_until_nvml_lists_its_process_no_more(
         SETTLES.replace("SHARE", share)
     )
     assert (total, free) == ("1.0", str(float(left)))
-    assert [line.split() for line in told] == [
-        ["GPU", "0", left, "free", "NVIDIA", "A100-SXM4-40GB", "40", "GiB"],
-        [share, "(ended)", "until", "its", "driver", "agrees"],
-    ]
+    device, held = (line.split() for line in told)
+    assert device[:6] == ["GPU", "0", left, "free", "NVIDIA", "A100-SXM4-40GB"]
+    assert held == [share, "(ended)", "until", "its", "driver", "agrees"]
     assert why.endswith(
         f"|    {share} of GPU 0: held by a process that has ended, until its driver "
         f"agrees"
@@ -168,7 +169,8 @@ BROKEN = """
                 print(await visible.options(num_gpus=0.5).remote())
             status = await until(lambda status: status.available["GPU"] == 1)
             print(status.devices[0].is_unverified)
-            print(str(status).splitlines()[-1])
+            lines = str(status).splitlines()
+            print(*(line for line in lines if "unverified" in line), sep="|")
     start(main)
 """
 
@@ -217,22 +219,22 @@ def test_a_node_closes_without_waiting_for_its_gpus(on_stub: Program) -> None:
 UNUSED = """
     async def main():
         async with aiogpu.init(num_cpus=2):
+            path = os.environ["AIOGPU_STUB_NVML_CALLS"]
+            await until(lambda status: status.devices[0].seen is not None)
+            looks = open(path).read().count("nvmlDeviceGetMemoryInfo\\n")
             for _ in range(2):
                 print(await visible.options(num_gpus=0.5).remote())
             await until(lambda status: status.available["GPU"] == 1)
-            path = os.environ["AIOGPU_STUB_NVML_CALLS"]
             before = open(path).read()
             for _ in range(10):
                 await asyncio.to_thread(threading.Event().wait, 0.01)
             print(open(path).read() == before, before.count("ByUUID"))
-            print(before.count("nvmlDeviceGetMemoryInfo\\n"))
+            print(before.count("nvmlDeviceGetMemoryInfo\\n") - looks)
     start(main)
 """
 
 
-def test_nvml_is_asked_once_for_each_end_and_never_otherwise(
-    on_stub: Program, tmp_path: Path
-) -> None:
+def test_nvml_is_asked_once_for_each_end(on_stub: Program, tmp_path: Path) -> None:
     calls = {"AIOGPU_STUB_NVML_CALLS": str(tmp_path / "calls")}
-    # By detection, on opening, and at the end of each of two tasks.
-    assert on_stub(UNUSED, **calls) == ["0", "0", "True 1", "4"]
+    # At the end of each of two tasks, beside what is seen from time to time.
+    assert on_stub(UNUSED, **calls) == ["0", "0", "True 1", "2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from aiogpu.accelerators.health import Health
 from aiogpu.accelerators.sample import Sample
 from aiogpu.core.devices import Device
 
@@ -15,6 +16,7 @@ class PaperWatch:
         self.on = list(on)
         self.looks: Counter[int | str] = Counter()
         self.calls: list[str] = []
+        self.health: dict[int | str, Health] = {}
 
     def knows(self, device: Device) -> bool:
         return device.uuid is not None
@@ -26,6 +28,9 @@ class PaperWatch:
         self.looks[device.id] += 1
         assert isinstance(device.id, int)
         return self.on[device.id]
+
+    def check(self, device: Device) -> Health:
+        return self.health.get(device.id, Health())
 
     def close(self) -> None:
         self.calls.append("close")

@@ -15,7 +15,9 @@ from aiogpu.core.ids import LeaseId, WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.runtime import clearance as module
+from aiogpu.runtime import device_thread
 from aiogpu.runtime.clearance import Clearance
+from aiogpu.runtime.device_thread import DeviceThread
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
 
 ONE, TWO = WorkerId(1), WorkerId(2)
@@ -36,6 +38,7 @@ WHOLE, PART = lease((0, UNIT)), lease((0, UNIT // 4))
 class Heard:
     """What a clearance has told, one thing after the other."""
 
+    thread: DeviceThread
     clearance: Clearance
     told: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
 
@@ -44,6 +47,10 @@ class Heard:
         self.clearance.on_settled = lambda *told: put(("settled", *told))
         self.clearance.on_set_aside = lambda *told: put(("set aside", *told))
         self.clearance.on_recovered = lambda *told: put(("recovered", *told))
+
+    async def close(self) -> None:
+        self.clearance.quit()
+        await self.thread.close()
 
     async def next(self) -> tuple[object, ...]:
         async with asyncio.timeout(60):
@@ -56,7 +63,8 @@ def listen(
     given = (Device(0, uuid="a"), Device(1, uuid="b")) if devices is None else devices
     sets = [DeviceSet("GPU", given), DeviceSet("TPU", [Device(0, uuid="t")])]
     loop = asyncio.get_running_loop()
-    return Heard(Clearance(loop, sets, [PaperVendor(watch)], limit))
+    thread = DeviceThread(loop, sets, [PaperVendor(watch)])
+    return Heard(thread, Clearance(loop, thread, limit))
 
 
 def threads() -> list[str]:
@@ -86,7 +94,7 @@ async def test_a_free_device_settles() -> None:
     assert await heard.next() == ("settled", TWO, True)
     # Each was looked at on opening; a part is not looked at when it begins.
     assert watch.looks == {0: 4, 1: 1}
-    await heard.clearance.close()
+    await heard.close()
     assert watch.calls == ["open", "close"]
 
 
@@ -100,7 +108,7 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
     assert "1 workers waited for, 0 devices set aside" in repr(heard.clearance)
     watch.on[0] = IDLE
     assert await heard.next() == ("settled", ONE, True)
-    await heard.clearance.close()
+    await heard.close()
 
 
 async def test_past_the_limit_it_is_set_aside_and_recovers(
@@ -119,7 +127,7 @@ async def test_past_the_limit_it_is_set_aside_and_recovers(
     assert told == {("set aside", ONE, reason), ("set aside", TWO, reason)}
     watch.on[0] = IDLE
     assert await heard.next() == ("recovered", "GPU", 0), "once, though two held it"
-    await heard.clearance.close()
+    await heard.close()
     assert heard.told.empty()
 
 
@@ -129,7 +137,7 @@ async def test_nobody_is_asked_about_logical_devices() -> None:
     assert threads() == []
     heard.clearance.begin(ONE, WHOLE)
     assert not heard.clearance.end(ONE, WHOLE, [PID])
-    await heard.clearance.close()
+    await heard.close()
     assert watch.calls == []
 
 
@@ -139,7 +147,7 @@ async def test_of_a_mixed_lease_the_logical_devices_are_not_asked_about() -> Non
     assert heard.clearance.end(ONE, lease((0, UNIT), (1, UNIT)), [PID])
     assert await heard.next() == ("settled", ONE, True)
     assert not heard.clearance.end(TWO, lease((1, UNIT)), [PID])
-    await heard.clearance.close()
+    await heard.close()
 
 
 async def test_what_holds_no_device_is_not_asked_about() -> None:
@@ -147,7 +155,7 @@ async def test_what_holds_no_device_is_not_asked_about() -> None:
     cpu = Lease(LeaseId(1), Request.of({"CPU": UNIT}, {}))
     heard.clearance.begin(ONE, cpu)
     assert not heard.clearance.end(ONE, cpu, [PID])
-    await heard.clearance.close()
+    await heard.close()
 
 
 class Hanging(PaperWatch):
@@ -167,7 +175,7 @@ async def test_a_driver_that_hangs_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MUTE", 0.02)
-    monkeypatch.setattr(module, "CLOSE_LIMIT", 0.02)
+    monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     heard = listen(watch, limit=0.01)
     assert heard.clearance.end(ONE, WHOLE, [PID])
@@ -180,18 +188,18 @@ async def test_a_driver_that_hangs_holds_nobody_up(
     assert (await heard.next())[:2] == ("set aside", TWO)
     watch.is_free.set()
     assert await heard.next() == ("recovered", "GPU", 0)
-    await heard.clearance.close()
+    await heard.close()
 
 
 async def test_closing_does_not_wait_for_a_driver_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CLOSE_LIMIT", 0.02)
+    monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 0.02)
     watch = Hanging()
     heard = listen(watch)
     assert heard.clearance.end(ONE, WHOLE, [PID])
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
-    await heard.clearance.close()
+    await heard.close()
     assert thread.is_alive()
     watch.is_free.set()
     await asyncio.get_running_loop().run_in_executor(None, thread.join, 60)
@@ -217,16 +225,18 @@ async def test_a_bug_ends_the_watch_and_is_told(
     await asyncio.get_running_loop().run_in_executor(None, join_all)
     assert not heard.clearance.end(TWO, PART, [PID]), "nobody is there to be asked"
     assert "devices are not watched any more" in caplog.text
-    await heard.clearance.close()
+    await heard.close()
 
 
 def test_a_loop_that_was_closed_is_told_nothing() -> None:
     loop = asyncio.new_event_loop()
     sets = [DeviceSet("GPU", [Device(0, uuid="a")])]
-    clearance = Clearance(loop, sets, [PaperVendor(PaperWatch(IDLE))])
+    asking = DeviceThread(loop, sets, [PaperVendor(PaperWatch(IDLE))])
+    clearance = Clearance(loop, asking)
     (thread,) = [t for t in threading.enumerate() if t.name == "aiogpu-devices"]
     assert clearance.end(ONE, WHOLE, [PID])
     loop.close()
     clearance.quit()
+    asking.quit()
     thread.join(20)
     assert not thread.is_alive()

@@ -50,7 +50,7 @@ class Office:
             self.scheduler,
             pool,  # type: ignore[arg-type]
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
-            SimpleNamespace(begin=lambda *_: None),  # type: ignore[arg-type]
+            SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
         )
         receiver = SimpleNamespace()
         self.driver.submit(sites.call().site, payload, receiver)  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""`aiogpu gpus`: the devices of this machine, and what is on each now.
+
+For a terminal a table, elsewhere plain lines, for programs JSON. What is seen, and how,
+is `aiogpu.engines.box`'s business. Who holds which share is known to the program that
+runs the node: `await aiogpu.status()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, Final
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from aiogpu.core.device_report import amount
+from aiogpu.core.observed import OtherProcess
+from aiogpu.engines.box import Box, Seen, look_around
+
+SHOWN: Final = 4
+"""Processes of a device that are named."""
+COLUMNS: Final = ("", "name", "memory", "busy", "linked to", "near", "processes")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Tell programs, not people.")
+def gpus(as_json: bool) -> int:
+    """Show the GPUs and other devices that a node would share out.
+
+    A box without any is no failure: it is said why, and the exit code is 0. It is 2
+    if CUDA_VISIBLE_DEVICES names what is not there.
+    """
+    log = logging.getLogger("aiogpu")
+    heard = Heard()
+    log.addHandler(heard)
+    try:
+        box = heard.added_to(asyncio.run(look_around()))
+    finally:
+        log.removeHandler(heard)
+    if as_json:
+        click.echo(json.dumps(as_data(box), indent=1))
+        return 0
+    screen = Console(highlight=False)
+    if screen.is_terminal:
+        show_table(box, screen)
+    else:
+        click.echo("\n".join(lines(box)))
+    return 0
+
+
+class Heard(logging.Handler):
+    """What detection warns of, which is as good as what it says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning, each once."""
+        self._lines[record.getMessage().removeprefix("! ")] = None
+
+    def added_to(self, box: Box) -> Box:
+        """With what was not said before."""
+        fresh = [
+            line
+            for line in self._lines
+            if not any(line.partition(";")[0] in note for note in box.notes)
+        ]
+        return box._replace(notes=(*fresh, *box.notes))
+
+
+def as_data(box: Box) -> dict[str, Any]:
+    """All that was seen, as JSON has it: bytes as they are, None for the unknown."""
+    return {
+        "devices": [_device_data(seen) for seen in box.seen],
+        "notes": list(box.notes),
+    }
+
+
+def _device_data(seen: Seen) -> dict[str, Any]:
+    device, sample, health = seen.device, seen.sample, seen.health
+    return {
+        "kind": seen.kind,
+        "id": device.id,
+        "uuid": device.uuid,
+        "name": device.name,
+        "type": device.type,
+        "compute_capability": device.compute_capability,
+        "pci": device.pci,
+        "parent": device.parent,
+        "links": sorted(device.links),
+        "numa_node": seen.numa_node,
+        "cpus": seen.cpus or None,
+        "memory": device.memory or None,
+        "used": None if sample is None else sample.used,
+        "utilisation": None if sample is None else sample.utilisation,
+        "processes": None
+        if seen.processes is None
+        else [
+            {"pid": one.pid, "name": one.name or None, "memory": one.memory}
+            for one in seen.processes
+        ],
+        "problem": None if sample is None else sample.problem,
+        "errors": [] if health is None else list(health.errors),
+        "action": None if health is None else health.action,
+        "is_lost": bool(health and health.is_lost),
+    }
+
+
+def lines(box: Box) -> Iterator[str]:
+    """Each device with its facts below it, a line each."""
+    for seen in box.seen:
+        yield f"{seen.kind} {seen.device.id}  {seen.device.name or 'without a name'}"
+        for name, told in facts(seen, box):
+            yield f"  {name:<11} {told}"
+    yield from box.notes
+
+
+def facts(seen: Seen, box: Box) -> Iterator[tuple[str, str]]:
+    """What is known of a device, each fact with its name."""
+    device, sample = seen.device, seen.sample
+    busy = None if sample is None else sample.utilisation
+    capability = device.compute_capability
+    known = (
+        ("uuid", device.uuid if device.uuid != device.id else None),
+        ("type", device.type),
+        ("capability", capability and ".".join(map(str, capability))),
+        ("pci", device.pci),
+        ("part of", device.parent),
+        ("memory", memory(seen)),
+        ("busy", None if busy is None else f"{busy} %"),
+        ("linked to", ", ".join(_ids_of(device.links, box))),
+        ("near", near(seen)),
+        ("health", health(seen)),
+        ("processes", processes(seen)),
+    )
+    for name, told in known:
+        if told:
+            yield name, told
+
+
+def memory(seen: Seen) -> str:
+    """How much of it is in use, and how much there is."""
+    there = amount(seen.device.memory)
+    if seen.sample is None or seen.sample.used is None:
+        return there
+    used = f"{amount(seen.sample.used, '0')} used"
+    return f"{used} of {there}" if there else used
+
+
+def near(seen: Seen) -> str:
+    """Where it is attached."""
+    node = "" if seen.numa_node is None else f"NUMA node {seen.numa_node}"
+    cpus = f"CPUs {seen.cpus}" if seen.cpus else ""
+    return ", ".join(filter(None, (node, cpus)))
+
+
+def health(seen: Seen) -> str:
+    """Whether it is well, as far as its driver can tell."""
+    if seen.sample is None or seen.health is None:
+        return "not known: its driver is not asked"
+    problem = seen.sample.problem
+    told = [*seen.health.errors]
+    if seen.sample.is_lost or seen.health.is_lost:
+        told.append(f"lost ({problem})" if problem else "lost")
+    elif problem is not None:
+        told.append(f"cannot be asked what is on it ({problem})")
+    if seen.health.action:
+        told.append(f"the driver asks for this: {seen.health.action}")
+    if told:
+        return "; ".join(told)
+    return "well" if seen.health.action is not None else "answers"
+
+
+def processes(seen: Seen) -> str:
+    """Who is on it."""
+    if seen.sample is None or seen.sample.problem is not None:
+        return ""
+    if seen.processes is None:
+        return "not listed by its driver"
+    told = [_process(one) for one in seen.processes[:SHOWN]]
+    if len(seen.processes) > SHOWN:
+        told.append(f"and {len(seen.processes) - SHOWN} more")
+    return ", ".join(told) or "none"
+
+
+def _process(process: OtherProcess) -> str:
+    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    return told if process.memory is None else f"{told} {amount(process.memory, '0')}"
+
+
+def _ids_of(uuids: frozenset[str], box: Box) -> list[str]:
+    return [str(one.device.id) for one in box.seen if one.device.uuid in uuids]
+
+
+def show_table(box: Box, screen: Console) -> None:
+    """A row for each device, and below the table what has no room in it."""
+    if box.seen:
+        screen.print(_table(box))
+    for seen in box.seen:
+        told = health(seen)
+        style = "green" if told in ("well", "answers") else "red"
+        screen.print(f"{seen.kind} {seen.device.id}: {told}", style=style, markup=False)
+    for note in box.notes:
+        screen.print(note, markup=False)
+
+
+def _table(box: Box) -> Table:
+    """Without the columns in which nothing would stand."""
+    rows = [[f"{seen.kind} {seen.device.id}", *_cells(seen, box)] for seen in box.seen]
+    table = Table(box=SIMPLE, pad_edge=False)
+    columns = list(zip(*rows, strict=True))
+    used = [any(column) for column in columns]
+    for name, is_used in zip(COLUMNS, used, strict=True):
+        if is_used:
+            table.add_column(name)
+    for row in rows:
+        cells = (cell for cell, is_used in zip(row, used, strict=True) if is_used)
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _cells(seen: Seen, box: Box) -> tuple[str, ...]:
+    known = dict(facts(seen, box))
+    name = seen.device.name or seen.device.type or ""
+    return (name, *(known.get(each, "") for each in COLUMNS[2:]))

@@ -1,0 +1,148 @@
+"""What is seen on a node's devices while it runs, and what follows: the loop's side.
+
+Keeps the last look at each device for `status()`, has sick devices given to nobody
+until they are well, and shows the guard of device memory who uses how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from aiogpu.core.events import Event, Sick, Well
+from aiogpu.core.observed import Observed
+from aiogpu.runtime.device_eyes import Key
+from aiogpu.runtime.device_health import DeviceHealth
+from aiogpu.runtime.device_thread import DeviceThread
+from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+from aiogpu.runtime.owners import Owners
+from aiogpu.runtime.rounds import Round
+
+_log: Final = logging.getLogger(__name__)
+
+SILENT: Final = 15.0
+"""Seconds after which a driver that was asked counts as one that hangs; as long as
+the devices of an ended worker are waited for."""
+LISTENS: Final = 3
+"""How often in that time it is looked whether one does."""
+
+
+class DeviceMonitor:
+    """The devices of one node that can be asked about, as they were seen last.
+
+    Attributes:
+        guard: watches over reserved memory.
+        observed: what was seen on each device; empty until each was looked at once,
+            and where there is none to look at.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: DeviceThread,
+        guard: GpuMemoryGuard,
+        roots: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """Listen to a thread; nothing is told before `begin`.
+
+        Args:
+            loop: runs the timer.
+            thread: looks at the devices.
+            guard: is shown who uses how much of them.
+            roots: gives the processes whose descendants are a worker's, itself among
+                them, each with the worker's id.
+        """
+        self.guard = guard
+        self.observed: dict[Key, Observed] = {}
+        self._loop = loop
+        self._thread = thread
+        self._roots = roots
+        self._feed: Callable[[Event], None] | None = None
+        self._first: Round | None = None
+        self._owners = Owners()
+        self._health = {key: DeviceHealth() for key in thread.devices}
+        self._mute: set[str] = set()
+        self._told: dict[Key, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        thread.on_round = self._on_round
+        thread.on_failed.append(self._on_failed)
+
+    def __repr__(self) -> str:
+        return f"<DeviceMonitor of {len(self._health)} devices, {len(self._told)} sick>"
+
+    def begin(self, feed: Callable[[Event], None]) -> None:
+        """From now on the core is told by `feed` which devices are sick, or well."""
+        self._feed = feed
+        if self._first is not None:
+            self._on_round(self._first)
+        if self._health:
+            self._listen()
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self._feed = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _listen(self) -> None:
+        """Hear whether the thread waits for a driver that hangs."""
+        self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
+        waits = self._thread.mute_for()
+        if waits is not None and waits[1] >= SILENT and waits[0] not in self._mute:
+            self._mute.add(waits[0])
+            for key in self._health:
+                self._conclude(key)
+
+    def _on_round(self, seen: Round) -> None:
+        if self._feed is None:
+            self._first = seen
+            return
+        for key in seen.samples:
+            self._mute.discard(key[0])
+        when = self._loop.time() - (time.monotonic() - seen.when)
+        roots = self._roots() if seen.origins else {}
+        for key, sample in seen.samples.items():
+            found = self._owners.sort(key[0], sample, seen.origins, roots)
+            self.observed[key] = Observed(
+                seen=when,
+                used=sample.used,
+                utilisation=sample.utilisation,
+                others=found.others,
+                workers={worker: use.memory for worker, use in found.workers.items()},
+                outgrown=self.guard.check(key, found.workers, self._feed),
+                unknown=found.unknown,
+            )
+        for key, health in seen.health.items():
+            self._health[key].note(seen.samples[key], health, seen.when)
+            self._conclude(key)
+        if seen.health:
+            self._owners.end_round(
+                {pid for each in seen.samples.values() for pid in each.processes or ()}
+            )
+            self.guard.tidy()
+
+    def _conclude(self, key: Key) -> None:
+        """Tell of a device that is sick, or for another reason, or well."""
+        reason = self._health[key].reason
+        if reason is None and key[0] in self._mute:
+            reason = f"the driver has not answered for {SILENT:g} s"
+        if reason == self._told.get(key) or self._feed is None:
+            return
+        name, (kind, index) = self._thread.name_of(key), key
+        if reason is None:
+            del self._told[key]
+            _log.warning("! %s is well again", name)
+            self._feed(Well(kind, index))
+        else:
+            self._told[key] = reason
+            _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
+            self._feed(Sick(kind, index, reason))
+
+    def _on_failed(self) -> None:
+        """Nobody looks any more: what was seen is no news."""
+        self.close()
+        self.observed.clear()

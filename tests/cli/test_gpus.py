@@ -1,0 +1,224 @@
+"""`aiogpu gpus` as a user runs it, on the NVML stub, and how it tells what it sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from aiogpu.accelerators.health import Health
+from aiogpu.accelerators.sample import Sample
+from aiogpu.cli.gpus import as_data, lines
+from aiogpu.core.devices import Device
+from aiogpu.core.observed import OtherProcess
+from aiogpu.engines.box import Box, Seen, place_of
+from tests.accelerators.stub_fixtures import nvml, stub_library
+from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
+
+__all__ = ["nvml", "stub_library"]
+
+COMMAND = [sys.executable, "-m", "aiogpu", "gpus"]
+A100 = Device(0, "A100", "GPU-0", "NVIDIA A100-SXM4-40GB", 40 * GIB)
+
+
+def on_stub(
+    nvml: StubNvml, *options: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options],
+        env={**without_colours(nvml.environ), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def without_colours(environ: Mapping[str, str]) -> dict[str, str]:
+    left_out = ("CUDA_", "AIOGPU_NOSET", "NO_COLOR", "FORCE_COLOR", "COLUMNS")
+    kept = {k: v for k, v in environ.items() if not k.startswith(left_out)}
+    return {**kept, "TERM": "xterm-256color"}
+
+
+@pytest.fixture
+def two(nvml: StubNvml) -> StubNvml:
+    """Two GPUs that NVLink joins, the first with this process on it."""
+    first, second = gpus(2)
+    on_it = replace(
+        first, used=3 * GIB, utilisation=37, processes=((os.getpid(), GIB),)
+    )
+    nvml.write([on_it, replace(second, action=1)], links=[(0, 1)])
+    return nvml
+
+
+def test_pipe_gets_plain_lines(two: StubNvml) -> None:
+    ran = on_stub(two)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    name = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
+    assert ran.stdout.splitlines() == [
+        "GPU 0  NVIDIA A100-SXM4-40GB",
+        "  uuid        GPU-00000000-0000-0000-0000-000000000000",
+        "  type        A100",
+        "  capability  8.0",
+        "  pci         00000000:01:00.0",
+        "  memory      3 GiB used of 40 GiB",
+        "  busy        37 %",
+        "  linked to   1",
+        "  health      well",
+        f"  processes   {name} pid {os.getpid()} 1 GiB",
+        "GPU 1  NVIDIA A100-SXM4-40GB",
+        "  uuid        GPU-11111111-1111-1111-1111-111111111111",
+        "  type        A100",
+        "  capability  8.0",
+        "  pci         00000000:02:00.0",
+        "  memory      0 used of 40 GiB",
+        "  busy        0 %",
+        "  linked to   0",
+        "  health      the driver asks for this: GPU reset",
+        "  processes   none",
+    ]
+
+
+def test_terminal_gets_a_table(two: StubNvml) -> None:
+    shown = pexpect.spawn(
+        COMMAND[0],
+        COMMAND[1:],
+        env=without_colours(two.environ),
+        dimensions=(50, 120),
+        encoding="utf-8",
+        timeout=100,
+    )
+    shown.expect("linked to")
+    shown.expect("NVIDIA A100-SXM4-40GB +3 GiB used of 40 GiB +37 %")
+    shown.expect("\x1b\\[32mGPU 0: well")
+    shown.expect("\x1b\\[31mGPU 1: the driver asks for this: GPU reset")
+    shown.expect(pexpect.EOF)
+    shown.close()
+    assert shown.exitstatus == 0
+
+
+def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
+    ran = on_stub(two, "--json", CUDA_VISIBLE_DEVICES="1")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    told = json.loads(ran.stdout)
+    [device] = told["devices"]
+    assert (device["id"], device["action"], device["links"]) == (1, "GPU reset", [])
+    assert (device["used"], device["processes"]) == (0, [])
+    assert told["notes"] == ["CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs out."]
+
+
+def test_a_box_without_gpus_is_told_why() -> None:
+    environ = without_colours(os.environ)
+    environ.pop("LD_LIBRARY_PATH", None)
+    ran = subprocess.run(
+        COMMAND,
+        env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "No GPUs: CUDA_VISIBLE_DEVICES='' names none.\n"
+
+
+def test_an_nvml_that_fails_is_told(nvml: StubNvml) -> None:
+    nvml.write(gpus(1), init_error=9)
+    ran = on_stub(nvml)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "No GPUs: NVML does not start: Driver Not Loaded.\n"
+
+
+def test_what_detection_warns_of_is_told_once(two: StubNvml) -> None:
+    two.write(gpus(2), lost=[1])
+    ran = on_stub(two)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[-1] == (
+        "GPU 1 does not answer: GPU is lost; GPUs are known only in part, or not at "
+        "all."
+    )
+
+
+def test_a_device_that_is_not_there_is_bad_input(two: StubNvml) -> None:
+    ran = on_stub(two, CUDA_VISIBLE_DEVICES="0,7")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(
+        "Error: CUDA_VISIBLE_DEVICES='0,7': there is no device"
+    )
+
+
+def told_of(seen: Seen) -> dict[str, str]:
+    """The facts that are printed of a device."""
+    _, *rows = lines(Box((seen,), ()))
+    return {row[2:13].rstrip(): row[14:] for row in rows}
+
+
+def test_a_device_whose_driver_is_not_asked_is_told_as_far_as_it_is_known() -> None:
+    seen = Seen("TPU", Device(3), numa_node=1, cpus="8-15")
+    assert told_of(seen) == {
+        "health": "not known: its driver is not asked",
+        "near": "NUMA node 1, CPUs 8-15",
+    }
+    assert list(lines(Box((seen,), ("why",))))[:: len(told_of(seen)) + 1] == [
+        "TPU 3  without a name",
+        "why",
+    ]
+    [data] = as_data(Box((seen,), ()))["devices"]
+    assert (data["used"], data["processes"], data["action"]) == (None, None, None)
+    assert (data["is_lost"], data["errors"], data["cpus"]) == (False, [], "8-15")
+
+
+@pytest.mark.parametrize(
+    ("sample", "health", "told"),
+    [
+        (Sample({}), Health(action=""), "well"),
+        (Sample({}), Health(), "answers"),
+        (Sample(problem="GPU is lost", is_lost=True), Health(), "lost (GPU is lost)"),
+        (
+            Sample(problem="Unknown"),
+            Health(),
+            "cannot be asked what is on it (Unknown)",
+        ),
+        (Sample({}), Health(("XID 79",), is_lost=True), "XID 79; lost"),
+    ],
+)
+def test_health_in_words(sample: Sample, health: Health, told: str) -> None:
+    assert told_of(Seen("GPU", A100, sample, health))["health"] == told
+
+
+@pytest.mark.parametrize(
+    ("processes", "told"),
+    [
+        (None, "not listed by its driver"),
+        ((), "none"),
+        ((OtherProcess(7), OtherProcess(8, "sh", 0)), "pid 7, sh pid 8 0"),
+        (
+            tuple(OtherProcess(pid) for pid in range(1, 7)),
+            "pid 1, pid 2, pid 3, pid 4, and 2 more",
+        ),
+    ],
+)
+def test_processes_in_words(
+    processes: tuple[OtherProcess, ...] | None, told: str
+) -> None:
+    seen = Seen("GPU", A100, Sample({}), Health(), processes)
+    assert told_of(seen)["processes"] == told
+
+
+def test_the_kernel_tells_where_a_device_is(tmp_path: Path) -> None:
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    assert place_of("00000000:3B:00.0", tmp_path) == (None, "")
+    (folder / "numa_node").write_text("1\n")
+    (folder / "local_cpulist").write_text("8-15\n")
+    assert place_of("00000000:3B:00.0", tmp_path) == (1, "8-15")
+    (folder / "numa_node").write_text("-1\n")
+    assert place_of("00000000:3B:00.0", tmp_path) == (None, "8-15")
+    assert place_of(None, tmp_path) == (None, "")

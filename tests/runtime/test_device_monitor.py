@@ -1,0 +1,265 @@
+"""What follows from what is seen on devices: told to the core, and to people."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from aiogpu.accelerators.health import Health
+from aiogpu.accelerators.sample import Sample
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.events import Event, Outgrown, Sick, Submitted, Well, WorkerStarted
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.observed import OtherProcess
+from aiogpu.core.resources import BY_SHARE, GPU, UNIT, Request
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.runtime import device_monitor as module
+from aiogpu.runtime.device_eyes import Key
+from aiogpu.runtime.device_health import CALM
+from aiogpu.runtime.device_monitor import DeviceMonitor
+from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+from aiogpu.runtime.inspection import Report
+from aiogpu.runtime.origins import Origin
+from aiogpu.runtime.rounds import Round
+from tests.until import until
+
+ZERO, ONE = ("GPU", 0), ("GPU", 1)
+GIB = 1 << 30
+IDLE = Sample({}, reads_pids=True, used=0)
+XORG = 7
+
+pytestmark = pytest.mark.either_loop
+
+
+class PaperThread:
+    """A thread that looks at nothing: rounds come from the test."""
+
+    on_round: Callable[[Round], None]
+    on_report: Callable[[Report], None]
+
+    def __init__(self, devices: Mapping[Key, Device]) -> None:
+        self.devices = devices
+        self.on_failed: list[Callable[[], None]] = []
+        self.watched: list[set[Key]] = []
+        self.waits: tuple[str, float] | None = None
+        self.rounds = self
+
+    def name_of(self, key: Key) -> str:
+        return f"{key[0]} {self.devices[key].id}"
+
+    def order(self, order: Callable[[PaperThread], object]) -> None:
+        order(self)
+
+    def watch(self, keys: tuple[Key, ...]) -> None:
+        self.watched.append(set(keys))
+
+    def mute_for(self) -> tuple[str, float] | None:
+        return self.waits
+
+
+class Story:
+    """A node with two GPUs, of which the first one has tasks, and what is told."""
+
+    def __init__(self, enforces: bool = False) -> None:
+        devices = [Device(index, uuid=f"u{index}", memory=40 * GIB) for index in (0, 1)]
+        ledger = Ledger({"CPU": 9 * UNIT}, [DeviceSet(GPU, devices)])
+        self.scheduler = Scheduler(ledger)
+        self.thread = PaperThread({(GPU, index): devices[index] for index in (0, 1)})
+        self.guard = GpuMemoryGuard(self.scheduler, self.thread)  # type: ignore[arg-type]
+        self.guard.enforces = enforces
+        self.told: list[Event] = []
+        self.monitor = DeviceMonitor(
+            asyncio.get_running_loop(),
+            self.thread,  # type: ignore[arg-type]
+            self.guard,
+            lambda: {100 + worker.id: worker.id for worker in self.scheduler.workers},
+        )
+        self.when = time.monotonic()
+
+    def begin(self) -> None:
+        self.monitor.begin(self.told.append)
+
+    def start(self, name: str, share: float = 0.25, memory: int = 0) -> None:
+        """A task, on worker n with process 100 + n."""
+        number = len(list(self.scheduler.workers)) + 1
+        request = Request.of({"CPU": UNIT}, {GPU: int(share * UNIT)}, gpu_memory=memory)
+        spec = TaskSpec(name, Shape(request))
+        self.scheduler.handle(Submitted(TaskId(number), spec), 0.0)
+        self.scheduler.handle(WorkerStarted(WorkerId(number)), 0.0)
+        worker = self.scheduler.workers.get(WorkerId(number))
+        assert worker is not None
+        assert worker.lease is not None
+        self.guard.begin(worker.lease)
+
+    def sees(
+        self,
+        used: Mapping[int, int] | None = None,
+        health: Health | None = None,
+        sample: Sample | None = None,
+    ) -> None:
+        """A round: what processes use of the first GPU, and how well it is."""
+        used = used or {}
+        found = sample or Sample(used, frozenset(used), True, sum(used.values()), 87)
+        told = {ZERO: health or Health(action=""), ONE: Health(action="")}
+        origins = {pid: Origin("python", ()) for pid in used} | {XORG: Origin("X", ())}
+        self.when += 1.0
+        self.thread.on_round(Round(self.when, {ZERO: found, ONE: IDLE}, told, origins))
+
+
+async def test_each_device_is_known_as_it_was_seen_last() -> None:
+    story = Story()
+    story.start("a")
+    story.begin()
+    assert story.monitor.observed == {}
+    story.sees({101: 3 * GIB, XORG: GIB})
+    first, second = story.monitor.observed[ZERO], story.monitor.observed[ONE]
+    assert (first.used, first.utilisation, first.unknown) == (4 * GIB, 87, None)
+    assert first.workers == {1: 3 * GIB}
+    assert first.others == (OtherProcess(XORG, "X", GIB),)
+    assert abs(first.seen - asyncio.get_running_loop().time()) < 5
+    assert (second.used, second.others) == (0, ())
+    assert story.told == []
+    story.monitor.close()
+
+
+async def test_what_is_seen_before_it_begins_is_told_then() -> None:
+    story = Story()
+    story.sees(health=Health(("XID 79",), ""))
+    assert story.told == []
+    story.begin()
+    assert story.told == [Sick(GPU, 0, "XID 79")]
+    story.monitor.close()
+    story.sees(health=Health(("XID 80",), ""))
+    assert len(story.told) == 1, "after the end nothing is told"
+
+
+async def test_a_sick_device_is_told_once_and_when_it_is_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    story = Story()
+    story.begin()
+    for _ in range(3):
+        story.sees(health=Health(("XID 79",), ""))
+    assert story.told == [Sick(GPU, 0, "XID 79")]
+    for _ in range(int(CALM)):
+        story.sees()
+    assert story.told[1:] == [Well(GPU, 0)]
+    assert [record.message for record in caplog.records] == [
+        "! GPU 0 gets no new tasks until it is well: XID 79",
+        "! GPU 0 is well again",
+    ]
+    story.monitor.close()
+
+
+async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SILENT", 0.03)
+    story = Story()
+    story.begin()
+    story.thread.waits = GPU, 0.01
+    story.sees()
+    story.thread.waits = GPU, 0.05
+    await until(lambda: story.told)
+    reason = "the driver has not answered for 0.03 s"
+    assert story.told == [Sick(GPU, 0, reason), Sick(GPU, 1, reason)]
+    story.thread.waits = None
+    story.sees(health=Health(("XID 79",), ""))
+    assert story.told[2:] == [Sick(GPU, 0, "XID 79"), Well(GPU, 1)]
+    story.monitor.close()
+
+
+async def test_a_thread_that_has_failed_has_seen_nothing() -> None:
+    story = Story()
+    story.begin()
+    story.sees()
+    for failed in story.thread.on_failed:
+        failed()
+    assert story.monitor.observed == {}
+
+
+async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    story = Story()
+    story.start("big", memory=6 * GIB)
+    story.start("small")
+    story.begin()
+    story.sees({101: 7 * GIB, 102: 30 * GIB})
+    assert story.monitor.observed[ZERO].outgrown == frozenset()
+    for _ in range(2):
+        story.sees({101: 7 * GIB + 1, 102: 30 * GIB})
+        assert story.monitor.observed[ZERO].outgrown == {1}
+    assert [record.message for record in caplog.records] == [
+        "! big uses 7.1GiB of GPU 0, and had asked for 6GiB (gpu_memory=); beside it "
+        "there: small. It goes on; init(gpu_memory_enforce=True) would end it."
+    ]
+    assert story.told == []
+    assert story.guard.explain(1) is None
+    assert (story.guard.peak_of(1), story.guard.peak_of(9)) == (7 * GIB + 1, 0)
+    story.monitor.close()
+
+
+async def test_each_of_its_processes_may_have_a_context() -> None:
+    story = Story()
+    story.start("big", memory=6 * GIB)
+    story.begin()
+    story.sees({101: 6 * GIB, 201: 3 * GIB // 2})
+    assert story.monitor.observed[ZERO].workers == {1: 6 * GIB}
+    assert story.monitor.observed[ZERO].outgrown == frozenset()
+    story.monitor.close()
+
+
+async def test_the_part_that_a_share_is_may_be_outgrown_too() -> None:
+    story = Story()
+    story.start("quarter", memory=BY_SHARE)
+    story.start("whole", share=1.0, memory=BY_SHARE)
+    story.begin()
+    story.sees({101: 11 * GIB + 1})
+    assert story.monitor.observed[ZERO].outgrown == {1}
+    assert story.thread.watched == [{ZERO}]
+    story.monitor.close()
+
+
+async def test_with_enforcement_it_is_ended_and_its_owner_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    story = Story(enforces=True)
+    story.start("big", memory=6 * GIB)
+    story.start("small")
+    story.begin()
+    for _ in range(2):
+        story.sees({101: 9 * GIB})
+    assert story.told == [Outgrown(WorkerId(1))]
+    assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
+    error = story.guard.explain(1)
+    assert error is not None
+    assert (error.asked, error.peak, error.devices) == (6 * GIB, 9 * GIB, (0,))
+    assert error.neighbours == ("small",)
+    assert str(error).startswith(
+        "big was ended, for it used more GPU memory than was reserved for it."
+    )
+    story.monitor.close()
+
+
+async def test_devices_with_reserved_memory_are_looked_at_more_often() -> None:
+    story = Story()
+    story.start("plain")
+    assert story.thread.watched == []
+    story.start("big", memory=6 * GIB)
+    assert story.thread.watched == [{ZERO}]
+    story.begin()
+    story.sees()
+    assert len(story.thread.watched) == 1, "nothing is new"
+    worker = story.scheduler.workers.get(WorkerId(2))
+    assert worker is not None
+    worker.lease = None
+    story.sees({102: GIB})
+    assert story.thread.watched[1:] == [set()]
+    assert "of 0 devices" in repr(story.guard)
+    story.monitor.close()
