@@ -66,6 +66,7 @@ class ShapeStatus:
         first: name of the one whose turn it is.
         seconds: for how long the oldest of them has waited.
         reason: why the first one waits.
+        where: the conditions on their GPUs in words, "memory of 40GiB or more".
     """
 
     request: Mapping[str, float]
@@ -75,6 +76,7 @@ class ShapeStatus:
     first: str
     seconds: float
     reason: str
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ def shape_status(
         first=first.spec.name,
         seconds=seconds,
         reason=reason,
+        where=str(shape.request.where or ""),
     )
 
 
