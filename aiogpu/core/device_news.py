@@ -16,7 +16,7 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import WorkerRecord
-from aiogpu.core.stopping import retire_bound
+from aiogpu.core.stopping import retire_bound, unclaim
 from aiogpu.core.watch import revoke
 
 
@@ -24,8 +24,11 @@ def _on_settled(node: Node, it: events.Settled, *_: object) -> None:
     settle(node, it)
 
 
-def _on_set_aside(node: Node, it: events.SetAside, *_: object) -> None:
+def _on_set_aside(
+    node: Node, it: events.SetAside, _: float, effects: list[Effect]
+) -> None:
     set_aside(node, it)
+    _clear_off(node, effects)
 
 
 def _on_recovered(node: Node, it: events.Recovered, *_: object) -> None:
@@ -37,11 +40,21 @@ def _on_sick(node: Node, it: events.Sick, now: float, effects: list[Effect]) -> 
     kept = node.reservation
     if kept is not None and kept.barred.get(it.kind, 0) >> it.index & 1:
         node.reservation = None  # made anew, and elsewhere, at once
-    for worker in node.workers:
-        # What runs there goes on; what has not begun need not.
-        if worker.queue and worker.lease and node.ledger.drains(worker.lease):
-            revoke(worker, effects)
+    _clear_off(node, effects)
     retire_bound(node, it.kind, it.index, now, effects)
+
+
+def _clear_off(node: Node, effects: list[Effect]) -> None:
+    """Take what has not begun off devices that are given to nobody."""
+    for worker in node.workers:
+        if worker.lease is None or not node.ledger.drains(worker.lease):
+            continue
+        if worker.queue:
+            revoke(worker, effects)
+        elif worker.state is WorkerState.STARTING and worker.task:
+            record = worker.task
+            unclaim(node, record)
+            node.wait_again(record)
 
 
 def _on_well(node: Node, it: events.Well, now: float, effects: list[Effect]) -> None:
