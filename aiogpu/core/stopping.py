@@ -37,7 +37,7 @@ def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) 
         node.end(record)
         effects.append(Forget(record.id))
     elif record.state is TaskState.STARTING:
-        _unclaim(node, record)
+        unclaim(node, record)
         node.end(record)
         effects.append(Forget(record.id))
     elif record.state is TaskState.QUEUED:
@@ -52,7 +52,8 @@ def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) 
             revoke(record.worker, effects)
 
 
-def _unclaim(node: Node, record: TaskRecord) -> None:
+def unclaim(node: Node, record: TaskRecord) -> None:
+    """Take a task from the worker that is being forked for it, with its lease."""
     worker = record.worker
     assert worker is not None, record
     assert worker.lease is not None, worker
@@ -121,6 +122,16 @@ def retire_clean(
 ) -> None:
     """Retire the workers that wait for their first task."""
     for worker in node.workers.clean(environment):
+        node.workers.leave_idle(worker)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def retire_bound(
+    node: Node, kind: str, index: int, now: float, effects: list[Effect]
+) -> None:
+    """Retire the idle workers that have a device open."""
+    for worker in node.workers.bound_to(kind, index):
         node.workers.leave_idle(worker)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))

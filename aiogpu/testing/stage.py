@@ -125,6 +125,7 @@ class Stage(Onlooker):
         assert assign.is_first == (worker.binding is None), assign
         assert assign.is_first or worker.binding == binding, assign
         assert assign.is_first or task.spec.max_calls != 1, assign
+        assert not self.scheduler.ledger.drains(assign.lease), assign
         worker.binding, worker.is_ending = binding, assign.is_last
         worker.sent.append(task)
         worker.begin()
@@ -132,6 +133,10 @@ class Stage(Onlooker):
 
     def _send_ahead(self, worker: PaperWorker, tasks: list[TaskId]) -> None:
         assert worker.binding is not None, worker
+        record = self.scheduler.workers.get(worker.id)
+        assert record is not None, worker
+        assert record.lease is not None, worker
+        assert not self.scheduler.ledger.drains(record.lease), worker
         for id_ in tasks:
             task = self._by_id[id_]
             task.gpus = dict(worker.binding[1]).get(GPU, ())
