@@ -16,22 +16,23 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import WorkerRecord
+from aiogpu.core.stopping import retire_bound
 from aiogpu.core.watch import revoke
 
 
-def _on_settled(node: Node, it: events.Settled, _: list[Effect]) -> None:
+def _on_settled(node: Node, it: events.Settled, *_: object) -> None:
     settle(node, it)
 
 
-def _on_set_aside(node: Node, it: events.SetAside, _: list[Effect]) -> None:
+def _on_set_aside(node: Node, it: events.SetAside, *_: object) -> None:
     set_aside(node, it)
 
 
-def _on_recovered(node: Node, it: events.Recovered, _: list[Effect]) -> None:
+def _on_recovered(node: Node, it: events.Recovered, *_: object) -> None:
     node.ledger.device_sets[it.kind].put_back(it.index)
 
 
-def _on_sick(node: Node, it: events.Sick, effects: list[Effect]) -> None:
+def _on_sick(node: Node, it: events.Sick, now: float, effects: list[Effect]) -> None:
     node.ledger.device_sets[it.kind].mark_sick(it.index, it.reason)
     kept = node.reservation
     if kept is not None and kept.barred.get(it.kind, 0) >> it.index & 1:
@@ -40,18 +41,25 @@ def _on_sick(node: Node, it: events.Sick, effects: list[Effect]) -> None:
         # What runs there goes on; what has not begun need not.
         if worker.queue and worker.lease and node.ledger.drains(worker.lease):
             revoke(worker, effects)
+    retire_bound(node, it.kind, it.index, now, effects)
 
 
-def _on_well(node: Node, it: events.Well, _: list[Effect]) -> None:
+def _on_well(node: Node, it: events.Well, now: float, effects: list[Effect]) -> None:
+    # What they have opened there may be from before a reset.
+    retire_bound(node, it.kind, it.index, now, effects)
     node.ledger.device_sets[it.kind].mark_well(it.index)
 
 
-def _on_memory_short(node: Node, it: events.MemoryShort, effects: list[Effect]) -> None:
+def _on_memory_short(
+    node: Node, it: events.MemoryShort, _: float, effects: list[Effect]
+) -> None:
     if worker := _busy(node, it.worker):
         starve(worker, effects)
 
 
-def _on_outgrown(node: Node, it: events.Outgrown, effects: list[Effect]) -> None:
+def _on_outgrown(
+    node: Node, it: events.Outgrown, _: float, effects: list[Effect]
+) -> None:
     if worker := _busy(node, it.worker):
         outgrow(worker, effects)
 
@@ -61,7 +69,9 @@ def _busy(node: Node, worker_id: WorkerId) -> WorkerRecord | None:
     return worker if worker and worker.state is WorkerState.BUSY else None
 
 
-HANDLERS: Final[dict[type[Event], Callable[[Node, Any, list[Effect]], None]]] = {
+Handler = Callable[[Node, Any, float, list[Effect]], None]
+
+HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Settled: _on_settled,
     events.SetAside: _on_set_aside,
     events.Recovered: _on_recovered,

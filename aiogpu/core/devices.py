@@ -223,7 +223,7 @@ class DeviceSet:
                 mask = warm
                 break
         else:
-            if self._links.any:
+            if self._links.matter:
                 mask = self._links.best(mask, wanted)
         whole: list[Share] = []
         for _ in range(wanted):

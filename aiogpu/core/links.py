@@ -24,7 +24,7 @@ class Links:
     """The links among the devices of a set.
 
     Attributes:
-        any: whether there is one.
+        matter: whether there are some, and not all devices are joined with each other.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -41,7 +41,10 @@ class Links:
                     # One end may know of a link of which the other does not.
                     self._joined[index] |= other
                     self._joined[other.bit_length() - 1] |= 1 << index
-        self.any = any(self._joined)
+        full = len(devices) - 1
+        self.matter = any(self._joined) and any(
+            joined.bit_count() < full for joined in self._joined
+        )
 
     def count(self, mask: int) -> int:
         """How many pairs of a set are linked."""

@@ -90,8 +90,9 @@ def _shapes(status: NodeStatus) -> Iterator[str]:
         names = ", ".join(shape.variables)
         told = f" with {names}" if names else ""
         spread = ", spread" if shape.strategy == "spread" else ""
+        where = f" of {shape.where}" if shape.where else ""
         yield (
-            f"  {shape.count} x {terms(shape.request.items())}{spread}{told}: "
+            f"  {shape.count} x {terms(shape.request.items())}{where}{spread}{told}: "
             f"{shape.first} first, the oldest for {span(shape.seconds)}"
         )
         yield f"    {shape.reason}"

@@ -289,7 +289,7 @@ class Scheduler(Node):
 
     def _on_device_news(self, event: Event, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
-        device_news.HANDLERS[type(event)](self, event, effects)
+        device_news.HANDLERS[type(event)](self, event, now, effects)
         return self._place(now, effects)
 
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:

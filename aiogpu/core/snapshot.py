@@ -67,6 +67,7 @@ class ShapeStatus:
         first: name of the one whose turn it is.
         seconds: for how long the oldest of them has waited.
         reason: why the first one waits.
+        where: the conditions on their GPUs in words, "memory of 40GiB or more".
     """
 
     request: Mapping[str, float]
@@ -76,6 +77,7 @@ class ShapeStatus:
     first: str
     seconds: float
     reason: str
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,7 @@ def shape_status(
         first=first.spec.name,
         seconds=seconds,
         reason=reason,
+        where=str(shape.request.where or ""),
     )
 
 

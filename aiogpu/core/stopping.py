@@ -126,6 +126,16 @@ def retire_clean(
         effects.append(Retire(worker.id))
 
 
+def retire_bound(
+    node: Node, kind: str, index: int, now: float, effects: list[Effect]
+) -> None:
+    """Retire the idle workers that have a device open."""
+    for worker in node.workers.bound_to(kind, index):
+        node.workers.leave_idle(worker)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
 def let_end(node: Node, worker: WorkerRecord, now: float) -> None:
     """A worker gets no more work, and a while to end."""
     move_worker(worker, WorkerState.ENDING)

@@ -95,6 +95,14 @@ class Workers:
         """Idle workers to which nothing was assigned yet."""
         return list(self._clean.get(environment, {}).values())
 
+    def bound_to(self, kind: str, index: int) -> list[WorkerRecord]:
+        """Idle workers that were assigned a device, whatever else."""
+        return [
+            record
+            for record in self._bound.values()
+            if record.binding and index in dict(record.binding[1]).get(kind, ())
+        ]
+
     def put_idle(self, record: WorkerRecord) -> None:
         """Move a worker to IDLE and remember that it can take work."""
         if record.state is WorkerState.STARTING:

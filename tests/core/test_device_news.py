@@ -103,3 +103,24 @@ def test_nothing_is_kept_on_a_sick_device():
     w.advance(1)
     w.tell(Sick("GPU", 0, "XID 79"))
     assert w.scheduler.reservation.barred == {"GPU": 0b10}
+
+
+def test_what_was_opened_on_a_sick_device_is_not_used_again():
+    """A reset ends it, and needs that nobody has the device open."""
+    w = World(gpus=2, exits=False)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=0.5)
+    w.submit("c", num_gpus=1)
+    w.submit("d")
+    idle, busy, other = (w.worker_of(name) for name in "abc")
+    for name in "acd":
+        w.finish(name)
+    w.tell(Sick("GPU", 0, "XID 79"))
+    assert w.retired == [idle]
+    w.finish("b")
+    w.submit("e", num_gpus=1)
+    assert w.worker_of("e") == other
+    w.tell(Well("GPU", 0))
+    assert w.retired == [idle, busy]
+    w.submit("f", num_gpus=0.5)
+    assert w.worker_of("f") not in (idle, busy)

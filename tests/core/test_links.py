@@ -54,7 +54,7 @@ def test_one_end_that_knows_of_a_link_is_enough():
         Device(2, uuid="GPU-2", links=frozenset({"GPU-0", "GPU-2", "GPU-7"})),
     ]
     links = Links(devices)
-    assert links.any
+    assert links.matter
     assert links.count(mask(0, 2)) == 1
     assert links.count(mask(0, 1, 2)) == 1
     assert placed(DeviceSet("GPU", devices), 2) == [0, 2]
@@ -62,9 +62,9 @@ def test_one_end_that_knows_of_a_link_is_enough():
 
 def test_without_links_the_lowest():
     """[B22]"""
-    assert not Links(box(8)).any
+    assert not Links(box(8)).matter
     assert placed(DeviceSet("GPU", box(8)), 3) == [0, 1, 2]
-    assert Links([Device(0, links=frozenset({"GPU-1"}))]).any is False
+    assert Links([Device(0, links=frozenset({"GPU-1"}))]).matter is False
 
 
 def test_a_lone_device_and_a_share_go_where_they_went():
@@ -91,7 +91,9 @@ def test_in_a_large_box_a_set_is_grown_link_by_link():
 
 def test_what_is_joined_wholly_is_not_searched(monkeypatch):
     pairs = [(a, b) for a in range(8) for b in range(a)]
-    links = Links(box(8, *pairs))
+    assert not Links(box(8, *pairs)).matter
+    links = Links(box(9, *pairs))
+    assert links.matter
     monkeypatch.setattr(Links, "_grow", None)
     monkeypatch.setattr("aiogpu.core.links.combinations", None)
     assert links.best(mask(*range(8)), 4) == mask(0, 1, 2, 3)

@@ -4,6 +4,7 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.snapshot import snapshot
 from aiogpu.core.where import Where
 from aiogpu.testing import World
 
@@ -94,6 +95,8 @@ def test_who_waits_for_such_a_device_holds_up_nobody_else():
     w.submit("c", num_gpus=2)
     assert w.gpus_of("a") == [1]
     assert w.waiting == {"b"}
+    shown = str(snapshot(w.scheduler, {}, w.now))
+    assert "1 x {CPU: 1, GPU: 1} of compute capability 9.0 or more: b first" in shown
     assert w.gpus_of("c") == [0, 2]
     w.finish("c")
     assert w.waiting == {"b"}
