@@ -61,7 +61,8 @@ class DeviceMonitor:
         self._thread = thread
         self._roots = roots
         self._feed: Callable[[Event], None] | None = None
-        self._first: Round | None = None
+        # What was seen before there was anybody to tell; an error is told but once.
+        self._early: list[Round] = []
         self._owners = Owners()
         self._health = {key: DeviceHealth() for key in thread.devices}
         self._mute: set[str] = set()
@@ -76,14 +77,16 @@ class DeviceMonitor:
     def begin(self, feed: Callable[[Event], None]) -> None:
         """From now on the core is told by `feed` which devices are sick, or well."""
         self._feed = feed
-        if self._first is not None:
-            self._on_round(self._first)
+        for seen in self._early:
+            self._on_round(seen)
+        self._early.clear()
         if self._health:
             self._listen()
 
     def close(self) -> None:
         """Tell nobody anything any more."""
         self._feed = None
+        self._thread.on_round = _ignore
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -99,7 +102,7 @@ class DeviceMonitor:
 
     def _on_round(self, seen: Round) -> None:
         if self._feed is None:
-            self._first = seen
+            self._early.append(seen)
             return
         for key in seen.samples:
             self._mute.discard(key[0])
@@ -146,3 +149,7 @@ class DeviceMonitor:
         """Nobody looks any more: what was seen is no news."""
         self.close()
         self.observed.clear()
+
+
+def _ignore(_seen: Round) -> None:
+    """The node closes."""

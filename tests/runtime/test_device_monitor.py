@@ -130,6 +130,7 @@ async def test_each_device_is_known_as_it_was_seen_last() -> None:
 async def test_what_is_seen_before_it_begins_is_told_then() -> None:
     story = Story()
     story.sees(health=Health(("XID 79",), ""))
+    story.sees()
     assert story.told == []
     story.begin()
     assert story.told == [Sick(GPU, 0, "XID 79")]
