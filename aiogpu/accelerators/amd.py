@@ -87,7 +87,9 @@ class Amd:
         variable = CUDA if self.variable not in environ else self.variable
         text = environ.get(variable)
         listed = None
-        if text or variable != CUDA:
+        if variable == CUDA and not there:
+            pass  # it speaks of another vendor's GPUs
+        elif text or variable != CUDA:
             listed = (variable, text or "", entries(variable, text or ""))
         elif there and ROCR in environ:
             raise DeviceError(

@@ -138,6 +138,8 @@ def _counted(sorts: Iterable[str]) -> str:
 
 
 def _words_of(device: Device) -> Iterator[str]:
-    yield device.type or device.name or "of unknown type"
+    name = device.type or device.name
+    if name or not device.memory:
+        yield name or "of unknown type"
     if device.memory:
-        yield f"of {size(device.memory)}"
+        yield f"of {size(device.memory)}" if name else size(device.memory)

@@ -105,6 +105,11 @@ def test_hip_goes_by_cudas_variable_where_it_has_none(box: Amd) -> None:
         ids(CUDA_VISIBLE_DEVICES="7")
 
 
+def test_cudas_variable_is_not_its_own_where_it_has_no_gpu(tmp_path: Path) -> None:
+    without = Amd(str(tmp_path))
+    assert without.devices({"CUDA_VISIBLE_DEVICES": "GPU-aaaa,7"}, None) == ()
+
+
 def test_the_variable_beneath_hip_is_refused_alone(box: Amd) -> None:
     with pytest.raises(
         DeviceError, match="Use HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES"

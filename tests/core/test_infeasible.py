@@ -162,7 +162,7 @@ def test_of_many_sorts_the_commonest_are_told():
     devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
     told = node(*devices).why_infeasible(asking(1, where=Where(name="x")))
     assert told is not None
-    assert told.endswith("1 x of unknown type of 8GiB, and others)")
+    assert told.endswith("1 x 8GiB, and others)")
 
 
 def test_what_is_said_of_gpu_memory_says_nothing_of_other_kinds():

@@ -79,5 +79,4 @@ def test_every_statement_has_a_proof_a_departure_or_a_time():
     for statement in statements:
         title, _, body = statement.partition("\n")
         is_settled = CITATION.search(body) or "later: " in body
-        # One is a warning that holds in both and promises nothing.
-        assert is_settled or "The same: a share is a place" in body, title
+        assert is_settled, title
