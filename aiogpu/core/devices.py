@@ -117,10 +117,16 @@ class DeviceSet:
         """The devices of that type, or all of them for None."""
         return self._of_type.get(accelerator_type, 0)
 
+    def wanted_type(self, request: Request) -> str | None:
+        """The type that a request asks of this kind; beside GPUs it is said of these."""
+        if not self._has_memory and any(kind == GPU for kind, _ in request.devices):
+            return None
+        return request.accelerator_type
+
     def fitting(self, request: Request) -> int:
         """The devices that are of a request's type and fulfil its `where`."""
-        mask = self._of_type.get(request.accelerator_type, 0)
-        if request.where is None:
+        mask = self._of_type.get(self.wanted_type(request), 0)
+        if request.where is None or not self._has_memory:
             return mask
         key = request.accelerator_type, request.where
         known = self._where.get(key)
@@ -183,7 +189,10 @@ class DeviceSet:
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
-        allowed = self._of_type.get(request.accelerator_type, 0)
+        if self._has_memory:
+            allowed = self._of_type.get(request.accelerator_type, 0)
+        else:
+            allowed = self.fitting(request)
         barred |= self.aside_mask
         if barred:
             allowed &= ~barred

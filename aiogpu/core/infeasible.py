@@ -38,7 +38,11 @@ def find_infeasible(
         request: what is asked for.
     """
     wanted = request.accelerator_type
-    kinds = [kind for kind, _ in request.devices if device_sets.get(kind)]
+    kinds = [
+        kind
+        for kind, _ in request.devices
+        if (devices := device_sets.get(kind)) and devices.wanted_type(request)
+    ]
     for name, asked in request.scalars:
         there = capacity.get(name, 0)
         if there < asked:
@@ -64,7 +68,7 @@ def find_infeasible(
 
 def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> str:
     """Why too few devices could serve a request; the first filter that says so."""
-    kind, wanted, where = devices.kind, request.accelerator_type, request.where
+    kind, wanted, where = devices.kind, devices.wanted_type(request), request.where
     of_type = _those(devices, devices.mask_of_type(wanted))
     suffix = f" of type {wanted}" if wanted else ""
     if wanted is not None and not of_type:

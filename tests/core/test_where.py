@@ -3,6 +3,7 @@
 import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.snapshot import snapshot
 from aiogpu.core.where import Where
@@ -120,3 +121,23 @@ def test_a_request_without_devices_has_no_conditions():
     w = World(devices=[A100])
     w.submit("a", where=Where(least_memory=1 << 50))
     assert w.running == {"a"}
+
+
+def test_beside_gpus_a_type_and_conditions_are_said_of_these():
+    boards = DeviceSet("FPGA", [Device(0), Device(1, "U250")])
+    gpus = DeviceSet("GPU", [A100, H100])
+    ledger = Ledger({"accelerator_type:H100": UNIT}, [gpus, boards])
+    wanted = {"GPU": UNIT // 2, "FPGA": UNIT}
+    request = Request.of({}, wanted, "H100", where=Where(least_memory=90 * GIB))
+    assert ledger.why_infeasible(request) is None
+    lease = ledger.take(request)
+    assert lease is not None
+    assert dict(zip(["FPGA", "GPU"], lease.shares, strict=True)) == {
+        "FPGA": ((0, UNIT),),
+        "GPU": ((1, UNIT // 2),),
+    }
+    ledger.check()
+    unknown = ledger.why_infeasible(Request.of({}, wanted, "U250"))
+    assert unknown == "there is no GPU of type 'U250' (there are: 1 x A100, 1 x H100)"
+    alone = Request.of({}, {"FPGA": UNIT}, "U250")
+    assert boards.choose(UNIT, alone) == ((1, UNIT),)
