@@ -140,7 +140,9 @@ def _free(device: DeviceStatus, name: str) -> str:
 def _holder(holder: Holder, shortage: Shortage) -> str:
     """Say who holds how much; the device, where there are some."""
     name = shortage.resource
-    held = written(name, holder.memory if name == GPU_MEMORY else holder.share)
+    held = written(name, holder.share)
+    if name == GPU_MEMORY or not holder.share:
+        held = written(GPU_MEMORY, holder.memory)
     share = held
     for device in shortage.devices:
         if any(one is holder for one in device.holders):

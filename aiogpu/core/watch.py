@@ -138,5 +138,5 @@ def on_skipped(
         leave_task(node, worker)
     else:
         # It was killed for the task before this one, and has not gone yet.
-        worker.is_last = True
+        worker.is_last, worker.is_revoking = True, False
         move_worker(worker, WorkerState.ENDING)

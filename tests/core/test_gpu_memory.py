@@ -251,3 +251,17 @@ def test_one_for_whom_memory_is_kept_is_named():
     assert reasons[1] == (
         "waits for GPU memory 10GiB (free by device: 0: 40GiB; kept for large)"
     )
+
+
+def test_who_has_memory_of_a_device_and_no_share_is_told_as_well():
+    w = World(gpus=1, gpu_memory="80GiB")
+    w.submit("zeroth", num_cpus=0)
+    w.submit("a", num_gpus=0.25)
+    w.submit("b", gpu_memory="10GiB")
+    w.submit("c", num_gpus=1)
+    lines = told(w, "c").splitlines()
+    assert lines[1] == "  GPU 1: 0.75 of 1 free (0: 0.75)"
+    assert [line.split(": ")[0] for line in lines[2:]] == [
+        "    0.25 of GPU 0",
+        "    10GiB of GPU 0",
+    ]

@@ -268,6 +268,22 @@ def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
     assert set(w.told.values()) == {"settled"}
 
 
+def test_what_is_heard_of_a_killed_worker_that_has_skipped_all_changes_nothing():
+    """What was taken back was looked for behind a task that it had not got any more."""
+    w = World(cpus=1, took=SHORT, exits=False, revokes=False)
+    for name in ("t0", "t1", "t2", "t3"):
+        w.submit(name)
+    w.finish("t0")
+    assert w.queued == {"t2"}
+    worker = w.worker_of("t1")
+    w.close(at_once=True)
+    assert w.workers[worker].void
+    w.skip("t1")
+    w.revoked(worker)
+    w.run_dry()
+    assert w.scheduler.is_closed
+
+
 def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     """One whose result a child expects; the scheduler fell over it."""
     w = World(cpus=4)
