@@ -118,10 +118,10 @@ class DeviceSet:
         return self._of_type.get(accelerator_type, 0)
 
     def wanted_type(self, request: Request) -> str | None:
-        """The type that a request asks of this kind; beside GPUs it is said of these."""
-        if not self._has_memory and any(kind == GPU for kind, _ in request.devices):
-            return None
-        return request.accelerator_type
+        """The type that a request asks of this kind; beside GPUs it is for these."""
+        if self._has_memory or all(kind != GPU for kind, _ in request.devices):
+            return request.accelerator_type
+        return None
 
     def fitting(self, request: Request) -> int:
         """The devices that are of a request's type and fulfil its `where`."""
@@ -189,10 +189,7 @@ class DeviceSet:
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
-        if self._has_memory:
-            allowed = self._of_type.get(request.accelerator_type, 0)
-        else:
-            allowed = self.fitting(request)
+        allowed = self._of_type.get(self.wanted_type(request), 0)
         barred |= self.aside_mask
         if barred:
             allowed &= ~barred
