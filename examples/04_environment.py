@@ -15,7 +15,7 @@ def look() -> dict[str, object]:
     context = aiogpu.get_runtime_context()
     return {
         "get_gpu_ids()": aiogpu.get_gpu_ids(),
-        "get_accelerator_ids()": context.get_accelerator_ids(),
+        "get_accelerator_ids()['GPU']": context.get_accelerator_ids()["GPU"],
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER"),
         "MODE": os.environ.get("MODE"),
