@@ -11,13 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT, device_quantity, quantity
+from aiogpu.core.resources import (
+    CPU,
+    GPU,
+    GPU_MEMORY,
+    MEMORY,
+    UNIT,
+    device_quantity,
+    quantity,
+)
 from aiogpu.errors import OptionError
 from aiogpu.worker.context import current
 
 MOST_DEVICES: Final = 10**6
 """Of one kind on a node, as for `num_gpus`."""
-_OWN_OPTIONS: Final = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
+_OWN_OPTIONS: Final = {
+    CPU: "num_cpus",
+    GPU: "num_gpus",
+    MEMORY: "memory",
+    GPU_MEMORY: "gpu_memory",
+}
 
 
 def check_resources(option: str, value: object) -> dict[str, int]:

@@ -211,7 +211,11 @@ class Shortages:
 
     def replace(self, call: Call, failed: Failed) -> bool:
         """Replace a task's answer; whether its options want that error retried."""
-        call.answer = self.told(call.worker, call.site.spec.name, failed)
+        spec = call.site.spec
+        record = self._node.workers.get(WorkerId(call.worker))
+        is_exclusive = record and record.task and record.task.spec is not spec
+        again = ", tried once more with a GPU of its own," if is_exclusive else ""
+        call.answer = self.told(call.worker, f"{spec.name}{again}", failed)
         call.error = None
         return call.is_retried(call.answer)
 

@@ -91,6 +91,7 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
         *(("resources", value, "a dict of names") for value in ([1], "license", 1)),
         ("resources", {"CPU": 1}, "say num_cpus=1 instead"),
         ("resources", {"GPU": 1}, "say num_gpus=1 instead"),
+        ("resources", {"gpu_memory": 1}, "say gpu_memory=1 instead"),
         ("resources", {"memory": 1}, "say memory=1 instead"),
         ("resources", {"license": -1}, "not a quantity"),
         ("resources", {"license": True}, "is a bool"),

@@ -108,6 +108,7 @@ async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) 
         assert await handle == (1, None), "all of it, without a limit"
         with pytest.raises(OOM, match="It had all that there is") as caught:
             await beside.remote(str(tmp_path / "b"), 2)
+        assert ", tried once more with a GPU of its own, ran out" in str(caught.value)
         assert caught.value.limit == 0
         assert (tmp_path / "b").stat().st_size == 2, "once, and no more"
         with pytest.raises(OOM):
