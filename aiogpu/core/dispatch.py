@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import Ahead, Assign, Effect, Spawn
+from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -105,10 +105,16 @@ def reside(node: Node, record: TaskRecord) -> None:
         node.ledger.lend(worker.lease)
 
 
-def release(node: Node, worker: WorkerRecord, now: float) -> None:
+def release(
+    node: Node, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
     """End the lease of a worker without a task; of one that ends, later."""
     if worker.is_last or worker.refill_at < 0:
         let_end(node, worker, now)
+        return
+    if worker.is_stale:
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
         return
     assert worker.lease is not None, worker
     node.ledger.give_back(worker.lease)
@@ -174,7 +180,7 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
         return False
     if node.solitude.is_wanted:
         return False
-    if lease.shares and ledger.drains(lease):
+    if worker.is_stale or (lease.shares and ledger.drains(lease)):
         return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.

@@ -111,6 +111,7 @@ class WorkerRecord:
             process is gone, also when the task's result is long known.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: whether it ends after the task that it runs.
+        is_stale: a device that it has open was sick since: it is told to end then.
         revocations: how often its queue was taken back.
         is_revoking: whether it is being taken back.
         look_at: when it is looked at next, None if it is not watched.
@@ -128,6 +129,7 @@ class WorkerRecord:
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
     is_last: bool = False
+    is_stale: bool = False
     revocations: int = 0
     is_revoking: bool = False
     look_at: float | None = None

@@ -198,7 +198,7 @@ class Scheduler(Node):
             bucket = by_shape.get(spec.shape)
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
                 return
-        release(self, worker, now)
+        release(self, worker, now, effects)
         idle, solitude = self.workers.idle, self.solitude
         if by_shape or idle > self.most_idle or solitude.is_wanted:
             self._place(now, effects)

@@ -130,8 +130,11 @@ def retire_clean(
 def retire_bound(
     node: Node, kind: str, index: int, now: float, effects: list[Effect]
 ) -> None:
-    """Retire the idle workers that have a device open."""
+    """Retire the workers that have a device open, those that are busy in their time."""
     for worker in node.workers.bound_to(kind, index):
+        if worker.state is WorkerState.BUSY:
+            worker.is_stale = True
+            continue
         node.workers.leave_idle(worker)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))

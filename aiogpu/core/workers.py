@@ -96,10 +96,11 @@ class Workers:
         return list(self._clean.get(environment, {}).values())
 
     def bound_to(self, kind: str, index: int) -> list[WorkerRecord]:
-        """Idle workers that were assigned a device, whatever else."""
+        """Workers that idle or run a task and were assigned a device."""
         return [
             record
-            for record in self._bound.values()
+            for record in self._records.values()
+            if record.state in (WorkerState.IDLE, WorkerState.BUSY)
             if record.binding and index in dict(record.binding[1]).get(kind, ())
         ]
 

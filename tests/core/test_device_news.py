@@ -148,3 +148,18 @@ def test_a_device_that_is_stuck_is_left_as_well_by_what_has_not_begun():
     w.tell(SetAside(w.unsettled[0], "10GiB are still in use"))
     w.start("b")
     assert w.gpus_of("b") == [1]
+
+
+def test_what_was_busy_on_a_sick_device_all_the_while_is_not_used_again():
+    """What it has opened there is from before the device was well again."""
+    w = World(gpus=1, exits=False)
+    w.submit("a", num_gpus=0.5)
+    w.submit("b", num_gpus=0.5)
+    held = w.worker_of("a")
+    w.tell(Sick("GPU", 0, "XID 79"))
+    w.tell(Well("GPU", 0))
+    assert w.retired == []
+    w.submit("c", num_gpus=0.5)
+    w.finish("a")
+    assert w.retired == [held]
+    assert w.waiting == {"c"}, "it has its share until it has ended"
