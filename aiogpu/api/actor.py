@@ -222,7 +222,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
     """Options on top of others; raises `OptionError`."""
     found = base._replace(**check_actor_options(options))
-    check_kinds(bool(found.num_gpus or found.gpu_memory), found.resources)
+    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
     if found.get_if_exists and found.name is None:
         raise OptionError(
             "get_if_exists=True asks for an actor by its name; say name='...' as well."

@@ -12,6 +12,8 @@ NOSET: Final = "AIOGPU_NOSET_"
 """Before a variable's name: a switch that leaves it to the task."""
 CUDA: Final = "CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
+HIP: Final = "HIP_VISIBLE_DEVICES"
+ROCR: Final = "ROCR_VISIBLE_DEVICES"
 BY_BUS: Final = "PCI_BUS_ID"
 _ON: Final = ("1", "true", "yes", "on")
 
@@ -52,6 +54,12 @@ def _check_managed(option: str, variables: Mapping[str, str]) -> None:
                 f"that the task is given. Leave it out, or add {NOSET}{name}='1' to "
                 f"see to it yourself."
             )
+    if ROCR in variables and not _is_left_alone(HIP, variables):
+        raise OptionError(
+            f"{option}['env_vars'] sets {ROCR}, and {HIP} counts what that leaves: the "
+            f"task would see other GPUs than it is given. Leave it out, or add "
+            f"{NOSET}{HIP}='1' to see to both yourself."
+        )
     order = variables.get(ORDER)
     if order not in (None, BY_BUS) and not _is_left_alone(CUDA, variables):
         raise OptionError(

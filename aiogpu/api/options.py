@@ -14,6 +14,7 @@ from aiogpu.api.environment_options import check_runtime_env
 from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
 from aiogpu.api.resource_options import check_resources, devices_among
 from aiogpu.core.resources import (
+    BY_SHARE,
     CPU,
     GPU,
     MEMORY,
@@ -71,12 +72,18 @@ class TaskOptions(NamedTuple):
         """What the task asks for.
 
         Raises:
-            OptionError: it says which GPUs, and asks for none.
+            OptionError: it says which GPUs, or has their memory by its share of them,
+                and asks for none.
         """
         if self.gpu_where is not None and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
                 f"gpu_where asks for GPUs with {self.gpu_where}, but no GPU is asked "
                 f"for; say num_gpus= or gpu_memory= as well."
+            )
+        if self.gpu_memory == BY_SHARE and not self.num_gpus:
+            raise OptionError(
+                "gpu_memory='share' is the part of a GPU's memory that num_gpus is of "
+                'the GPU, but num_gpus is 0; say num_gpus=, or gpu_memory="6GiB".'
             )
         scalars, devices = self.resources, {GPU: self.num_gpus}
         if scalars:

@@ -75,7 +75,7 @@ def devices_among(resources: Mapping[str, int]) -> dict[str, int]:
     return {name: parts for name, parts in resources.items() if is_device(name)}
 
 
-def check_kinds(wants_gpus: bool, resources: Mapping[str, int]) -> None:
+def check_kinds(num_gpus: int, gpu_memory: int, resources: Mapping[str, int]) -> None:
     """Refuse devices of two vendors for one process, which are two runtimes.
 
     Kinds that a user has registered go with any other.
@@ -87,7 +87,7 @@ def check_kinds(wants_gpus: bool, resources: Mapping[str, int]) -> None:
         return
     from aiogpu.accelerators.registry import KNOWN
 
-    asked = ["num_gpus"] if wants_gpus else []
+    asked = ["num_gpus"] if num_gpus else ["gpu_memory"] if gpu_memory else []
     asked += (
         f"resources[{entry.kind!r}]" for entry in KNOWN if resources.get(entry.kind)
     )

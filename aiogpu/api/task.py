@@ -198,5 +198,5 @@ def made(definition: Definition, options: TaskOptions) -> RemoteFunction[..., An
 def merged(base: TaskOptions, options: Options) -> TaskOptions:
     """Options on top of others; raises `OptionError`."""
     found = base._replace(**check_options(dict(options)))
-    check_kinds(bool(found.num_gpus or found.gpu_memory), found.resources)
+    check_kinds(found.num_gpus, found.gpu_memory, found.resources)
     return found

@@ -1,8 +1,8 @@
 """`aiogpu gpus`: the devices of this machine, and what is on each now.
 
-For a terminal a table, elsewhere plain lines, for programs JSON. What is seen, and how,
-is `aiogpu.engines.box`'s business. Who holds which share is known to the program that
-runs the node: `await aiogpu.status()`.
+For a terminal that is wide enough a table, elsewhere lines, for programs JSON. What is
+seen, and how, is `aiogpu.engines.box`'s business. Who holds which share is known to the
+program that runs the node: `await aiogpu.status()`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import click
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from aiogpu.core.device_report import amount
@@ -25,6 +26,8 @@ from aiogpu.engines.box import Box, Seen, look_around
 
 SHOWN: Final = 4
 """Processes of a device that are named."""
+WIDE: Final = 10_000
+"""Columns in which any table fits."""
 COLUMNS: Final = ("", "name", "memory", "busy", "linked to", "near", "processes")
 
 
@@ -34,7 +37,7 @@ def gpus(as_json: bool) -> int:
     """Show the GPUs and other devices that a node would share out.
 
     A box without any is no failure: it is said why, and the exit code is 0. It is 2
-    if CUDA_VISIBLE_DEVICES names what is not there.
+    if a variable, such as CUDA_VISIBLE_DEVICES, names what is not there.
     """
     log = logging.getLogger("aiogpu")
     heard = Heard()
@@ -47,7 +50,7 @@ def gpus(as_json: bool) -> int:
         click.echo(json.dumps(as_data(box), indent=1))
         return 0
     screen = Console(highlight=False)
-    if screen.is_terminal:
+    if screen.is_terminal and has_room(box, screen):
         show_table(box, screen)
     else:
         click.echo("\n".join(lines(box)))
@@ -209,6 +212,14 @@ def show_table(box: Box, screen: Console) -> None:
         screen.print(f"{seen.kind} {seen.device.id}: {told}", style=style, markup=False)
     for note in box.notes:
         screen.print(note, markup=False)
+
+
+def has_room(box: Box, screen: Console) -> bool:
+    """Whether the table's words are whole on that screen; lines are read anywhere."""
+    if not box.seen:
+        return True
+    boundless = screen.options.update_width(WIDE)
+    return Measurement.get(screen, boundless, _table(box)).minimum <= screen.width
 
 
 def _table(box: Box) -> Table:

@@ -260,9 +260,11 @@ class DeviceSet:
 
     def _judge(self, index: int) -> None:
         """Put together why a device is given to nobody, if it is not."""
-        told = (self._unsettled.get(index), self._sick.get(index))
-        if reasons := [reason for reason in told if reason is not None]:
-            self.aside[index] = "; ".join(reasons)
+        seen, sick = self._unsettled.get(index, ""), self._sick.get(index, "")
+        # Both may tell of one failure, in the same words.
+        fresh = [reason for reason in sick.split("; ") if reason not in seen]
+        if seen or sick:
+            self.aside[index] = "; ".join(filter(None, (seen, *fresh)))
             self.aside_mask |= self._bits[index]
         else:
             self.aside.pop(index, None)

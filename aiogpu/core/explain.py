@@ -78,7 +78,7 @@ def _results(why: Why) -> str:
 
 def _waiting(why: Why) -> Iterator[str]:
     begin = f"{_who(why)} has waited {span(why.seconds or 0.0)}"
-    request = terms(why.request.items())
+    request = terms(why.request.items()) + (f" of {why.where}" if why.where else "")
     if why.is_held_up:
         yield f"{begin}: another is to run alone first, since memory ran out with it"
         return
@@ -98,9 +98,7 @@ def _waiting(why: Why) -> Iterator[str]:
         yield f"{begin} for {request}"
     for shortage in why.reasons:
         yield f"  {_shortage(shortage)}"
-        aside = [device.aside for device in shortage.devices if device.aside]
-        for reason in aside[:SHOWN]:
-            yield f"    set aside: {reason}"
+        yield from _aside(shortage.devices)
         holders: Sequence[Holder] = shortage.holders
         if not shortage.devices:
             holders = sorted(holders, key=_longest_first)
@@ -109,6 +107,13 @@ def _waiting(why: Why) -> Iterator[str]:
         if len(holders) > SHOWN:
             yield f"    and {len(holders) - SHOWN} more"
     yield from _reservation(why)
+
+
+def _aside(devices: Sequence[DeviceStatus]) -> Iterator[str]:
+    """Which are set aside and why; some reasons have the device's name already."""
+    for device in [each for each in devices if each.aside][:SHOWN]:
+        name, reason = f"{device.kind} {device.id}: ", device.aside or ""
+        yield f"    set aside: {'' if name in reason else name}{reason}"
 
 
 def _longest_first(holder: Holder) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,7 @@ from aiogpu.core.sizes import size
 
 if TYPE_CHECKING:
     from aiogpu.core.devices import Device, DeviceSet
+    from aiogpu.core.where import Where
 
 SHOWN: Final = 8
 """Sorts of devices that are told; of the rest, that there are more."""
@@ -81,7 +83,7 @@ def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> s
         most = "none fulfils" if not fitting else f"only {len(fitting)} fulfil"
         return (
             f"of its {len(of_type)} {kind}s{suffix}, {most} {where} "
-            f"({_there_are(of_type)})"
+            f"({_there_are(of_type, where)}{_hint(of_type, where)})"
         )
     if amount > UNIT:
         whole = [device for device in fitting if device.parent is None]
@@ -128,9 +130,21 @@ def _those(devices: DeviceSet, mask: int) -> list[Device]:
     return [one for index, one in enumerate(devices.devices) if mask >> index & 1]
 
 
-def _there_are(devices: list[Device]) -> str:
-    """What there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4"."""
-    return _counted(" ".join(_words_of(device)) for device in devices)
+def _there_are(devices: list[Device], where: Where | None = None) -> str:
+    """What there is, by type and memory: "there are: 4 x A100 of 80GiB, 2 x T4".
+
+    By the product's name, and with the compute capability, where these are asked for.
+    """
+    return _counted(" ".join(_words_of(device, where)) for device in devices)
+
+
+def _hint(devices: list[Device], where: Where | None) -> str:
+    """For who has forgotten that a pattern is one of the whole name."""
+    if where is None or not where.name:
+        return ""
+    wider = replace(where, name=f"*{where.name.strip('*')}*")
+    is_near = any(wider.fits(one) and not where.fits(one) for one in devices)
+    return f"; did you mean {wider.name!r}?" if is_near else ""
 
 
 def _counted(sorts: Iterable[str]) -> str:
@@ -141,9 +155,18 @@ def _counted(sorts: Iterable[str]) -> str:
     return f"there are: {', '.join(told)}"
 
 
-def _words_of(device: Device) -> Iterator[str]:
+def _words_of(device: Device, where: Where | None) -> Iterator[str]:
+    is_by_name = where is not None and bool(where.name)
     name = device.type or device.name
+    if is_by_name and device.name:
+        name = repr(device.name)
     if name or not device.memory:
         yield name or "of unknown type"
     if device.memory:
         yield f"of {size(device.memory)}" if name else size(device.memory)
+    if is_by_name and not device.name:
+        yield "without a name"
+    if where is not None and where.least_capability > (0, 0):
+        known = device.compute_capability
+        told = ".".join(map(str, known)) if known else "not known"
+        yield f"(compute capability {told})"

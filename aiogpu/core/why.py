@@ -66,6 +66,7 @@ class Why:
         is_ahead: whether it is a stream that waits for its consumer, since it is as far
             ahead as it may be.
         outcome: how it has ended, in words: "it was cancelled"; None before.
+        where: the conditions on its GPUs in words, while it waits for some.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Why:
     count: int = 0
     is_ahead: bool = False
     outcome: str | None = None
+    where: str = ""
 
     def __str__(self) -> str:
         return explain(self)
@@ -144,6 +146,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         state=record.state.value,
         seconds=holdings.now - record.since,
         request=record.spec.shape.request.as_numbers(),
+        where=str(record.spec.shape.request.where or ""),
         position=bucket.position(record) + 1,
         of=bucket.size,
         reasons=reasons,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.accelerators.base import Accelerator, DeviceWatch
 from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.nvidia import inventory
+from aiogpu.accelerators.nvidia import BY_BUS, ORDER, inventory
 from aiogpu.accelerators.registry import vendors
 from aiogpu.accelerators.sample import Sample
 from aiogpu.accelerators.sysfs import read
@@ -145,8 +145,16 @@ def _notes(seen: list[Seen], environ: Mapping[str, str]) -> list[str]:
     there = inventory()
     if not shown:
         return [f"No GPUs: {there.problem or str(there).rstrip('.')}."]
+    if there.count is None:
+        return [f"Nothing is known of these GPUs: {there.problem}."]
+    order = environ.get(ORDER)
+    if order not in (None, "", BY_BUS) and any(d.uuid is None for d in shown):
+        return [
+            f"{ORDER}={order!r}: only CUDA knows which GPUs the indices in "
+            f"{VISIBLE}={text!r} name; name them by their UUIDs."
+        ]
     wholes = {device.parent or device.uuid or device.id for device in shown}
-    left = (there.count or 0) - len(wholes)
+    left = there.count - len(wholes)
     if left > 0:
         return [f"{VISIBLE}={text!r} leaves {left} of {there.count} GPUs out."]
     return []

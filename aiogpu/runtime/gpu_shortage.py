@@ -62,6 +62,7 @@ def gpu_out_of_memory(
         neighbours_of(worker, node.workers),
         peak=peak,
         told=told,
+        is_endless=worker.task is not None and worker.task.spec.is_endless,
     )
 
 
@@ -73,6 +74,7 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     *,
     peak: int,
     told: str,
+    is_endless: bool = False,
 ) -> GpuOutOfMemoryError:
     """See `gpu_out_of_memory`, with the names of those who shared the GPUs."""
     gpus = ledger.device_sets.get(GPU)
@@ -83,13 +85,13 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     asked = lease.request.gpu_memory if lease is not None else 0
     which = "each" if len(devices) > 1 else "it"
     facts = (
-        f"It had asked for {_asked(asked, held)} of {_named(devices)}",
+        f"It had {_had(asked, held, _named(devices))}",
         f"could use {size(limit)} of {which}" if limit else "had no limit of its own",
     )
     used = f", and used {size(peak)} at its peak" if peak else ""
     return GpuOutOfMemoryError(
         f"{name} {told.rstrip('.')}. {', '.join(facts)}{used}; {_beside(neighbours)}. "
-        f"{_advice(asked, held, neighbours)}",
+        f"{_advice(asked, held, neighbours, is_endless=is_endless)}",
         asked=0 if asked == BY_SHARE else asked,
         limit=limit,
         peak=peak,
@@ -111,6 +113,17 @@ def neighbours_of(
         if one is not worker and one.task is not None and one.lease is not None
         if not ours.isdisjoint(held_of(one.lease, GPU))
     )
+
+
+def _is_whole(asked: int, held: Mapping[int, int]) -> bool:
+    """Whether it had all that there is of its GPUs, asked for or by `retry_oom`."""
+    return not asked and bool(held) and all(part >= UNIT for part in held.values())
+
+
+def _had(asked: int, held: Mapping[int, int], named: str) -> str:
+    if _is_whole(asked, held):
+        return f"{named} to itself"
+    return f"asked for {_asked(asked, held)} of {named}"
 
 
 def _asked(asked: int, held: Mapping[int, int]) -> str:
@@ -140,17 +153,25 @@ def _beside(neighbours: tuple[str, ...]) -> str:
     return f"{told} had a share there as well"
 
 
-def _advice(asked: int, held: Mapping[int, int], neighbours: tuple[str, ...]) -> str:
-    is_whole = bool(held) and all(part >= UNIT for part in held.values())
-    if is_whole and not asked:
+def _advice(
+    asked: int,
+    held: Mapping[int, int],
+    neighbours: tuple[str, ...],
+    *,
+    is_endless: bool,
+) -> str:
+    if _is_whole(asked, held):
         return (
-            "It had all that there is: let it use less, such as smaller batches, or "
-            "choose larger GPUs by gpu_where={'memory': ...}."
+            "Let it use less, such as smaller batches, or choose larger GPUs by "
+            "gpu_where={'memory': ...}."
         )
-    fewer = ", for fewer neighbours with num_gpus=," if neighbours else ""
+    more = "Ask for more with gpu_memory="
+    fewer = ", for fewer neighbours with num_gpus=" if neighbours else ""
+    if is_endless:  # an actor, which has no such option
+        return f"{more}{fewer}, or let it use less, such as smaller batches."
     return (
-        f"Ask for more with gpu_memory={fewer or ','} or have it tried once more with "
-        f"a GPU of its own by retry_oom='exclusive'."
+        f"{more}{fewer}, or have it tried once more with a GPU of its own by "
+        f"retry_oom='exclusive'."
     )
 
 

@@ -46,3 +46,10 @@ def test_an_order_of_ones_own_would_change_what_an_index_says() -> None:
         },
     ):
         assert checked(**given) == given
+
+
+def test_what_changes_how_hip_counts_is_refused() -> None:
+    with pytest.raises(OptionError, match="sets ROCR_VISIBLE_DEVICES, and HIP_VIS"):
+        checked(ROCR_VISIBLE_DEVICES="1")
+    given = {"ROCR_VISIBLE_DEVICES": "1", "AIOGPU_NOSET_HIP_VISIBLE_DEVICES": "1"}
+    assert checked(**given) == given

@@ -15,6 +15,7 @@ import pytest
 import aiogpu
 from aiogpu.api.keywords import Options
 from aiogpu.api.options import TaskOptions, check_options, check_seconds
+from aiogpu.core.resources import BY_SHARE
 from aiogpu.core.specs import TaskSpec
 from aiogpu.errors import OptionError
 
@@ -332,6 +333,13 @@ def test_who_says_which_gpus_asks_for_some() -> None:
     )
     assert alone._replace(num_gpus=5_000).request().where == alone.gpu_where
     assert alone._replace(gpu_memory=1).request().where == alone.gpu_where
+
+
+def test_a_share_of_the_memory_is_that_of_a_share() -> None:
+    alone = checked(gpu_memory="share")
+    with pytest.raises(OptionError, match="num_gpus is 0; say num_gpus=, or gpu_m"):
+        alone.request()
+    assert alone._replace(num_gpus=5_000).request().gpu_memory == BY_SHARE
 
 
 def test_only_a_detached_task_outlives_its_parent() -> None:

@@ -148,3 +148,10 @@ def test_a_node_has_no_part_of_a_device(name: str, value: float) -> None:
     with pytest.raises(OptionError) as caught:
         check_declared("resources", {name: value})
     assert str(caught.value).startswith(f"init(resources={{{name!r}: {value!r}}}): a n")
+
+
+def test_the_option_that_asks_for_gpus_is_named() -> None:
+    for option in ("num_gpus", "gpu_memory"):
+        with pytest.raises(OptionError) as caught:
+            task(**{option: 1}, resources={"neuron_cores": 1})
+        assert str(caught.value).startswith(f"{option} and resources['neuron_cores'] ")

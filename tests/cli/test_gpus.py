@@ -104,6 +104,40 @@ def test_terminal_gets_a_table(two: StubNvml) -> None:
     assert shown.exitstatus == 0
 
 
+def test_a_narrow_terminal_gets_lines(two: StubNvml) -> None:
+    shown = pexpect.spawn(
+        COMMAND[0],
+        COMMAND[1:],
+        env=without_colours(two.environ),
+        dimensions=(50, 40),
+        encoding="utf-8",
+        timeout=100,
+    )
+    shown.expect("GPU 0  NVIDIA A100-SXM4-40GB\r\n")
+    shown.expect("  memory      3 GiB used of 40 GiB\r\n")
+    shown.expect(pexpect.EOF)
+    shown.close()
+    assert shown.exitstatus == 0
+
+
+def test_indices_in_an_order_that_nvml_does_not_know_are_told(two: StubNvml) -> None:
+    ran = on_stub(two, CUDA_DEVICE_ORDER="FASTEST_FIRST", CUDA_VISIBLE_DEVICES="1")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[-1] == (
+        "CUDA_DEVICE_ORDER='FASTEST_FIRST': only CUDA knows which GPUs the indices in "
+        "CUDA_VISIBLE_DEVICES='1' name; name them by their UUIDs."
+    )
+
+
+def test_devices_of_which_nothing_is_known_are_told_so(nvml: StubNvml) -> None:
+    nvml.write(gpus(2), init_error=9)
+    ran = on_stub(nvml, CUDA_VISIBLE_DEVICES="1")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[-1] == (
+        "Nothing is known of these GPUs: NVML does not start: Driver Not Loaded."
+    )
+
+
 def test_programs_get_json_of_what_may_be_shared_out(two: StubNvml) -> None:
     ran = on_stub(two, "--json", CUDA_VISIBLE_DEVICES="1")
     assert (ran.returncode, ran.stderr) == (0, "")

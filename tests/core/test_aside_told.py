@@ -55,6 +55,29 @@ def test_a_device_that_is_set_aside_says_why():
     assert (device.free, device.aside) == (0.5, None)
 
 
+def test_a_failure_that_is_told_from_two_sides_is_told_once():
+    w, worker = gone()
+    w.tell(events.SetAside(worker, "GPU 0: it is lost (no answer)"))
+    w.tell(events.Sick("GPU", 0, "it is lost; XID 79"))
+    (device,) = snapshot(w.scheduler, {}, w.now).devices
+    assert device.aside == "GPU 0: it is lost (no answer); XID 79"
+    w.tell(events.Recovered("GPU", 0))
+    (device,) = snapshot(w.scheduler, {}, w.now).devices
+    assert device.aside == "it is lost; XID 79"
+
+
+def test_each_of_several_sick_devices_is_named_once():
+    w = World(cpus=4, gpus=2)
+    w.tell(events.Sick("GPU", 0, "XID 79"))
+    w.tell(events.Sick("GPU", 1, "GPU 1: XID 79"))
+    w.submit("b", num_gpus=1)
+    assert told(w, "b")[1:] == [
+        "  GPU 1: 0 of 2 free (0: set aside, 1: set aside)",
+        "    set aside: GPU 0: XID 79",
+        "    set aside: GPU 1: XID 79",
+    ]
+
+
 def test_a_device_of_which_nobody_knows_says_so():
     w, worker = gone()
     w.tell(events.Settled(worker, is_verified=False))

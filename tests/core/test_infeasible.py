@@ -32,6 +32,10 @@ def asking(gpus: float, *options, kind: str = "GPU", **named) -> Request:
 
 
 MIXED = node(*cards(4, "A100", 80), *cards(2, "H100", 94))
+NAMED = node(
+    *cards(2, "H100", 80, name="NVIDIA H100 PCIe", compute_capability=(9, 0)),
+    *cards(1, name="NVIDIA T4"),
+)
 SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
 
 
@@ -108,7 +112,26 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             MIXED,
             asking(1, "H100", where=Where(name="*sxm*")),
             "of its 2 GPUs of type H100, none fulfils a name like '*sxm*' (there are: "
-            "2 x H100 of 94GiB)",
+            "2 x H100 of 94GiB without a name)",
+        ),
+        (
+            NAMED,
+            asking(1, where=Where(name="h100")),
+            "of its 3 GPUs, none fulfils a name like 'h100' (there are: 2 x 'NVIDIA "
+            "H100 PCIe' of 80GiB, 1 x 'NVIDIA T4'; did you mean '*h100*'?)",
+        ),
+        (
+            NAMED,
+            asking(3, where=Where(name="nvidia h100*")),
+            "of its 3 GPUs, only 2 fulfil a name like 'nvidia h100*' (there are: 2 x "
+            "'NVIDIA H100 PCIe' of 80GiB, 1 x 'NVIDIA T4')",
+        ),
+        (
+            NAMED,
+            asking(1, where=Where(least_capability=(10, 0))),
+            "of its 3 GPUs, none fulfils compute capability 10.0 or more (there are: 2 "
+            "x H100 of 80GiB (compute capability 9.0), 1 x NVIDIA T4 (compute "
+            "capability not known))",
         ),
         (
             SPLIT,
@@ -162,7 +185,7 @@ def test_of_many_sorts_the_commonest_are_told():
     devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
     told = node(*devices).why_infeasible(asking(1, where=Where(name="x")))
     assert told is not None
-    assert told.endswith("1 x 8GiB, and others)")
+    assert told.endswith("1 x 8GiB without a name, and others)")
 
 
 def test_what_is_said_of_gpu_memory_says_nothing_of_other_kinds():

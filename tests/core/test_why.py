@@ -8,6 +8,7 @@ from aiogpu.core.holding import Holder
 from aiogpu.core.ids import TaskId
 from aiogpu.core.lane import SEARCHED
 from aiogpu.core.shortage import ReservationStatus
+from aiogpu.core.where import Where
 from aiogpu.core.why import Why, why
 from aiogpu.testing import World
 
@@ -391,3 +392,14 @@ def test_asking_changes_nothing():
         ask(w, name)
     assert w.scheduler.reservation is before
     w.check()
+
+
+def test_conditions_on_gpus_are_told():
+    w = World(cpus=4, gpus=1)
+    w.submit("first", num_gpus=1)
+    w.submit("second", num_gpus=1, where=Where(name="*"))
+    told = ask(w, "second")
+    assert told.where == "a name like '*'"
+    assert str(told).startswith(
+        "second (task 1) has waited 0.0 s for {CPU: 1, GPU: 1} of a name like '*'\n"
+    )

@@ -110,13 +110,22 @@ def test_who_had_whole_gpus_is_told_to_use_less(node: Scheduler) -> None:
     worker = worker_of(node, "train", lease_of(0, 1))
     error = gpu_out_of_memory("train", worker, node, peak=0, told="ran out")
     assert str(error) == (
-        "train ran out. It had asked for num_gpus=2 without gpu_memory= of GPUs 0, "
-        "GPU-1 (40GiB each), had no limit of its own; no other task had a share there. "
-        "It had all that there is: let it use less, such as smaller batches, or choose "
-        "larger GPUs by gpu_where={'memory': ...}."
+        "train ran out. It had GPUs 0, GPU-1 (40GiB each) to itself, had no limit of "
+        "its own; no other task had a share there. Let it use less, such as smaller "
+        "batches, or choose larger GPUs by gpu_where={'memory': ...}."
     )
     assert (error.asked, error.limit, error.peak) == (0, 0, 0)
     assert error.devices == (0, "GPU-1")
+
+
+def test_an_actor_is_not_told_of_options_of_tasks(node: Scheduler) -> None:
+    worker = worker_of(node, None, lease_of(0, share=5000))
+    spec = TaskSpec("Model", Shape(Request()), 1, is_endless=True)
+    worker.task = TaskRecord(TaskId(1), spec, 0)
+    error = gpu_out_of_memory("Model.score", worker, node, peak=0, told="ran out")
+    assert str(error).endswith(
+        "Ask for more with gpu_memory=, or let it use less, such as smaller batches."
+    )
 
 
 def test_a_share_is_told_as_such(node: Scheduler) -> None:

@@ -98,6 +98,7 @@ def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
         state=record.state.value,
         seconds=now - record.since,
         request=record.spec.shape.request.as_numbers(),
+        where=str(record.spec.shape.request.where or ""),
         position=alike.index(job.id) + 1,
         of=len(alike),
         reasons=tuple(find_shortages(node, record, Holdings(workers, pids, now))),
