@@ -119,7 +119,8 @@ def _device_data(seen: Seen) -> dict[str, Any]:
 def lines(box: Box) -> Iterator[str]:
     """Each device with its facts below it, a line each."""
     for seen in box.seen:
-        yield f"{seen.kind} {seen.device.id}  {seen.device.name or 'without a name'}"
+        name = seen.device.name or seen.device.type or "without a name"
+        yield f"{seen.kind} {seen.device.id}  {name}"
         for name, told in facts(seen, box):
             yield f"  {name:<11} {told}"
     yield from box.notes

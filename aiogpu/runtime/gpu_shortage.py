@@ -62,7 +62,7 @@ def gpu_out_of_memory(
         neighbours_of(worker, node.workers),
         peak=peak,
         told=told,
-        is_endless=worker.task is not None and worker.task.spec.is_endless,
+        may_try_alone=_may_try_alone(worker),
     )
 
 
@@ -74,7 +74,7 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     *,
     peak: int,
     told: str,
-    is_endless: bool = False,
+    may_try_alone: bool = True,
 ) -> GpuOutOfMemoryError:
     """See `gpu_out_of_memory`, with the names of those who shared the GPUs."""
     gpus = ledger.device_sets.get(GPU)
@@ -91,7 +91,7 @@ def describe_shortage(  # noqa: PLR0913 - the facts of one failure
     used = f", and used {size(peak)} at its peak" if peak else ""
     return GpuOutOfMemoryError(
         f"{name} {told.rstrip('.')}. {', '.join(facts)}{used}; {_beside(neighbours)}. "
-        f"{_advice(asked, held, neighbours, is_endless=is_endless)}",
+        f"{_advice(asked, held, neighbours, may_try_alone=may_try_alone)}",
         asked=0 if asked == BY_SHARE else asked,
         limit=limit,
         peak=peak,
@@ -113,6 +113,12 @@ def neighbours_of(
         if one is not worker and one.task is not None and one.lease is not None
         if not ours.isdisjoint(held_of(one.lease, GPU))
     )
+
+
+def _may_try_alone(worker: WorkerRecord) -> bool:
+    """Whether `retry_oom` is an option for it, and one that it has not had."""
+    spec = worker.task.spec if worker.task else None
+    return spec is None or not (spec.is_endless or spec.retries_oom)
 
 
 def _is_whole(asked: int, held: Mapping[int, int]) -> bool:
@@ -158,7 +164,7 @@ def _advice(
     held: Mapping[int, int],
     neighbours: tuple[str, ...],
     *,
-    is_endless: bool,
+    may_try_alone: bool,
 ) -> str:
     if _is_whole(asked, held):
         return (
@@ -167,7 +173,7 @@ def _advice(
         )
     more = "Ask for more with gpu_memory="
     fewer = ", for fewer neighbours with num_gpus=" if neighbours else ""
-    if is_endless:  # an actor, which has no such option
+    if not may_try_alone:
         return f"{more}{fewer}, or let it use less, such as smaller batches."
     return (
         f"{more}{fewer}, or have it tried once more with a GPU of its own by "

@@ -118,9 +118,12 @@ def test_who_had_whole_gpus_is_told_to_use_less(node: Scheduler) -> None:
     assert error.devices == (0, "GPU-1")
 
 
-def test_an_actor_is_not_told_of_options_of_tasks(node: Scheduler) -> None:
+@pytest.mark.parametrize("which", ["is_endless", "retries_oom"])
+def test_an_actor_or_who_has_said_so_is_not_told_of_retry_oom(
+    node: Scheduler, which: str
+) -> None:
     worker = worker_of(node, None, lease_of(0, share=5000))
-    spec = TaskSpec("Model", Shape(Request()), 1, is_endless=True)
+    spec = TaskSpec("Model", Shape(Request()), 1, **{which: True})
     worker.task = TaskRecord(TaskId(1), spec, 0)
     error = gpu_out_of_memory("Model.score", worker, node, peak=0, told="ran out")
     assert str(error).endswith(

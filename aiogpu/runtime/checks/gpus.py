@@ -47,7 +47,8 @@ def check_gpus(
 
 
 def _nvml(there: Inventory, version: str | None) -> Finding:
-    told = f"driver {version or 'of unknown version'}, {there.count} GPUs"
+    count = f"{there.count} GPU{'s' * (there.count != 1)}"
+    told = f"driver {version or 'of unknown version'}, {count}"
     if there.problem is None:
         return Finding("nvml", Level.OK, told)
     return Finding(
