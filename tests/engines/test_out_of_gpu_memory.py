@@ -106,7 +106,7 @@ async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) 
         assert shapes[0].request["GPU"] == 1.0, "it waits for the whole GPU"
         aiogpu.kill(model)
         assert await handle == (1, None), "all of it, without a limit"
-        with pytest.raises(OOM, match="It had GPU 0 .* to itself") as caught:
+        with pytest.raises(OOM, match=r"It had GPU 0 .* to itself") as caught:
             await beside.remote(str(tmp_path / "b"), 2)
         assert ", tried once more with a GPU of its own, ran out" in str(caught.value)
         assert caught.value.limit == 0
