@@ -81,7 +81,7 @@ def _check_gpus(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**6:
         raise OptionError(
             f"init(num_gpus={value!r}): a node has a whole number of GPUs; give an "
-            f"int from 0, or leave it out to detect them."
+            f"int from 0 to {10**6}, or leave it out to detect them."
         )
     return value
 

@@ -82,7 +82,8 @@ def _too_few(devices: DeviceSet, amount: int, count: int, request: Request) -> s
     if len(fitting) < count:
         most = "none fulfils" if not fitting else f"only {len(fitting)} fulfil"
         return (
-            f"of its {len(of_type)} {kind}s{suffix}, {most} {where} "
+            f"of its {len(of_type)} {kind}{'s' * (len(of_type) > 1)}{suffix}, {most} "
+            f"{where} "
             f"({_there_are(of_type, where)}{_hint(of_type, where)})"
         )
     if amount > UNIT:

@@ -117,6 +117,19 @@ def _completed(
             wrong[0].id,
             size(wrong[0].memory),
         )
+    told = options.accelerator_type
+    if (
+        told
+        and gpus.devices
+        and all(one.type not in (None, told) for one in gpus.devices)
+    ):
+        _log.warning(
+            "! init(accelerator_type=%r) is said of GPUs whose type is not detected; "
+            "GPU %s is of type %r, and that counts.",
+            told,
+            gpus.devices[0].id,
+            gpus.devices[0].type,
+        )
     return DeviceSet(
         gpus.kind,
         [

@@ -121,6 +121,12 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             "H100 PCIe' of 80GiB, 1 x 'NVIDIA T4'; did you mean '*h100*'?)",
         ),
         (
+            node(*cards(1, memory=80)),
+            asking(1, where=Where(100 * GIB)),
+            "of its 1 GPU, none fulfils memory of 100GiB or more (there are: 1 x "
+            "80GiB)",
+        ),
+        (
             NAMED,
             asking(3, where=Where(name="nvidia h100*")),
             "of its 3 GPUs, only 2 fulfil a name like 'nvidia h100*' (there are: 2 x "

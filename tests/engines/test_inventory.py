@@ -181,6 +181,20 @@ def test_declared_memory_is_that_of_gpus_of_which_none_is_known(
     ] * warned
 
 
+@pytest.mark.parametrize(
+    ("types", "warned"), [(["A100", "H100"], True), (["T4", "H100"], False)]
+)
+def test_a_declared_type_that_no_gpu_has_is_told(
+    types: list[str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sets = [DeviceSet("GPU", [Device(n, type_) for n, type_ in enumerate(types)])]
+    build_ledger(NodeOptions(accelerator_type="T4"), sets)
+    assert [record.message for record in caplog.records] == [
+        "! init(accelerator_type='T4') is said of GPUs whose type is not detected; GPU "
+        "0 is of type 'A100', and that counts."
+    ] * warned
+
+
 def test_what_is_said_of_gpus_where_there_are_none_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
