@@ -224,7 +224,9 @@ class Actors(Register):
         lost = actor.lose(death.begun)
         cause = None
         if lost and not was_killed:
-            cause = self._driver.telling.cause_of(actor.name, worker_id, death)
+            cause = self._driver.telling.cause_of(
+                *(actor.id, actor.name, worker_id, death)
+            )
         if was_leaving:
             actor.receive(b"")
             self._driver.cancel(actor.id)

@@ -63,6 +63,7 @@ class Clearance:
         self._devices = thread.devices
         self._waiting: dict[WorkerId, asyncio.TimerHandle] = {}
         self._keys: dict[WorkerId, tuple[Key, ...]] = {}
+        self._begun: set[WorkerId] = set()
         self._aside: dict[Key, set[WorkerId]] = {}
         thread.on_report = self._hear
         thread.on_failed.append(self._give_up)
@@ -88,6 +89,7 @@ class Clearance:
         whole = [key for key, amount in shares.items() if amount == UNIT]
         if whole:
             asked = time.monotonic()
+            self._begun.add(worker)
             self._thread.order(
                 lambda desk: desk.inspection.begin(
                     worker, whole, time.monotonic() - asked
@@ -109,6 +111,7 @@ class Clearance:
         shares = self._shares(lease)
         if not shares:
             return False
+        self._begun.discard(worker)
         keys = tuple(shares)
         whole = frozenset(key for key, amount in shares.items() if amount == UNIT)
         self._keys[worker] = keys
@@ -121,6 +124,12 @@ class Clearance:
             )
         )
         return True
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker has ended that holds nothing any more, and is not asked about."""
+        if worker in self._begun:
+            self._begun.remove(worker)
+            self._thread.order(lambda desk: desk.inspection.forget(worker))
 
     def _shares(self, lease: Lease) -> Mapping[Key, int]:
         """The parts of a lease that somebody can be asked about."""

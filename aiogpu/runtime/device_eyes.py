@@ -68,10 +68,13 @@ class DeviceEyes:
                 watch.open()
 
     def close(self) -> None:
-        """Let the drivers go."""
+        """Let the drivers go; one that fails in this keeps no other from it."""
         for kind, watch in self._watches.items():
             with self._asking(kind):
-                watch.close()
+                try:
+                    watch.close()
+                except Exception:  # noqa: BLE001 - a user's own may raise anything
+                    _log.exception("! the driver of %s could not be let go", kind)
 
     @contextmanager
     def _asking(self, kind: str) -> Iterator[None]:

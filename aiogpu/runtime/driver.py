@@ -225,6 +225,7 @@ class Driver:
         task = TaskId(answer.task)
         call = self._calls.young.get(task) or self._calls.get(task)
         if call is None or call.worker != worker:
+            self.shortages.drop(worker, answer.task)
             return
         call.answer = answer
         retry, took = False, 0.0
@@ -290,12 +291,12 @@ class Driver:
     def _settles(self, worker: WorkerId, pid: int) -> bool:
         """Whether it is still to be seen that a worker has left its devices."""
         record = self.scheduler.workers.get(worker)
+        lease = None if record is None else record.lease
         # Without a process id it never was: nothing of it can be on a device.
-        if record is None or record.lease is None or not pid:
+        if lease is None or not pid or self.scheduler.is_closing:
+            self._clearance.forget(worker)
             return False
-        if self.scheduler.is_closing:
-            return False
-        return self._clearance.end(worker, record.lease, (pid,))
+        return self._clearance.end(worker, lease, (pid,))
 
     def _on_outdated(self, environment: Environment) -> None:
         self.feed(Outdated(environment))

@@ -47,7 +47,7 @@ class GpuMemoryGuard:
         self._hot: set[Key] = set()
         self._told: set[tuple[int, Key, TaskId]] = set()
         self._peaks: dict[int, int] = {}
-        self._errors: dict[int, GpuOutOfMemoryError] = {}
+        self._errors: dict[tuple[int, int], GpuOutOfMemoryError] = {}
 
     def __repr__(self) -> str:
         return f"<GpuMemoryGuard of {len(self._hot)} devices>"
@@ -73,9 +73,14 @@ class GpuMemoryGuard:
         gone = [w for w in self._peaks if workers.get(WorkerId(w)) is None]
         for worker in gone:
             del self._peaks[worker]
-            self._errors.pop(worker, None)
-        if gone:
-            self._told = {told for told in self._told if told[0] in self._peaks}
+        if self._errors:
+            self._errors = {
+                at: error for at, error in self._errors.items() if at[0] in self._peaks
+            }
+        if self._told:
+            # A worker may run tasks without end.
+            running = {(w.id, w.task.id) for w in workers if w.task is not None}
+            self._told = {one for one in self._told if (one[0], one[2]) in running}
 
     def _watch(self, hot: set[Key]) -> None:
         self._hot = hot
@@ -145,7 +150,7 @@ class GpuMemoryGuard:
             ENDING if self.enforces else LEFT,
         )
         if self.enforces and worker.state is WorkerState.BUSY:
-            self._errors[worker.id] = gpu_out_of_memory(
+            self._errors[worker.id, task.id] = gpu_out_of_memory(
                 name, worker, self._scheduler, peak=use.memory, told=ENDED
             )
             feed(Outgrown(worker.id))
@@ -154,6 +159,9 @@ class GpuMemoryGuard:
         """The most bytes that a worker was seen to use of a device, 0 if never."""
         return self._peaks.get(worker, 0)
 
-    def explain(self, worker: int) -> GpuOutOfMemoryError | None:
-        """The error of a task that this has ended with its worker, None for others."""
-        return self._errors.get(worker)
+    def explain(self, worker: int, task: int) -> GpuOutOfMemoryError | None:
+        """The error of a task that this has ended with its worker, None for others.
+
+        What the worker had begun after it, when it was ended, is another.
+        """
+        return self._errors.get((worker, task))

@@ -225,6 +225,10 @@ class Shortages:
         """A worker says that the answer which follows tells of one."""
         self._peaks[worker, message.task] = message.peak
 
+    def drop(self, worker: int, task: int) -> None:
+        """Nobody wants to know of its answer any more."""
+        self._peaks.pop((worker, task), None)
+
     def concerns(self, worker: int, failed: Failed) -> bool:
         """Whether this answer tells of one."""
         return (worker, failed.task) in self._peaks

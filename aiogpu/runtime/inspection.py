@@ -112,6 +112,10 @@ class Inspection:
         if delay <= LATE:
             self._before[worker] = {key: self._eyes.look(key) for key in keys}
 
+    def forget(self, worker: int) -> None:
+        """A worker has ended, and its devices are not asked about."""
+        self._before.pop(worker, None)
+
     def end(
         self,
         worker: int,

@@ -55,16 +55,16 @@ class Telling:
         """Its worker has died."""
         call = self._calls.pop(effect.task)
         name, death = call.site.spec.name, self.deaths[effect.worker]
-        error = self.cause_of(name, effect.worker, death)
+        error = self.cause_of(effect.task, name, effect.worker, death)
         if effect.note:
             error.add_note(effect.note)
         call.tell(error)
 
-    def cause_of(self, name: str, worker: int, death: Death) -> Exception:
+    def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
         """The error of what a worker has run that has died: a task, or an actor."""
         guard = self.gpu_guard
         return (
-            (guard.explain(worker) if guard is not None else None)
+            (guard.explain(worker, task) if guard is not None else None)
             or self._guard.explain(name, worker, death)
             or describe_death(name, death)
         )

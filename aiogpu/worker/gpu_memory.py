@@ -35,16 +35,24 @@ def limit_torch(limits: Sequence[int]) -> None:
 
 
 class Watching:
-    """Finds nothing itself; calls back with PyTorch's module once it was imported."""
+    """Finds nothing itself; calls back with PyTorch's module once it was imported.
+
+    It stays where it is: whoever goes through `sys.meta_path` in another thread would
+    miss a finder if one before it was removed.
+
+    Attributes:
+        is_waiting: whether it has not called back yet.
+    """
 
     def __init__(self, call: Callable[[ModuleType], object]) -> None:
+        self.is_waiting = True
         self._call = call
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Leave the module to the other finders, and have it call back."""
-        if name != MODULE:
+        if name != MODULE or not self.is_waiting:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
@@ -57,17 +65,23 @@ class Watching:
     def _listen(self, loader: Any) -> None:
         try:
             execute = loader.exec_module
-            loader.exec_module = partial(self._execute, loader, execute)
+            if isinstance(loader, type):
+                raise AttributeError(f"{loader} is a class, which loads others too")
+            # A loader may serve many modules, and be found again for this one.
+            if getattr(execute, "func", None) != self._execute:
+                loader.exec_module = partial(self._execute, loader, execute)
         except AttributeError as error:
             _complain(error)
 
     def _execute(
         self, loader: Any, execute: Callable[[ModuleType], None], module: ModuleType
     ) -> None:
+        if module.__name__ != MODULE:
+            execute(module)
+            return
         del loader.exec_module
         execute(module)  # one that fails is perhaps imported again
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.is_waiting = False
         self._call(module)
 
 

@@ -27,7 +27,11 @@ BEGINNING = """
         os.mkfifo(pipe)
 
     def pids(status):
-        return {holder.task: holder.pid for holder in status.devices[0].holders}
+        # A worker that still starts may have one: its task might go elsewhere.
+        return {
+            holder.task: 0 if holder.seconds is None else holder.pid
+            for holder in status.devices[0].holders
+        }
 """
 
 SICK = """

@@ -17,8 +17,9 @@ from aiogpu.core.resources import UNIT, Request
 from aiogpu.runtime import clearance as module
 from aiogpu.runtime import device_thread
 from aiogpu.runtime.clearance import Clearance
-from aiogpu.runtime.device_thread import DeviceThread
+from aiogpu.runtime.device_thread import Desk, DeviceThread
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
+from tests.until import until
 
 ONE, TWO = WorkerId(1), WorkerId(2)
 PID = 100
@@ -96,6 +97,26 @@ async def test_a_free_device_settles() -> None:
     assert watch.looks == {0: 4, 1: 1}
     await heard.close()
     assert watch.calls == ["open", "close"]
+
+
+async def test_of_a_worker_that_ends_without_a_lease_nothing_is_kept() -> None:
+    """As those do that were reused, and idle: a node may have millions in its life."""
+    heard = listen(PaperWatch(IDLE, IDLE))
+    kept: list[object] = []
+
+    def look(desk: Desk) -> None:
+        kept.append(dict(desk.inspection._before))
+
+    heard.clearance.begin(ONE, WHOLE)
+    heard.clearance.begin(TWO, PART)
+    heard.thread.order(look)
+    heard.clearance.forget(ONE)
+    heard.clearance.forget(TWO)
+    heard.thread.order(look)
+    await until(lambda: len(kept) == 2)
+    assert kept == [{ONE: {("GPU", 0): IDLE}}, {}]
+    assert heard.clearance._begun == set()
+    await heard.close()
 
 
 async def test_a_busy_device_settles_when_it_is_free() -> None:

@@ -201,7 +201,7 @@ async def test_a_task_that_outgrows_what_it_reserved_is_named_once(
         "there: small. It goes on; init(gpu_memory_enforce=True) would end it."
     ]
     assert story.told == []
-    assert story.guard.explain(1) is None
+    assert story.guard.explain(1, 1) is None
     assert (story.guard.peak_of(1), story.guard.peak_of(9)) == (7 * GIB + 1, 0)
     story.monitor.close()
 
@@ -238,13 +238,36 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
         story.sees({101: 9 * GIB})
     assert story.told == [Outgrown(WorkerId(1))]
     assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
-    error = story.guard.explain(1)
+    error = story.guard.explain(1, 1)
     assert error is not None
     assert (error.asked, error.peak, error.devices) == (6 * GIB, 9 * GIB, (0,))
     assert error.neighbours == ("small",)
     assert str(error).startswith(
         "big was ended, for it used more GPU memory than was reserved for it."
     )
+    assert story.guard.explain(1, 2) is None, "what it had begun since"
+    story.monitor.close()
+
+
+async def test_a_worker_that_runs_on_leaves_nothing_behind() -> None:
+    story = Story(enforces=True)
+    story.start("big", memory=6 * GIB)
+    story.begin()
+    worker = story.scheduler.workers.get(WorkerId(1))
+    assert worker is not None
+    assert worker.task is not None
+    for number in range(1, 6):
+        worker.task.id = TaskId(number)
+        story.sees({101: 9 * GIB})
+    assert len(story.told) == 5, "each is another"
+    assert len(story.guard._told) == 1
+    worker.task = None
+    story.sees({101: 9 * GIB})
+    assert story.guard._told == set()
+    assert story.guard.explain(1, 5) is not None, "its end may still be told"
+    story.scheduler.workers._records.clear()
+    story.sees()
+    assert (story.guard._errors, story.guard._peaks) == ({}, {})
     story.monitor.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from aiogpu.accelerators.health import Health
 from aiogpu.accelerators.sample import Sample
 from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.runtime import device_thread
 from aiogpu.runtime import rounds as rounds_module
 from aiogpu.runtime.device_thread import DeviceThread
 from aiogpu.runtime.rounds import Round
@@ -66,6 +67,23 @@ async def test_without_a_device_to_ask_there_is_no_thread() -> None:
     assert thread.mute_for() is None
     await thread.close()
     assert (watch.calls, seen) == ([], [])
+
+
+async def test_a_driver_that_cannot_be_let_go_holds_nobody_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_thread, "CLOSE_LIMIT", 20.0)
+
+    class Failing(PaperWatch):
+        def close(self) -> None:
+            raise RuntimeError("it has gone")
+
+    thread, _ = listen(Failing(IDLE), "a")
+    thread.start(10.0)
+    started = asyncio.get_running_loop().time()
+    await thread.close()
+    assert asyncio.get_running_loop().time() - started < 20.0
+    assert "driver of GPU could not be let go" in caplog.text
 
 
 class Hanging(PaperWatch):

@@ -199,6 +199,9 @@ def test_who_has_gone_is_told_of_no_more(node: Scheduler) -> None:
     assert shortages.told(1, "train", FAILED) is FAILED, "nothing is known of it"
     shortages.note(1, RanOut(7, 0))
     shortages.forget(1)
+    shortages.note(1, RanOut(7, 0))
+    shortages.drop(1, 7)
+    shortages.drop(1, 7)
     assert not shortages.concerns(1, FAILED)
     assert shortages.concerns(2, FAILED._replace(task=8))
 

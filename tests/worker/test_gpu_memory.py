@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,8 @@ def load() -> Any:
 
 
 def is_watched() -> bool:
-    return any(isinstance(finder, Watching) for finder in sys.meta_path)
+    watching = [finder for finder in sys.meta_path if isinstance(finder, Watching)]
+    return any(finder.is_waiting for finder in watching)
 
 
 @pytest.mark.usefixtures("torch")
@@ -110,6 +112,64 @@ def test_what_imports_are_noted_and_what_threads_import() -> None:
     assert len(load().calls) == 1
 
 
+@pytest.mark.usefixtures("torch")
+def test_an_import_that_is_half_through_the_finders_goes_on(tmp_path: Path) -> None:
+    """Another thread's, or that of a finder which imports PyTorch itself."""
+    (tmp_path / "beside_torch.py").write_text("value = 7\n")
+    importlib.invalidate_caches()
+
+    class Between:
+        """Stands before the last of the finders."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "beside_torch":
+                load()
+
+    limit_torch((40 * GIB,))
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), Between())
+    try:
+        assert importlib.import_module("beside_torch").value == 7
+    finally:
+        sys.modules.pop("beside_torch", None)
+    assert not is_watched()
+
+
+@pytest.mark.usefixtures("torch")
+def test_one_loader_may_serve_many_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of a zip file does."""
+    (tmp_path / "beside_torch.py").write_text("value = 7\n")
+    monkeypatch.delitem(sys.modules, "beside_torch", raising=False)
+
+    class One:
+        """Finds both, and loads them."""
+
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            if name not in ("torch.cuda", "beside_torch"):
+                return None
+            return ModuleSpec(name, self)  # type: ignore[arg-type]
+
+        def create_module(self, _spec: ModuleSpec) -> None:
+            return None
+
+        def exec_module(self, module: Any) -> None:
+            name = {"torch.cuda": "torch/cuda.py"}.get(module.__name__)
+            exec((tmp_path / (name or "beside_torch.py")).read_text(), vars(module))
+
+    sys.meta_path.insert(0, One())
+    limit_torch((40 * GIB, 0))
+    watching = sys.meta_path[0]
+    for _ in range(2):  # as those do who only ask whether it is there
+        assert watching.find_spec("torch.cuda", None) is not None
+    assert importlib.import_module("beside_torch").value == 7
+    assert is_watched()
+    cuda = load()
+    cuda.init()
+    assert cuda.fractions == {0: 0.5}
+    assert capsys.readouterr().err == ""
+
+
 def test_an_import_that_fails_is_the_users_and_the_next_one_counts(
     torch: Path,
 ) -> None:
@@ -146,6 +206,10 @@ def test_a_loader_that_cannot_be_listened_to(
 ) -> None:
     Watching(print)._listen(object())
     assert "is not limited: AttributeError" in capsys.readouterr().err
+    before = dict(vars(BuiltinImporter))
+    Watching(print)._listen(BuiltinImporter)
+    assert "which loads others too" in capsys.readouterr().err
+    assert dict(vars(BuiltinImporter)) == before
 
 
 def test_cuda_begins_although_the_limit_cannot_be_set(

@@ -11,8 +11,10 @@ from tests.program import run
 WATCHING = """
     import sys, threading, traceback
     sys.path[:0] = sys.argv[1:3]
-    from aiogpu.worker.imports import Imports
-    imports = Imports()
+    from aiogpu.worker import imports as watching
+    # On a busy machine an empty module may take milliseconds.
+    watching.NOISE = 15_000
+    imports = watching.Imports()
     assert imports.watch()
     def found():
         said = imports.take()
