@@ -48,15 +48,33 @@ def try_exclusively(node: Node, record: TaskRecord) -> bool:
     spec = widened(record.spec)
     if spec is None:
         return False
-    # Whichever device has served its share could serve it whole.
     before = record.spec
     record.spec = spec
-    if _would_deadlock(node, record):
+    if not _may_be_free(node, spec.shape.request) or _would_deadlock(node, record):
         record.spec = before
         return False
     record.is_outgrown = record.is_starved = False
     node.wait_again(record)
     return True
+
+
+def _may_be_free(node: Node, request: Request) -> bool:
+    """Whether a device that could serve it is held by nobody without end.
+
+    Whichever has served its share could serve it whole.
+    """
+    usable = node.ledger.device_sets[GPU].usable(UNIT, request)
+    for worker in node.workers:
+        lease, task = worker.lease, worker.task
+        if lease is not None and task is not None and task.spec.is_endless:
+            held = zip(lease.request.devices, lease.shares, strict=True)
+            usable &= ~sum(
+                1 << index
+                for (kind, _), shares in held
+                if kind == GPU
+                for index, _ in shares
+            )
+    return usable != 0
 
 
 def _would_deadlock(node: Node, record: TaskRecord) -> bool:

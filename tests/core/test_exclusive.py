@@ -53,6 +53,25 @@ def test_it_waits_again_at_once_for_a_whole_device(how, asked):
 
 
 @HOWS
+def test_it_does_not_wait_for_what_is_held_without_end(how):
+    """An actor may be there for ever, and its owner would wait instead of knowing."""
+    w = World(cpus=9, gpus=2, gpu_memory="80GiB")
+    w.submit("without", is_endless=True)
+    for name in "ab":
+        w.submit(name, num_gpus=0.5, is_endless=True, strategy="spread")
+    w.submit("c", num_gpus=0.5, retries_oom=True, max_retries=0)
+    fail(w, "c", how)
+    assert w.told == {"c": "settled" if how == "raises" else "lost"}
+    w.cancel("b")
+    w.finish("b")
+    w.submit("d", num_gpus=0.5, retries_oom=True, max_retries=0)
+    fail(w, "d", how)
+    assert "d" not in w.told
+    assert w.running >= {"d"}
+    assert w.gpus_of("d") == [1]
+
+
+@HOWS
 def test_it_has_that_try_once(how):
     w = World(gpus=1, gpu_memory="80GiB")
     w.submit("a", num_gpus=0.5, retries_oom=True)
