@@ -189,10 +189,10 @@ class DeviceSet:
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
-        allowed = self._of_type.get(self.wanted_type(request), 0)
-        barred |= self.aside_mask
-        if barred:
-            allowed &= ~barred
+        # Of GPUs at once: most requests are for these.
+        kind = request.accelerator_type
+        kind = kind if self._has_memory else self.wanted_type(request)
+        allowed = self._of_type.get(kind, 0) & ~(barred | self.aside_mask)
         named = self.filling.named_mask
         if named or request.gpu_memory or request.where is not None:
             allowed = self._with_memory(

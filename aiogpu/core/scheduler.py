@@ -139,10 +139,8 @@ class Scheduler(Node):
             self._place(now, effects)
         return effects
 
-    def _on_finished(self, event: events.TaskFinished, now: float) -> Sequence[Effect]:
-        return self.finish(
-            *(event.task, event.worker, event.retry, event.took, now, event.ran_out)
-        )
+    def _on_finished(self, it: events.TaskFinished, now: float) -> Sequence[Effect]:
+        return self.finish(it.task, it.worker, it.retry, it.took, now, it.ran_out)
 
     def finish(  # noqa: PLR0913, PLR0917 - by position, each time
         self,
