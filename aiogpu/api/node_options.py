@@ -45,7 +45,7 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         num_gpus=_check_gpus(num_gpus),
         resources=_check_custom(resources),
         accelerator_type=check_text("accelerator_type", accelerator_type),
-        gpu_memory=None if gpu_memory is None else parse_size("gpu_memory", gpu_memory),
+        gpu_memory=_check_gpu_memory(gpu_memory),
         gpu_memory_enforce=check_flag("gpu_memory_enforce", gpu_memory_enforce),
         mps=_check_switch("mps", mps, "to use an MPS server where one runs"),
         cpu_affinity=_check_switch(
@@ -133,6 +133,18 @@ def _check_directory(option: str, value: object) -> str | None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise OptionError(f"{option}={value!r}: this user may not write there.")
     return os.path.abspath(path)
+
+
+def _check_gpu_memory(value: object) -> int | None:
+    if value is None:
+        return None
+    size = parse_size("gpu_memory", value)
+    if size == 0:
+        raise OptionError(
+            f"init(gpu_memory={value!r}): a GPU without memory serves nobody; give "
+            f'that of each GPU, such as gpu_memory="80GiB", or leave it out.'
+        )
+    return size
 
 
 def _check_switch(option: str, value: object, purpose: str) -> str:

@@ -72,13 +72,18 @@ class TaskOptions(NamedTuple):
         """What the task asks for.
 
         Raises:
-            OptionError: it says which GPUs, or has their memory by its share of them,
-                and asks for none.
+            OptionError: it says which GPUs, has their memory by its share of them, or
+                is to be tried again for want of it, and asks for none.
         """
         if self.gpu_where is not None and not (self.num_gpus or self.gpu_memory):
             raise OptionError(
                 f"gpu_where asks for GPUs with {self.gpu_where}, but no GPU is asked "
                 f"for; say num_gpus= or gpu_memory= as well."
+            )
+        if self.retry_oom and not (self.num_gpus or self.gpu_memory):
+            raise OptionError(
+                "retry_oom='exclusive' tries a task once more that has run out of GPU "
+                "memory, but no GPU is asked for; say num_gpus= or gpu_memory= as well."
             )
         if self.gpu_memory == BY_SHARE and not self.num_gpus:
             raise OptionError(

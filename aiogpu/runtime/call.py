@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
@@ -22,6 +22,7 @@ from aiogpu.wire.failure import RAISED, unpack_failure
 from aiogpu.wire.messages import Run
 
 if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
     from aiogpu.core.specs import TaskSpec
     from aiogpu.runtime.slot import LiveWorker
     from aiogpu.wire.messages import Done, Failed
@@ -124,6 +125,10 @@ class Site:
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0
+
+    def holding(self, request: Request) -> Site:
+        """The same for a call that holds more than was asked for; its spec stays."""
+        return replace(self, id=new_site_id(), resources=request.as_numbers())
 
     def is_retried(self, error: Exception) -> bool:
         """Whether this exception is one after which the task is tried again."""

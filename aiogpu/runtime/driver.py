@@ -309,6 +309,8 @@ class Driver:
         self._last_number += 1
         call.send_to(effect.worker, self._last_number)
         self.guard.wake()
+        if effect.lease.request is not call.site.spec.shape.request:
+            call.site = call.site.holding(effect.lease.request)
         bind = None
         if effect.is_first:
             bind = self._assignment.bind(effect.lease, call.site.environ)

@@ -92,6 +92,7 @@ def test_what_is_allowed(option: str, value: object, held: object) -> None:
         ("resources", {"CPU": 1}, "say num_cpus=1 instead"),
         ("resources", {"GPU": 1}, "say num_gpus=1 instead"),
         ("resources", {"gpu_memory": 1}, "say gpu_memory=1 instead"),
+        ("gpu_memory", "0GiB", "a GPU without memory serves nobody"),
         ("resources", {"memory": 1}, "say memory=1 instead"),
         ("resources", {"license": -1}, "not a quantity"),
         ("resources", {"license": True}, "is a bool"),

@@ -335,6 +335,13 @@ def test_who_says_which_gpus_asks_for_some() -> None:
     assert alone._replace(gpu_memory=1).request().where == alone.gpu_where
 
 
+def test_who_is_tried_again_for_want_of_gpu_memory_asks_for_some() -> None:
+    alone = checked(retry_oom="exclusive")
+    with pytest.raises(OptionError, match=r"retry_oom='exclusive' .* say num_gpus= or"):
+        alone.spec("train", 7)
+    assert alone._replace(gpu_memory=1).spec("train", 7).retries_oom
+
+
 def test_a_share_of_the_memory_is_that_of_a_share() -> None:
     alone = checked(gpu_memory="share")
     with pytest.raises(OptionError, match="num_gpus is 0; say num_gpus=, or gpu_m"):

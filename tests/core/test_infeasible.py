@@ -49,6 +49,16 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         (MIXED, Request.of({"CPU": 5 * UNIT}, {}), "it lacks CPU 5 of 4"),
         (
             MIXED,
+            Request.of({"licence": UNIT}, {}),
+            "it lacks licence 1 of 0",
+        ),
+        (
+            MIXED,
+            Request.of({"CPUs": UNIT}, {}),
+            "it lacks CPUs 1 of 0 (did you mean 'CPU'?)",
+        ),
+        (
+            MIXED,
             asking(1, "A1000"),
             "there is no GPU of type 'A1000' (there are: 4 x A100, 2 x H100; did you "
             "mean 'A100'?)",

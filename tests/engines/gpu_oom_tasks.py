@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import aiogpu
+from tests.gate import pass_gate
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79.15 GiB."
 
@@ -99,12 +100,19 @@ def double(number: int) -> int:
 
 
 @aiogpu.remote(num_gpus=0.5, max_retries=0, retry_oom="exclusive")
-def run_out_beside_others(path: str, times: int) -> tuple[int, str | None]:
-    """Raise so often; then tell how often, and what limits it."""
+def run_out_beside_others(path: str, times: int) -> tuple[int, str | None, float]:
+    """Raise so often; then tell how often, what limits it, and which share it has."""
     descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR)
     count = os.fstat(descriptor).st_size
     os.write(descriptor, b".")
     os.close(descriptor)
     if count < times:
         raise OutOfMemoryError(TEXT)
-    return count, os.environ.get("CUPY_GPU_MEMORY_LIMIT")
+    share = aiogpu.get_runtime_context().assigned_resources["GPU"]
+    return count, os.environ.get("CUPY_GPU_MEMORY_LIMIT"), share
+
+
+@aiogpu.remote(num_gpus=0.5)
+def hold(path: str) -> str:
+    """Have half a GPU until let on."""
+    return pass_gate(path, "hold")

@@ -11,6 +11,7 @@ import aiogpu
 from aiogpu.core.snapshot import ShapeStatus
 from aiogpu.errors import RemoteTraceback
 from tests.engines import gpu_oom_tasks as tasks
+from tests.gate import Gate
 from tests.until import LIMIT
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
@@ -92,11 +93,13 @@ async def test_retries_go_by_either_name(tmp_path: Path, address: str) -> None:
 
 
 @pytest.mark.needs("processes")
-async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) -> None:
+async def test_one_more_try_with_a_gpu_of_its_own(
+    tmp_path: Path, address: str, gate: Gate
+) -> None:
     beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
     async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
-        model = tasks.Model.remote()
-        assert await model.fine.remote() == "fine"
+        neighbour = tasks.hold.remote(gate.path)
+        await gate.entered("hold")
         handle = beside.remote(str(tmp_path / "a"), 1)
         shapes: tuple[ShapeStatus, ...] = ()
         async with asyncio.timeout(LIMIT):
@@ -104,8 +107,9 @@ async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) 
                 await asyncio.sleep(0)
                 shapes = (await aiogpu.status()).shapes
         assert shapes[0].request["GPU"] == 1.0, "it waits for the whole GPU"
-        aiogpu.kill(model)
-        assert await handle == (1, None), "all of it, without a limit"
+        gate.release("hold")
+        assert await neighbour == "hold"
+        assert await handle == (1, None, 1.0), "all of it, without a limit"
         with pytest.raises(OOM, match=r"It had GPU 0 .* to itself") as caught:
             await beside.remote(str(tmp_path / "b"), 2)
         assert ", tried once more with a GPU of its own, ran out" in str(caught.value)
@@ -113,3 +117,17 @@ async def test_one_more_try_with_a_gpu_of_its_own(tmp_path: Path, address: str) 
         assert (tmp_path / "b").stat().st_size == 2, "once, and no more"
         with pytest.raises(OOM):
             await beside.options(retry_oom=None).remote(str(tmp_path / "c"), 1)
+
+
+@pytest.mark.needs("processes")
+async def test_a_try_alone_does_not_wait_for_an_actors_end(
+    tmp_path: Path, address: str
+) -> None:
+    """[B24] What is held for life is never waited for."""
+    beside = tasks.run_out_beside_others.options(gpu_memory="20GiB")
+    async with aiogpu.init(address=address, num_cpus=4, num_gpus=1, gpu_memory="80GiB"):
+        model = tasks.Model.remote()
+        assert await model.fine.remote() == "fine"
+        with pytest.raises(OOM) as caught:
+            await beside.remote(str(tmp_path / "a"), 1)
+        assert caught.value.neighbours == ("Model",)
