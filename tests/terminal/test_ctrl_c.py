@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pexpect
@@ -168,4 +168,7 @@ def test_ctrl_backslash(tmp_path: Path) -> None:
 def test_a_closed_terminal(tmp_path: Path) -> None:
     """The shell and all in its foreground are hung up on."""
     with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened:
-        opened.terminal.close(force=False)
+        # pexpect gives a shell three tenths of a second to end, which is too little on
+        # a busy machine; what counts is that all of it is gone afterwards.
+        with suppress(pexpect.ExceptionPexpect):
+            opened.terminal.close(force=False)
