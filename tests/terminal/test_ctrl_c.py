@@ -167,8 +167,8 @@ def test_ctrl_backslash(tmp_path: Path) -> None:
 
 def test_a_closed_terminal(tmp_path: Path) -> None:
     """The shell and all in its foreground are hung up on."""
-    with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened:
-        # pexpect gives a shell three tenths of a second to end, which is too little on
-        # a busy machine; what counts is that all of it is gone afterwards.
-        with suppress(pexpect.ExceptionPexpect):
-            opened.terminal.close(force=False)
+    # pexpect gives a shell three tenths of a second to end, which is too little on a
+    # busy machine; what counts is that all of it is gone afterwards.
+    hasty = suppress(pexpect.ExceptionPexpect)
+    with shell(tmp_path, PROGRAM, "uvloop", "deaf") as opened, hasty:
+        opened.terminal.close(force=False)
