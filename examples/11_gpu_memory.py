@@ -40,7 +40,7 @@ async def main() -> None:
         try:
             await train.remote(100)
         except aiogpu.GpuOutOfMemoryError as error:
-            print("a whole one, too:", error.devices, error.neighbours)
+            print("a whole one, too; beside it:", error.neighbours or "nobody")
         try:
             await embed.options(gpu_memory="81GiB").remote()
         except aiogpu.InfeasibleError as error:
