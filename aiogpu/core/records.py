@@ -111,7 +111,8 @@ class WorkerRecord:
             process is gone, also when the task's result is long known.
         calls: finished calls by function, for functions with `max_calls`.
         is_last: whether it ends after the task that it runs.
-        is_stale: a device that it has open was sick since: it is told to end then.
+        is_stale: it is told to end when it has no task: a device that it has open was
+            sick since, or it was forked from what is old by now.
         revocations: how often its queue was taken back.
         is_revoking: whether it is being taken back.
         look_at: when it is looked at next, None if it is not watched.

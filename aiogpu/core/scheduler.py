@@ -26,7 +26,15 @@ from aiogpu.core.dispatch import (
     start,
     take_turn,
 )
-from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
+from aiogpu.core.effects import (
+    NOTHING,
+    Abandon,
+    Disown,
+    Effect,
+    Forget,
+    Retire,
+    Settle,
+)
 from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
@@ -41,6 +49,7 @@ from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
+    let_end,
     make_way,
     retire_clean,
     retire_idle,
@@ -274,6 +283,9 @@ class Scheduler(Node):
         if record is not None and lease is not None:
             record.starts_failed = 0
             return [assign(self, record, worker, lease, now)]
+        if worker.is_stale:
+            let_end(self, worker, now)
+            return [Retire(worker.id)]
         self.workers.put_idle(worker)
         return self._place(now, [])
 

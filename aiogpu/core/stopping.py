@@ -120,7 +120,9 @@ def make_way(node: Node, now: float, effects: list[Effect]) -> None:
 def retire_clean(
     node: Node, environment: Environment, now: float, effects: list[Effect]
 ) -> None:
-    """Retire the workers that wait for their first task."""
+    """Retire the workers that wait for their first task, those that start included."""
+    for worker in node.workers.drop_unclaimed(environment):
+        worker.is_stale = True
     for worker in node.workers.clean(environment):
         node.workers.leave_idle(worker)
         let_end(node, worker, now)

@@ -86,6 +86,10 @@ class Workers:
             del self._unclaimed[environment]
         return record
 
+    def drop_unclaimed(self, environment: Environment) -> list[WorkerRecord]:
+        """Remove all starting workers without a task."""
+        return list(self._unclaimed.pop(environment, {}).values())
+
     def spares(self, environment: Environment) -> int:
         """How many are clean and without a task, those that start included."""
         clean = self._clean.get(environment, ())
@@ -199,6 +203,7 @@ class Workers:
                 assert record in self._by_binding[record.binding], record
             unclaimed = self._unclaimed.get(record.environment, {})
             is_unclaimed = record.state is WorkerState.STARTING and record.task is None
+            is_unclaimed = is_unclaimed and not record.is_stale
             assert is_unclaimed == (record.id in unclaimed), record
         stacked = sum(len(stack) for stack in self._by_binding.values())
         assert stacked == len(self._bound), self

@@ -134,6 +134,23 @@ def test_outdated_ones_are_replaced():
     assert len(w.workers) == 3
 
 
+def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
+    w = world()
+    w.submit("a", max_calls=1)
+    first = set(w.workers)
+    w.starts = False
+    w.submit("b", max_calls=1)
+    [late] = set(w.workers) - first
+    w.tell(events.Outdated(()))
+    w.starts = True
+    w.submit("c", max_calls=1)
+    assert w.worker_of("c") != late
+    w.start(late)
+    assert late in w.retired
+    w.run_dry()
+    assert w.scheduler.workers.get(late) is None
+
+
 def test_outdated_ones_are_not_replaced_where_the_node_closes():
     w = world(exits=False)
     w.submit("a", max_calls=1)
