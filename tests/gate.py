@@ -53,6 +53,7 @@ class Gate:
         self._all: list[asyncio.StreamWriter] = []
         self._visitors: dict[str, asyncio.StreamWriter] = {}
         self._news = asyncio.Condition()
+        self._is_closed = False
 
     @classmethod
     @asynccontextmanager
@@ -63,15 +64,19 @@ class Gate:
             server = await asyncio.start_unix_server(gate._visit, gate.path)
             yield gate
             server.close()
-            for visitor in gate._all:
+            gate._is_closed = True
+            while gate._all:
+                visitor = gate._all.pop()
                 visitor.close()
-            for visitor in gate._all:
                 with suppress(OSError):
                     await visitor.wait_closed()
 
     async def _visit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if self._is_closed:
+            writer.close()
+            return  # it was let in while the others were seen out
         self._all.append(writer)
         words = (await reader.readline()).decode().split()
         if not words:

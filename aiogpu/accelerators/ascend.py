@@ -12,7 +12,7 @@ from typing import Final
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import device_quantity
 
-from .listing import Id, choose, entries, is_left_alone, joined
+from .listing import Id, choose, is_left_alone, joined, listed_in
 from .sysfs import numbered
 from .unwatched import Unwatched
 
@@ -50,10 +50,7 @@ class Ascend:
         """
         if wanted == 0:
             return ()
-        text = environ.get(self.variable)
-        listed = None
-        if text is not None:
-            listed = (self.variable, text, entries(self.variable, text))
+        listed = listed_in(environ, self.variable)
         there = [Device(chip) for chip, _ in numbered("davinci", self._root, "dev")]
         return choose(self.option, wanted, there, listed)
 

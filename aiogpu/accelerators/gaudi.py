@@ -11,7 +11,7 @@ from typing import Final
 
 from aiogpu.core.devices import Device
 
-from .listing import Id, choose, entries, is_left_alone, joined
+from .listing import Id, choose, is_left_alone, joined, listed_in
 from .quantities import whole_devices
 from .sysfs import numbered, pci_address, read
 from .types import INTEL_GAUDI
@@ -63,10 +63,7 @@ class Gaudi:
         """
         if wanted == 0:
             return ()
-        text = environ.get(self.variable)
-        listed = None
-        if text is not None:
-            listed = (self.variable, text, entries(self.variable, text))
+        listed = listed_in(environ, self.variable)
         return choose(self.option, wanted, self._detect(), listed)
 
     def assignment(

@@ -15,6 +15,8 @@ from aiogpu.core.devices import Device
 from aiogpu.errors import DeviceError
 
 Id = int | str
+Listed = tuple[str, str, Sequence[Id]]
+"""A variable, its value, and the ids that it names."""
 NOSET = "AIOGPU_NOSET_"
 """Before a variable's name: the switch that leaves it to the user."""
 NONE = ("", "NoDevFiles")
@@ -66,11 +68,21 @@ def entries(
     return tuple(found)
 
 
+def listed_in(
+    environ: Mapping[str, str],
+    variable: str,
+    parse: Callable[[str], Sequence[Id]] = index,
+) -> Listed | None:
+    """What a variable lists, None where it is not set; see `entries`."""
+    text = environ.get(variable)
+    return None if text is None else (variable, text, entries(variable, text, parse))
+
+
 def choose(
     option: str,
     wanted: int | None,
     there: Sequence[Device],
-    listed: tuple[str, str, Sequence[Id]] | None,
+    listed: Listed | None,
     logical: Callable[[Id], Device] = Device,
 ) -> tuple[Device, ...]:
     """Say which devices a node may share out.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from aiogpu.core.devices import Device
 
-from .listing import Id, choose, entries, index, is_left_alone, joined
+from .listing import Id, choose, index, is_left_alone, joined, listed_in
 from .quantities import whole_devices
 from .types import AWS_NEURON_CORE
 from .unwatched import Unwatched
@@ -63,10 +63,7 @@ class Neuron:
         """
         if wanted == 0:
             return ()
-        text = environ.get(self.variable)
-        listed = None
-        if text is not None:
-            listed = (self.variable, text, entries(self.variable, text, _cores))
+        listed = listed_in(environ, self.variable, _cores)
         there = self._detect(environ) if listed is None or listed[2] else ()
         return choose(self.option, wanted, there, listed, _core)
 

@@ -15,7 +15,7 @@ from aiogpu.core.devices import Device
 from aiogpu.core.resources import UNIT, quantity
 from aiogpu.errors import OptionError
 
-from .listing import Id, choose, entries, is_left_alone, joined
+from .listing import Id, choose, is_left_alone, joined, listed_in
 from .sysfs import numbered, read
 from .unwatched import Unwatched
 
@@ -64,10 +64,7 @@ class Tpu:
         if wanted == 0:
             return ()
         type_ = self.type_of(environ.get(TYPE))
-        text = environ.get(self.variable)
-        listed = None
-        if text is not None:
-            listed = (self.variable, text, entries(self.variable, text))
+        listed = listed_in(environ, self.variable)
         there = [Device(chip, type=type_) for chip in range(self._count())]
         return choose(
             self.option, wanted, there, listed, lambda id_: Device(id_, type=type_)
