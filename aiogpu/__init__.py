@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import InternalError as InternalError
     from aiogpu.errors import MisuseError as MisuseError
     from aiogpu.errors import NodeClosedError as NodeClosedError
+    from aiogpu.errors import NodeDiedError as NodeDiedError
     from aiogpu.errors import NodeError as NodeError
     from aiogpu.errors import NodeRunningError as NodeRunningError
     from aiogpu.errors import NodeStartError as NodeStartError
@@ -115,6 +116,7 @@ _ROOMS = {
         "MisuseError",
         "NoLoopError",
         "NodeClosedError",
+        "NodeDiedError",
         "NodeError",
         "NodeRunningError",
         "NodeStartError",

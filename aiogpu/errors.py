@@ -47,6 +47,10 @@ class NodeClosedError(NodeError):
     """The node was shut down before the work could end, or before it was asked."""
 
 
+class NodeDiedError(NodeError, ConnectionError):
+    """The node that this program had joined has ended, or cannot be reached."""
+
+
 class NodeStartError(NodeError):
     """The node could not start its zygote, its socket or its directory."""
 

@@ -266,11 +266,11 @@ class ActorLink:
         if self._actor is not None and self._actors is not None and number:
             self._actors.cancel(self._actor.id, number)
 
-    def why(self, name: str, number: int) -> Why:
+    async def why(self, name: str, number: int) -> Why:
         """Why a call waits: what its actor does."""
         if self._actor is None:
             return Why(name, number, "opening")
-        found = self._session.why(self.name, self._actor.id)
+        found = await self._session.why(self.name, self._actor.id)
         return replace(found, name=name)
 
     def __del__(self) -> None:
@@ -309,6 +309,6 @@ class _Watcher:
     def cancel(self, number: int) -> None:
         """Nothing."""
 
-    def why(self, name: str, number: int) -> Why:
+    async def why(self, name: str, number: int) -> Why:
         """What the actor does."""
-        return self._link.why(name, number)
+        return await self._link.why(name, number)

@@ -69,11 +69,11 @@ class Lender:
         if self._value.stop is not None:
             self._value.stop()
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         """Why that one waits."""
         from aiogpu.api.session import current_session
 
-        return current_session().why(name, task)
+        return await current_session().why(name, task)
 
 
 def put_here(payload: bytes, name: str = "put") -> Any:

@@ -43,7 +43,7 @@ class Owner(Protocol):
         """Stop the task."""
         ...
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         """Say why it waits, or what it does."""
         ...
 
@@ -219,7 +219,7 @@ class Handle(asyncio.Future[T]):
                 f"the handle of {self.task_name} belongs to another event loop; ask "
                 f"it for why() on the loop where .remote() was called."
             )
-        return self._owner.why(self.task_name, self.task_id)
+        return await self._owner.why(self.task_name, self.task_id)
 
     def _why_ended(self) -> Why:
         from aiogpu.core.why import Why

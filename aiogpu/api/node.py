@@ -152,7 +152,7 @@ async def cluster_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return (await _asked("aiogpu.cluster_resources()")).cluster_resources()
+    return await (await _asked("aiogpu.cluster_resources()")).cluster_resources()
 
 
 async def available_resources() -> dict[str, float]:
@@ -161,7 +161,7 @@ async def available_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return (await _asked("aiogpu.available_resources()")).available_resources()
+    return await (await _asked("aiogpu.available_resources()")).available_resources()
 
 
 async def status() -> NodeStatus:
@@ -173,7 +173,7 @@ async def status() -> NodeStatus:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return (await _asked("aiogpu.status()")).status()
+    return await (await _asked("aiogpu.status()")).status()
 
 
 async def _asked(what: str) -> Session:

@@ -151,14 +151,14 @@ class Session:
         """Stop a task; its handle says so."""
         self._engine.cancel(task)
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         """Why a task waits; see `Handle.why`."""
         # Late, so that the zygote's start need not wait for it.
         from aiogpu.core.why import Why
 
         if self._state is SessionState.OPENING:
             return Why(name, task, "opening")
-        return self._ask().why(task) or Why(name, task, "ended")
+        return await self._ask().why(task) or Why(name, task, "ended")
 
     @property
     def is_closing(self) -> bool:
@@ -268,21 +268,21 @@ class Session:
         if sessions.get(self._loop) is self:
             del sessions[self._loop]
 
-    def cluster_resources(self) -> dict[str, float]:
+    async def cluster_resources(self) -> dict[str, float]:
         """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
-        return self._ask().total()
+        return await self._ask().total()
 
-    def available_resources(self) -> dict[str, float]:
+    async def available_resources(self) -> dict[str, float]:
         """What is free of each; 0.0 where nothing is."""
-        return self._ask().available()
+        return await self._ask().available()
 
     def actors(self) -> ActorsPort:
         """The node's actors; raises `NodeError` if it is not open."""
         return self._ask().actors
 
-    def status(self) -> NodeStatus:
+    async def status(self) -> NodeStatus:
         """Who holds what share of which device, what waits and why."""
-        return self._ask().status()
+        return await self._ask().status()
 
     def _ask(self) -> Engine:
         if self._state is not SessionState.OPEN:

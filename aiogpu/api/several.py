@@ -21,7 +21,7 @@ from aiogpu.wire.parcel import Parcel
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from aiogpu.api.session import Session
     from aiogpu.core.why import Why
@@ -61,7 +61,7 @@ class Several:
         self.task_id = 0
         self.handles: tuple[Any, ...] = ()
         self.stop: Callable[[int], object]
-        self.ask: Callable[[str, int], Why]
+        self.ask: Callable[[str, int], Awaitable[Why]]
         self._wanted = 0
 
     def __repr__(self) -> str:
@@ -86,9 +86,9 @@ class Several:
         if not self._wanted:
             self.stop(self.task_id)
 
-    def why(self, name: str, _task: int) -> Why:
+    async def why(self, name: str, _task: int) -> Why:
         """Why the call waits."""
-        return self.ask(name, self.task_id)
+        return await self.ask(name, self.task_id)
 
     def receive(self, payload: bytes) -> None:
         """The call has ended; see `Receiver`."""

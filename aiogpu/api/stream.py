@@ -36,7 +36,7 @@ class StreamOwner(Protocol):
         """Stop the task."""
         ...
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         """Say why it waits, or what it does."""
         ...
 
@@ -252,7 +252,7 @@ class Stream(AsyncIterator[T]):
                 f"the stream of {self.task_name} belongs to another event loop; ask "
                 f"it for why() on the loop where .remote() was called."
             )
-        why = self._owner.why(self.task_name, self.task_id)
+        why = await self._owner.why(self.task_name, self.task_id)
         if inflow.is_held and why.state == "running":
             from dataclasses import replace
 

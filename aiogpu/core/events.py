@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.specs import Environment, TaskSpec
 
 
@@ -13,13 +13,15 @@ class Submitted:
     """A new task is to run. Ids count up. `parent` is the task that started it.
 
     `needs`: the tasks whose results are its arguments, if some of these are not there
-    yet; it waits for `Supplied` then. None if all are.
+    yet; it waits for `Supplied` then. None if all are. `client`: whose it is; a child
+    is its parent's.
     """
 
     task: TaskId
     spec: TaskSpec
     parent: TaskId | None = None
     needs: tuple[TaskId, ...] | None = None
+    client: ClientId = OWN
 
 
 @dataclass(slots=True)

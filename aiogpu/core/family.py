@@ -21,6 +21,7 @@ def adopt(parent: TaskRecord, child: TaskRecord) -> None:
     """Tie a new task to the one that has started it."""
     if parent.kin is None:
         parent.kin = Kin(lane_of(parent))
+    child.client = parent.client
     priority, depth = parent.kin.lane
     child.kin = Kin((min(-child.spec.priority, priority), depth - 1))
     if not child.spec.is_detached:

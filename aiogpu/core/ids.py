@@ -10,3 +10,7 @@ from typing import NewType
 TaskId = NewType("TaskId", int)
 WorkerId = NewType("WorkerId", int)
 LeaseId = NewType("LeaseId", int)
+ClientId = NewType("ClientId", int)
+
+OWN = ClientId(0)
+"""The program on whose event loop the node lives; others have joined it."""

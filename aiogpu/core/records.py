@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import (
     TASK_LEADS_TO,
@@ -76,6 +76,7 @@ class TaskRecord:
         is_outgrown: its worker was ended since it used more device memory than it had
             reserved.
         is_alone: it has had that, and its next try is to be alone.
+        client: the program whose it is.
         kin: None for a task without parent and children.
         stop: None unless it is being stopped.
     """
@@ -84,6 +85,7 @@ class TaskRecord:
     spec: TaskSpec
     retries_left: int
     since: float = 0.0
+    client: ClientId = OWN
     state: TaskState = TaskState.WAITING
     worker: WorkerRecord | None = None
     retries: int = 0

@@ -39,7 +39,7 @@ from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
 from aiogpu.core.finish import Failure, end_specially
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -101,21 +101,22 @@ class Scheduler(Node):
         """Take in what happened; answer what is to be done, in order."""
         return self._ways[type(event)](event, now)
 
-    def _on_submitted(self, it: events.Submitted, now: float) -> Sequence[Effect]:
-        return self.submit(it.task, it.spec, now, it.parent, it.needs)
+    def _on_submitted(self, e: events.Submitted, now: float) -> Sequence[Effect]:
+        return self.submit(e.task, e.spec, now, e.parent, e.needs, e.client)
 
-    def submit(
+    def submit(  # noqa: PLR0913, PLR0917 - by position, each time
         self,
         task: TaskId,
         spec: TaskSpec,
         now: float,
         parent: TaskId | None = None,
         needs: tuple[TaskId, ...] | None = None,
+        client: ClientId = OWN,
     ) -> Sequence[Effect]:
         """`Submitted`, for those who call it a million times."""
         if self.is_closing:
             return [Abandon(task), Forget(task)]
-        record = TaskRecord(task, spec, spec.max_retries, now)
+        record = TaskRecord(task, spec, spec.max_retries, now, client)
         if parent is not None:
             starter = self.tasks.get(parent)
             if starter is None or starter.state is TaskState.STOPPING:
@@ -128,9 +129,9 @@ class Scheduler(Node):
             expect(self, record, needs)
             return NOTHING
         effects: list[Effect] = []
-        bucket = self.ready.by_shape.get(spec.shape) if self.ready.by_shape else None
-        # Where others of its shape wait, it must wait as well, whatever is free;
-        # where they do not, nobody who waits could use what it takes.
+        bucket = self.ready.by_shape.get(spec.shape)
+        # Where others of its shape wait, it must wait as well; where they do not,
+        # nobody who waits could use what it takes.
         if bucket is None and (lease := self.take(record)):
             start(self, record, lease, now, effects)
             return effects
@@ -162,10 +163,8 @@ class Scheduler(Node):
     ) -> Sequence[Effect]:
         """`TaskFinished`, for those who call it a million times."""
         worker = self.workers.get(worker_id)
-        if worker is None:
-            return NOTHING
-        record = worker.task
-        if record is None or record.id != task:
+        record = None if worker is None else worker.task
+        if worker is None or record is None or record.id != task:
             return NOTHING
         effects: list[Effect] = []
         spec = record.spec

@@ -45,6 +45,7 @@ class TaskStatus:
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None where it may.
+        client: the program whose it is, 0 for the node's own.
     """
 
     id: int
@@ -53,6 +54,7 @@ class TaskStatus:
     request: Mapping[str, float]
     worker: int | None
     reason: str | None
+    client: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ def _task(record: TaskRecord, numbers: _Numbers, reason: str | None) -> TaskStat
         held,
         record.worker.id if record.worker else None,
         reason,
+        record.client,
     )
 
 

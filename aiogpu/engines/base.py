@@ -215,19 +215,19 @@ class Engine(Protocol):
         """Stop a task; its receiver is told nothing any more."""
         ...
 
-    def total(self) -> dict[str, float]:
+    async def total(self) -> dict[str, float]:
         """All resources by name."""
         ...
 
-    def available(self) -> dict[str, float]:
+    async def available(self) -> dict[str, float]:
         """What is free of each; 0.0 where nothing is."""
         ...
 
-    def status(self) -> NodeStatus:
+    async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         ...
 
-    def why(self, task: int) -> Why | None:
+    async def why(self, task: int) -> Why | None:
         """Why a task waits, or what it does; None if it is not known any more."""
         ...
 

@@ -80,7 +80,7 @@ class Host(Family, Protocol):
         """Stop a child or a call."""
         ...
 
-    def why(self, name: str, task: int) -> NoReturn:
+    async def why(self, name: str, task: int) -> NoReturn:
         """Refuse: only the program asks why a task waits."""
         ...
 

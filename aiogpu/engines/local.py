@@ -136,15 +136,15 @@ class LocalEngine:
         if self._driver is not None:
             self._driver.cancel(task)
 
-    def total(self) -> dict[str, float]:
+    async def total(self) -> dict[str, float]:
         """All resources by name."""
         return self._open_driver.scheduler.ledger.totals()
 
-    def available(self) -> dict[str, float]:
+    async def available(self) -> dict[str, float]:
         """What is free of each."""
         return self._open_driver.scheduler.ledger.available()
 
-    def status(self) -> NodeStatus:
+    async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
 
@@ -152,7 +152,7 @@ class LocalEngine:
         scheduler = self._open_driver.scheduler
         return snapshot(scheduler, supervisor.pids, now, supervisor.observed)
 
-    def why(self, task: int) -> Why | None:
+    async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
         from aiogpu.core.why import why
 

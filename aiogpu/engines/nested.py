@@ -139,7 +139,7 @@ class LoopLink:
         """Stop a child."""
         cancel(child)
 
-    def why(self, name: str, child: int) -> Why:
+    async def why(self, name: str, child: int) -> Why:
         """Refuse: only the program asks why a task waits.
 
         Raises:

@@ -27,7 +27,7 @@ from aiogpu.core.events import (
     WorkerSpoilt,
     WorkerStarted,
 )
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
@@ -130,20 +130,18 @@ class Driver:
         payload: bytes,
         receiver: Receiver,
         parent: TaskId | None = None,
+        client: ClientId = OWN,
     ) -> int:
         """Start a task; gives its id, with which it can be cancelled."""
         self._last_task += 1
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver)
         now = self._loop.time()
-        supply = None
-        if type(payload) is not bytes:
-            supply = Supply.of(self, task, payload)
-        if supply is None:
-            self._carry_out(self.scheduler.submit(task, site.spec, now, parent))
-        else:
-            needs = supply.tasks
-            self._carry_out(self.scheduler.submit(task, site.spec, now, parent, needs))
+        supply = None if type(payload) is bytes else Supply.of(self, task, payload)
+        needs = None if supply is None else supply.tasks
+        submit = self.scheduler.submit
+        self._carry_out(submit(task, site.spec, now, parent, needs, client))
+        if supply is not None:
             supply.watch()
         return task
 

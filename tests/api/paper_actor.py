@@ -53,7 +53,7 @@ class PaperLink:
     def cancel(self, _task: int) -> None:
         self.cancelled += 1
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         return Why(name, task, "running")
 
     def reference(self) -> tuple[int, str]:

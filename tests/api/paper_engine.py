@@ -75,16 +75,16 @@ class PaperEngine:
     def cancel(self, task: int) -> None:
         self.story.append(f"cancel {task}")
 
-    def total(self) -> dict[str, float]:
+    async def total(self) -> dict[str, float]:
         return {"CPU": 4.0}
 
-    def available(self) -> dict[str, float]:
+    async def available(self) -> dict[str, float]:
         return {"CPU": 3.0}
 
-    def status(self) -> str:
+    async def status(self) -> str:
         return "status"
 
-    def why(self, task: int) -> Why | None:
+    async def why(self, task: int) -> Why | None:
         self.story.append(f"why {task}")
         return None if task in self.ended else Why("train", task, "running")
 

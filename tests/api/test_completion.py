@@ -32,7 +32,7 @@ class Works:
     def cancel(self, task: int) -> None:
         self.cancelled.append(task)
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         return Why(name, task, "starting")
 
     def start(self, count: int) -> list[Any]:

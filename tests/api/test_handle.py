@@ -48,7 +48,7 @@ class Owner:
     def cancel(self, task: int) -> None:
         self.cancelled.append(task)
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         return Why(name, task, "starting")
 
 

@@ -26,7 +26,7 @@ class PaperSource:
     def cancel(self, task: int) -> None:
         self.asked.append(("cancel", task, 0))
 
-    def why(self, name: str, task: int) -> Why:
+    async def why(self, name: str, task: int) -> Why:
         return Why(name, task, "running")
 
 

@@ -98,11 +98,11 @@ async def test_its_life(engine: PaperEngine) -> None:
 async def test_it_passes_questions_on(engine: PaperEngine) -> None:
     session = opening(engine)
     with pytest.raises(NodeClosedError):
-        session.status()
+        await session.status()
     await session.opened()
-    assert session.cluster_resources() == {"CPU": 4.0}
-    assert session.available_resources() == {"CPU": 3.0}
-    assert session.status() == "status"
+    assert await session.cluster_resources() == {"CPU": 4.0}
+    assert await session.available_resources() == {"CPU": 3.0}
+    assert await session.status() == "status"
     found = await aiogpu.cluster_resources()
     assert {"CPU": 4.0}.items() <= found.items()
     found = await aiogpu.available_resources()
@@ -111,7 +111,7 @@ async def test_it_passes_questions_on(engine: PaperEngine) -> None:
     await aiogpu.shutdown()
     for ask in (session.cluster_resources, session.available_resources, session.status):
         with pytest.raises(NodeClosedError, match=r"aiogpu\.init"):
-            ask()
+            await ask()
 
 
 async def test_a_call(engine: PaperEngine) -> None:
@@ -368,7 +368,7 @@ async def test_a_fork_is_inert(
     with pytest.raises(NodeError, match=f"belongs to process {parent}"):
         session.submit(site(), b"")
     with pytest.raises(NodeError, match="fork"):
-        session.status()
+        await session.status()
     await session.shutdown()
     session.abandon()
     assert engine.story == story

@@ -24,7 +24,6 @@ from tests.engines.actor_classes import (
     Threads,
 )
 from tests.gate import Gate
-from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
 
@@ -469,8 +468,9 @@ async def test_until_nothing_is_left_of_many(address: str) -> None:
         values = await asyncio.gather(*(one.add.remote() for one in counters))
         assert values == [*range(1, 9)]
         counters.clear()
-        await until(lambda: session.available_resources()["GPU"] == 1)
-        assert session.available_resources()["CPU"] == 1
+        while (await session.available_resources())["GPU"] != 1:
+            await asyncio.sleep(0)
+        assert (await session.available_resources())["CPU"] == 1
         if address == "local":
             scheduler = session._engine._open_driver.scheduler  # type: ignore[attr-defined]
             assert not scheduler.ledger.leases

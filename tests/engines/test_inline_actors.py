@@ -43,8 +43,8 @@ async def node() -> AsyncIterator[aiogpu.Session]:
         yield session
         gc.collect()  # errors that were caught hold the test's handles
         await until(lambda: not session._engine._node.actors.are_there)  # type: ignore[attr-defined]
-        assert session.available_resources()["GPU"] == 2.0
-        assert session.available_resources()["CPU"] == 1.0
+        assert (await session.available_resources())["GPU"] == 2.0
+        assert (await session.available_resources())["CPU"] == 1.0
         session._engine._node.ledger.check()  # type: ignore[attr-defined]
     assert os.environ.get(VISIBLE) == before
     assert aiogpu.get_runtime_context().worker_id == 0
@@ -213,15 +213,15 @@ async def test_where_its_code_runs(node: aiogpu.Session) -> None:
         assert facts() == before
         await asyncio.sleep(0)
     assert told.result() == [place] * 4
-    assert session_gpus(node) == 0.0
+    assert await session_gpus(node) == 0.0
     await other.begin.remote()
     del other
     await until(lambda: "gone" in seen)
     assert seen == ["closing", ("closed", *place), ("rest ended", *place), "gone"]
 
 
-def session_gpus(session: aiogpu.Session) -> float:
-    return session.available_resources()["GPU"]
+async def session_gpus(session: aiogpu.Session) -> float:
+    return (await session.available_resources())["GPU"]
 
 
 async def test_a_child_of_a_method_is_no_actor(node: aiogpu.Session) -> None:
@@ -316,7 +316,7 @@ async def test_a_task_waits_until_an_actor_gives_its_gpu_back(
 async def test_cpus(node: aiogpu.Session) -> None:
     """[B30] A task's own CPUs are those of the actors that it makes."""
     held = await Counter.options(num_cpus=1).remote()
-    assert node.available_resources()["CPU"] == 0.0
+    assert (await node.available_resources())["CPU"] == 0.0
     waits = add_one.remote("x")
     assert await held.add.remote() == 1
     assert not waits.done()
@@ -331,7 +331,7 @@ async def test_cpus(node: aiogpu.Session) -> None:
 
     made = await make.remote()
     assert await made.add.remote() == 2
-    assert node.available_resources()["CPU"] == 0.0
+    assert (await node.available_resources())["CPU"] == 0.0
 
 
 async def test_cancelled_calls_never_run_or_stop(node: aiogpu.Session) -> None:
@@ -385,7 +385,7 @@ async def test_kill(node: aiogpu.Session) -> None:
         with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
             await told
     await holder._link.ended()
-    assert session_gpus(node) == 2.0
+    assert await session_gpus(node) == 2.0
     assert seen[:2] == ["a", "a cancelled"]
     assert "closing" not in seen
     with pytest.raises(aiogpu.ActorNameError):
@@ -397,7 +397,7 @@ async def test_kill(node: aiogpu.Session) -> None:
     with pytest.raises(aiogpu.ActorDiedError, match="was killed"):
         await me.kill.remote(plain)
     await plain._link.ended()
-    assert session_gpus(node) == 2.0
+    assert await session_gpus(node) == 2.0
 
 
 @pytest.mark.parametrize("cls", [Plain, Visited])
@@ -472,7 +472,7 @@ async def test_who_does_not_end_is_left_behind(
         with caplog.at_level(logging.WARNING):
             aiogpu.kill(stubborn)
             await stubborn._link.ended()
-        assert session_gpus(session) == 1.0
+        assert await session_gpus(session) == 1.0
     assert "Stubborn was told to end and runs on" in caplog.text
     # Whoever is left behind is cancelled once more, as tasks are.
     await until(lambda: seen == ["swallowed", "swallowed"])
@@ -511,8 +511,9 @@ async def test_an_actor_may_make_another(node: aiogpu.Session) -> None:
 
     async with Outer.remote() as outer:
         assert await outer.add.remote() == (6, 7)
-        assert session_gpus(node) == 1.0
-    await until(lambda: session_gpus(node) == 2.0)
+        assert await session_gpus(node) == 1.0
+    while await session_gpus(node) != 2.0:
+        await asyncio.sleep(0)
 
 
 async def test_a_detached_one_outlives_its_handles() -> None:

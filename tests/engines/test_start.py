@@ -354,7 +354,7 @@ async def test_remote_after_shutdown_opens_another_node() -> None:
     async with aiogpu.init(num_cpus=1) as session:
         pass
     with pytest.raises(aiogpu.NodeClosedError, match="init"):
-        session.status()
+        await session.status()
     assert await tasks.add.remote(1) == 2
     await aiogpu.shutdown()
 

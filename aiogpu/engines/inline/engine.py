@@ -134,20 +134,20 @@ class InlineEngine:
         if self._runner is not None:
             self._node.settle(task)
 
-    def total(self) -> dict[str, float]:
+    async def total(self) -> dict[str, float]:
         """All resources by name."""
         return self._asked("aiogpu.cluster_resources()").ledger.totals()
 
-    def available(self) -> dict[str, float]:
+    async def available(self) -> dict[str, float]:
         """What is free of each."""
         return self._asked("aiogpu.available_resources()").ledger.available()
 
-    def status(self) -> NodeStatus:
+    async def status(self) -> NodeStatus:
         """Who holds what, what waits; each running task counts as a worker."""
         node = self._asked("aiogpu.status()")
         return picture_inline(node, node.clock())
 
-    def why(self, task: int) -> Why | None:
+    async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
         node = self._asked("handle.why()")
         return why_inline(node, task, node.clock())

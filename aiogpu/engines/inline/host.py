@@ -113,7 +113,7 @@ class TaskHost:
         """Stop a child that is awaited on an event loop."""
         self._node.cancel(task)
 
-    def why(self, name: str, task: int) -> NoReturn:
+    async def why(self, name: str, task: int) -> NoReturn:
         """Refuse: only the program asks why a task waits.
 
         Raises:

@@ -348,7 +348,7 @@ async def a_node_opens_in_two_ways() -> None:
     await aiogpu.shutdown()
     async with aiogpu.init(resources={"license": 2}) as session:
         assert_type(session, Session)
-        assert_type(session.status(), NodeStatus)
+        assert_type(await session.status(), NodeStatus)
     async with await aiogpu.init(log_to_driver=False) as session:
         assert_type(session, Session)
 
