@@ -16,13 +16,13 @@ from aiogpu.wire.messages import (
     Done,
     Failed,
     Imported,
-    Log,
     Message,
     Skipped,
     Spoilt,
     Submit,
 )
 from aiogpu.wire.parcel import MARK
+from aiogpu.wire.printing import Log
 from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Items

@@ -54,7 +54,6 @@ from aiogpu.wire.messages import (
     Forked,
     Hello,
     Imported,
-    Log,
     Message,
     Run,
     Signal,
@@ -64,6 +63,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.printing import Log
 from aiogpu.wire.sharing import (
     Discard,
     Fetch,

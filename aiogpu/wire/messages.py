@@ -22,11 +22,12 @@ from aiogpu.wire.forking import (
     Unfit,
     Unforked,
 )
+from aiogpu.wire.printing import Log
 from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -100,7 +101,7 @@ class Define(NamedTuple):
     """Driver to worker: what calls of this site run.
 
     `site` stands for a function with its options, `function` for the function
-    alone. `payload` is empty when the function was sent before.
+    alone. `payload` is empty when the function was sent before. `retried`: see there.
     """
 
     site: int
@@ -108,6 +109,7 @@ class Define(NamedTuple):
     name: str
     resources: dict[str, float]
     payload: bytes
+    retried: bytes = b""
 
 
 class Forget(NamedTuple):
@@ -150,7 +152,10 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Worker to driver: the task has no result; see `wire.failure`."""
+    """Worker to driver: the task has no result; see `wire.failure`.
+
+    `is_retried`: its options want it tried again after that.
+    """
 
     task: int
     kind: str
@@ -158,6 +163,12 @@ class Failed(NamedTuple):
     message: str
     traceback: str
     payload: bytes | None
+    is_retried: bool = False
+
+    @property
+    def why(self) -> tuple[str, str, str, str, bytes | None]:
+        """What others are told of it: `kind` to `payload`."""
+        return self[1:6]
 
 
 class Skipped(NamedTuple):
@@ -227,17 +238,6 @@ class ChildFailed(NamedTuple):
     message: str
     traceback: str
     payload: bytes | None
-
-
-class Log(NamedTuple):
-    """Worker to driver: a line that the task printed; `stream` is 1 or 2.
-
-    `task` is 0 for output outside of any task.
-    """
-
-    task: int
-    stream: int
-    line: bytes
 
 
 class Imported(NamedTuple):
