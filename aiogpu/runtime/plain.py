@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pickle
 from io import BytesIO
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from aiogpu.errors import ProtocolError
+
+
+_PLAIN: Final[tuple[Any, ...]] = (int, float, str)
 
 
 class Maybe(NamedTuple):
@@ -22,7 +25,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     # Not by a method that the subclass may have changed.
-    for kind in (int, float, str):
+    for kind in _PLAIN:
         if isinstance(value, kind):
             return kind.__getnewargs__(value)[0]
     return bytes(value)
