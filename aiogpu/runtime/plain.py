@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from aiogpu.errors import ProtocolError
 
-
 _PLAIN: Final[tuple[Any, ...]] = (int, float, str)
 
 

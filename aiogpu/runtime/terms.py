@@ -16,6 +16,7 @@ from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
 from aiogpu.runtime.plain import Maybe, fits, load_plain, plain
+from aiogpu.runtime.program import PROGRAM
 
 _AMOUNTS: Final = [(str, int)]
 _SECONDS: Final = int | float | None
@@ -95,6 +96,11 @@ class Terms(NamedTuple):
         if not fits(fields, _FIELDS):
             raise ProtocolError("what a site asks for is not said as it must be")
         return cls(*fields)
+
+    def of_program(self, program: str) -> Terms:
+        """The same for the workers of that program alone."""
+        others = (pair for pair in self.environment if pair[0] != PROGRAM)
+        return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
 
     def site(self, function: Function) -> Site:
         """A site of this process with these terms."""

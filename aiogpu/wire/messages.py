@@ -22,7 +22,8 @@ from aiogpu.wire.forking import (
     Unfit,
     Unforked,
 )
-from aiogpu.wire.printing import Log
+from aiogpu.wire.joining import Joining, Refused
+from aiogpu.wire.printing import Line, Log
 from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
@@ -34,7 +35,8 @@ VERSION: Final = 7
 class Hello(NamedTuple):
     """First message on every connection, from the one that connects.
 
-    `id` is the slot of a keeper, the id of a worker, the generation of a zygote.
+    `id` is the slot of a keeper, the id of a worker or a client, the generation of a
+    zygote.
     """
 
     version: int
@@ -249,6 +251,7 @@ class Imported(NamedTuple):
 
 Message = (
     Hello
+    | Refused
     | Keep
     | Ready
     | Unfit
@@ -285,6 +288,8 @@ Message = (
     | Acting
     | Sharing
     | Streaming
+    | Joining
+    | Line
 )
 
 TAGS: Final[dict[type[Message], int]] = {
