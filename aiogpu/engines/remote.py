@@ -18,6 +18,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.line import Line
 from aiogpu.engines.program import join_of, unreachable
 from aiogpu.engines.remote_link import RemoteLink, Told
+from aiogpu.engines.terminal import Terminal
 from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.terms import Terms
@@ -46,6 +47,7 @@ from aiogpu.wire.messages import (
     Submit,
     Withdraw,
 )
+from aiogpu.wire.printing import Printed
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
@@ -106,6 +108,7 @@ class RemoteEngine:
         self._departed = loop.create_future()
         self._is_telling = False
         self._error: NodeError | None = None
+        self._terminal: Terminal | None = None
 
     def __repr__(self) -> str:
         return f"<RemoteEngine {self._path}>"
@@ -288,26 +291,30 @@ class RemoteEngine:
         return answer
 
     def _on_messages(self, messages: list[Message]) -> None:
-        shares, receivers = self.shares, self._receivers
         for message in self.loans.take_in(messages):
-            kind = type(message)
-            if kind is ChildDone:
-                if shares.due:
-                    shares.pass_on(message)
-                receiver = receivers.pop(message.child, None)  # type: ignore[union-attr]
-                if receiver is not None:
-                    receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
-            elif isinstance(message, ChildFailed):
+            if self._terminal is None or not self._terminal.keeps(message):
+                self._take(message)
+
+    def _take(self, message: Message) -> None:
+        shares, receivers = self.shares, self._receivers
+        kind = type(message)
+        if kind is ChildDone:
+            if shares.due:
                 shares.pass_on(message)
-                receiver = receivers.pop(message.child, None)
-                if receiver is not None:
-                    receiver.reject(Failed(*message))
-            elif isinstance(message, ChildItems):
-                receiver = receivers.get(message.child)
-                if receiver is not None:
-                    receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
-            else:
-                self._on_other(message)
+            receiver = receivers.pop(message.child, None)  # type: ignore[union-attr]
+            if receiver is not None:
+                receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
+        elif isinstance(message, ChildFailed):
+            shares.pass_on(message)
+            receiver = receivers.pop(message.child, None)
+            if receiver is not None:
+                receiver.reject(Failed(*message))
+        elif isinstance(message, ChildItems):
+            receiver = receivers.get(message.child)
+            if receiver is not None:
+                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
+        else:
+            self._on_other(message)
 
     def _on_other(self, message: Message) -> None:
         match message:
@@ -320,6 +327,9 @@ class RemoteEngine:
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
                 self._end(NodeClosedError(f"the node at {self._path} was stopped."))
+            case Printed() if self._terminal is None:
+                self._terminal = Terminal(self.loop, self._line, self._take)
+                self._terminal.keeps(message)
             case Departed():
                 if not self._departed.done():
                     self._departed.set_result(None)
@@ -367,6 +377,8 @@ class RemoteEngine:
         if self._error is not None:
             return
         self._error = error
+        if self._terminal is not None:
+            self._terminal.hold_nothing()
         self._mark = object()
         self._line.close()
         if not self._welcome.done():
@@ -391,6 +403,8 @@ class RemoteEngine:
                 )
             await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
         self._end(NodeClosedError("this program has left its node."))
+        if self._terminal is not None:
+            await self._terminal.close()
         self.loans.leave()
 
     def hasten(self) -> None:

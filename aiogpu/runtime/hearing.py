@@ -123,4 +123,5 @@ class Hearing:
     def _show(self, worker: LiveWorker, log: Log) -> None:
         output = worker.slot.output
         named = f"{self.name_of(log.task)} pid={worker.pid}"
-        output.show(log.stream, named if log.task else output.label, log.line)
+        label = named if log.task else output.label
+        output.show(log.stream, label, log.line, log.task)

@@ -16,7 +16,7 @@ class Log(NamedTuple):
     line: bytes
 
 
-class Line(NamedTuple):
+class Printed(NamedTuple):
     """Node to client: a line that one of its tasks printed; `stream` is 1 or 2.
 
     `text` is as its terminal is to show it, with who has printed it before it.

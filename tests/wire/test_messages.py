@@ -7,6 +7,7 @@ import pytest
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire import acting, messages, sharing, streaming
+from aiogpu.wire.fields import from_fields
 from aiogpu.wire.messages import (
     TAGS,
     Done,
@@ -16,7 +17,6 @@ from aiogpu.wire.messages import (
     Hello,
     Message,
     Run,
-    from_fields,
 )
 
 
