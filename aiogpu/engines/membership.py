@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.line import Line
 from aiogpu.engines.program import join_of, unreachable
+from aiogpu.engines.terminal import Terminal
 from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.acting import Release
@@ -33,6 +34,7 @@ from aiogpu.wire.messages import (
     Failed,
     Message,
 )
+from aiogpu.wire.printing import Printed
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
@@ -80,6 +82,7 @@ class Membership:
         self._departed = loop.create_future()
         self._is_telling = False
         self._error: NodeError | None = None
+        self._terminal: Terminal | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._path}>"
@@ -145,26 +148,30 @@ class Membership:
             raise NodeClosedError("this node is not open.")
 
     def _on_messages(self, messages: list[Message]) -> None:
-        shares, receivers = self.shares, self._receivers
         for message in self.loans.take_in(messages):
-            kind = type(message)
-            if kind is ChildDone:
-                if shares.due:
-                    shares.pass_on(message)
-                receiver = receivers.pop(message.child, None)  # type: ignore[union-attr]
-                if receiver is not None:
-                    receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
-            elif isinstance(message, ChildFailed):
+            if self._terminal is None or not self._terminal.keeps(message):
+                self._take(message)
+
+    def _take(self, message: Message) -> None:
+        shares, receivers = self.shares, self._receivers
+        kind = type(message)
+        if kind is ChildDone:
+            if shares.due:
                 shares.pass_on(message)
-                receiver = receivers.pop(message.child, None)
-                if receiver is not None:
-                    receiver.reject(Failed(*message))
-            elif isinstance(message, ChildItems):
-                receiver = receivers.get(message.child)
-                if receiver is not None:
-                    receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
-            else:
-                self._on_other(message)
+            receiver = receivers.pop(message.child, None)  # type: ignore[union-attr]
+            if receiver is not None:
+                receiver.receive(message.payload)  # type: ignore[union-attr, arg-type]
+        elif isinstance(message, ChildFailed):
+            shares.pass_on(message)
+            receiver = receivers.pop(message.child, None)
+            if receiver is not None:
+                receiver.reject(Failed(*message))
+        elif isinstance(message, ChildItems):
+            receiver = receivers.get(message.child)
+            if receiver is not None:
+                receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
+        else:
+            self._on_other(message)
 
     def _on_other(self, message: Message) -> None:
         match message:
@@ -177,6 +184,9 @@ class Membership:
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
                 self._end(NodeClosedError(f"the node at {self._path} was stopped."))
+            case Printed() if self._terminal is None:
+                self._terminal = Terminal(self.loop, self._line, self._take)
+                self._terminal.keeps(message)
             case Departed():
                 if not self._departed.done():
                     self._departed.set_result(None)
@@ -230,6 +240,8 @@ class Membership:
             self._welcome.exception()
         if not self._departed.done():
             self._departed.set_result(None)
+        if self._terminal is not None:
+            self._terminal.hold_nothing()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.fail(error)
@@ -246,6 +258,8 @@ class Membership:
                 )
             await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
         self._end(NodeClosedError("this program has left its node."))
+        if self._terminal is not None:
+            await self._terminal.close()
         self.loans.close()
         self._page.close()
 
