@@ -15,8 +15,8 @@ from typing import Final
 from aiogpu.core import device_news, events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_running, abandon_some, kill_all
-from aiogpu.core.departure import depart, settle_all
+from aiogpu.core.closing import close
+from aiogpu.core.departure import depart
 from aiogpu.core.dispatch import (
     assign,
     hand_over,
@@ -315,16 +315,8 @@ class Scheduler(Node):
         return self._place(now, effects)
 
     def _on_closing(self, event: events.Closing, now: float) -> Sequence[Effect]:
-        self.is_closing = True
-        self.most_idle = 0
-        self.reservation = None
-        settle_all(self)
         effects: list[Effect] = []
-        abandon_running(self, now, effects)
-        if event.at_once:
-            kill_all(self, effects)
-        abandon_some(self, now, effects)
-        retire_idle(self, now, effects)
+        close(self, event.at_once, now, effects)
         return effects
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
