@@ -37,8 +37,9 @@ class Client:
         most: what it may hold of each limited resource, in parts.
         held: what it holds, in parts; CPUs that are lent are not among that.
         tag: what it has had, by weight.
-        since: when it last began a task, or began to wait.
+        since: when it last began a task, or first wanted to.
         unfinished: its tasks that have not ended.
+        is_waiting: whether any of them waits in the queue.
         has_left: whether it is forgotten once they have.
     """
 
@@ -50,6 +51,7 @@ class Client:
     tag: float = 0.0
     since: float = 0.0
     unfinished: int = 0
+    is_waiting: bool = False
     has_left: bool = False
 
 
@@ -195,7 +197,10 @@ class Clients:
     def enter(self, record: TaskRecord, now: float) -> None:
         """A task was submitted."""
         self.now = now
-        self.of(record.client).unfinished += 1
+        client = self.of(record.client)
+        client.unfinished += 1
+        if not client.is_waiting:
+            self.note_wish(client)
 
     def exit(self, record: TaskRecord) -> None:
         """A task has ended."""
@@ -208,15 +213,14 @@ class Clients:
         if client.has_left and not client.unfinished and not client.held:
             self._by_id.pop(client.id, None)
 
-    def wait(self, client: Client) -> None:
-        """A program begins to wait: from here on it is owed its part."""
+    def note_wish(self, client: Client) -> None:
+        """A program that did not wants a task run: from now on it is owed its part."""
         client.since = self.now
         client.tag = max(client.tag, self.begun)
 
     def begin(self, record: TaskRecord, lease: Lease) -> None:
         """A task has a lease: what it holds counts for its program."""
         client, spec = self.of(record.client), record.spec
-        client.tag = max(client.tag, self.begun)
         self.note_turn(client)
         lease.stake = Stake(self, client, lease.request, spec.is_endless)
 

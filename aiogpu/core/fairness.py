@@ -155,6 +155,11 @@ def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
         if lane_of(record)[0] >= lane_of(kept.record)[0]:
             return
     elif kept is None and now < group.reserve_at + LONGEST:
+        if now < group.reserve_at:
+            return
+        for worker in node.workers:
+            if worker.lease is not None and worker.lease.stake is not None:
+                worker.lease.stake.charge()
         mine = clients.of(record.client).tag
         if any(clients.of(id_).tag < mine for id_ in queue.of_client):
             return
@@ -175,7 +180,7 @@ def may_go_on(node: Node, lease: Lease, bucket: Bucket) -> bool:
     client = clients.of(head.client)
     if lease.stake is None or lease.stake.client is not client:
         return False
-    lease.stake.charge()
+    lease.stake.go_on()
     if clients.exceeds(client):
         return False
     helped: dict[Request, bool] = {}

@@ -60,7 +60,10 @@ class SharedQueue(ReadyQueue):
         groups = self.of_client.get(id_)
         if groups is None:
             groups = self.of_client[id_] = {}
-            self._clients.wait(self._clients.of(id_))
+            client = self._clients.of(id_)
+            if not client.is_waiting:
+                self._clients.note_wish(client)
+            client.is_waiting = True
         group = groups.get(shape.request)
         if group is None:
             group = groups[shape.request] = Group(shape.request, id_)
@@ -88,6 +91,7 @@ class SharedQueue(ReadyQueue):
             del groups[group.request]
             if not groups:
                 del self.of_client[group.client]
+                self._clients.of(group.client).is_waiting = False
 
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool

@@ -57,7 +57,7 @@ class Stake:
     """
 
     __slots__ = (
-        *("_clients", "_cost_lent", "_full_cost", "_held", "_since"),
+        *("_clients", "_cost_lent", "_full_cost", "_held", "_left", "_since"),
         *("client", "cost", "portion"),
     )
 
@@ -68,6 +68,7 @@ class Stake:
         self.client = client
         self.portion = portion = clients.portion_of(request)
         self._since = clients.now
+        self._left = LONGEST
         self.cost = self._full_cost = 0.0 if is_endless else portion.cost
         self._cost_lent = 0.0 if is_endless else portion.cost_lent
         self._held = [(name, parts) for name, parts, _ in portion.amounts]
@@ -77,9 +78,15 @@ class Stake:
     def charge(self) -> None:
         """Count what was had until now."""
         now, client = self._clients.now, self.client
-        seconds = min(now - self._since, LONGEST)
+        seconds = min(now - self._since, self._left)
         client.tag += self.cost * seconds / client.weight
         self._since = now
+        self._left -= seconds
+
+    def go_on(self) -> None:
+        """It is held for another task from now on."""
+        self.charge()
+        self._left = LONGEST
 
     def end(self) -> None:
         """Nothing is held any more."""
