@@ -116,6 +116,17 @@ class Clients:
             portion = self._portions[request] = Portion(request, self._capacity)
         return portion
 
+    def amounts_of(self, request: Request) -> list[tuple[str, int]]:
+        """What a request asks for of each resource, in parts."""
+        return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
+
+    def allows(self, id_: ClientId, request: Request) -> bool:
+        """Whether a request is within what a program may hold, if it holds no more."""
+        most = self.of(id_).most
+        return all(
+            parts <= most.get(name, parts) for name, parts in self.amounts_of(request)
+        )
+
     def admit(self, id_: ClientId, request: Request) -> None:
         """Let a program submit one more task, or say why it may not.
 
@@ -133,7 +144,7 @@ class Clients:
                 f"its node lets it have {most} (max_waiting). Await some of them "
                 f"before it submits more, or join the node with a higher limit."
             )
-        for name, parts, _ in self.portion_of(request).amounts if client.most else ():
+        for name, parts in self.amounts_of(request) if client.most else ():
             if parts > client.most.get(name, parts):
                 may = _told(name, client.most[name])
                 raise InfeasibleError(
@@ -159,17 +170,24 @@ class Clients:
         )
 
     def why_barred(self, record: TaskRecord) -> str:
-        """In words which limits a task waits for; empty if none."""
+        """In words what its program holds of what it may, of what a task waits for.
+
+        Empty if it does not wait for that.
+        """
         client = self.of(record.client)
-        amounts = self.portion_of(record.spec.shape.request).amounts
-        limits = [
-            f"{_told(name, client.held.get(name, 0))} of at most "
-            f"{_told(name, client.most[name])} {spoken(name)}"
-            for name, parts, _ in amounts
-            if client.held.get(name, 0) + parts > client.most.get(name, inf)
-        ]
-        told = f"waits for its program's limit: it holds {in_words(limits)} at once"
-        return told if limits else ""
+        return in_words(
+            [
+                f"{_told(name, client.held.get(name, 0))} of at most "
+                f"{_told(name, client.most[name])} {spoken(name)}"
+                for name, parts in self.amounts_of(record.spec.shape.request)
+                if client.held.get(name, 0) + parts > client.most.get(name, inf)
+            ]
+        )
+
+    def why_limited(self, record: TaskRecord) -> str:
+        """For the end of a sentence: that the limit of its program is part of why."""
+        told = self.why_barred(record)
+        return f"; this program holds {told} that its node lets it have" if told else ""
 
     def share_of(self, client: Client, request: Request) -> tuple[float, float]:
         """The part that a program holds of what a request asks for, by weight.
