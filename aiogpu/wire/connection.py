@@ -35,6 +35,15 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
+from aiogpu.wire.joining import (
+    Carried,
+    Depart,
+    Departed,
+    Inquire,
+    Join,
+    Refused,
+    Welcome,
+)
 from aiogpu.wire.messages import (
     VERSION,
     Bind,
@@ -79,6 +88,7 @@ from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
 WORKER: Final = "worker"
+CLIENT: Final = "client"
 
 GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not said who it is."""
@@ -94,6 +104,13 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
             *(Items, ChildDemand, RanOut),
         }
     ),
+    CLIENT: frozenset(
+        {
+            *(Join, Depart, Inquire, Declare, Submit, Withdraw, ChildDemand),
+            *(Make, Find, Ask, Hold, Release, Carry, Stop),
+            *(Returned, Put, PutFailed, Share, Fetch, Discard),
+        }
+    ),
 }
 """What a peer of each role may say to the driver after its greeting."""
 
@@ -104,6 +121,12 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
             *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems),
+        }
+    ),
+    CLIENT: frozenset(
+        {
+            *(Refused, Welcome, Close, Departed, Carried, Recycle),
+            *(ChildDone, ChildFailed, ChildItems),
         }
     ),
 }
@@ -142,7 +165,7 @@ class Connection:
 
     @classmethod
     def connecting(cls, role: str) -> Connection:
-        """The end of a zygote, keeper or worker; send `greeting(...)` first."""
+        """The end that connects, by its role; send `greeting(...)` first."""
         return cls(HEARS[role])
 
     def __repr__(self) -> str:
