@@ -25,8 +25,7 @@ from aiogpu.runtime.meeting import default_socket
 SWITCH: Final = click.Choice(["auto", "off"])
 NO_HEAD: Final = (
     "say --head: it starts the node of this box. There are no others to join by "
-    "--address; programs join this one by aiogpu.init(address='auto'), and where one "
-    "machine is not enough they run on Ray by aiogpu.init(address='ray')."
+    "--address. Programs join this one by aiogpu.init(address='auto')."
 )
 
 
@@ -113,6 +112,7 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         tuple(map(os.path.abspath, sys.path)),
     )
     if systemd:
+        check_absolute(socket, log_dir, given["spill_directory"])
         click.echo(unit_of(plan), nl=False)
     elif block:
         from aiogpu.daemon.process import run_here
@@ -120,6 +120,17 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         run_here(plan, lambda ready: click.echo("\n".join(told(ready))))
     else:
         click.echo("\n".join(told(start_detached(plan))))
+
+
+def check_absolute(*paths: str | None) -> None:
+    """Refuse paths that would mean another place to a service, which starts there."""
+    for path in paths:
+        if path is not None and not os.path.isabs(path):
+            raise click.UsageError(
+                f"a service starts in another directory than this one, so with "
+                f"--systemd paths begin with a slash: {os.path.abspath(path)} instead "
+                f"of {path}."
+            )
 
 
 def resources(text: str | None) -> dict[str, Any] | None:

@@ -43,8 +43,9 @@ class Pages(RotatingFileHandler):
         self.setFormatter(logging.Formatter(FORMAT))
 
     def _open(self) -> io.TextIOWrapper:
-        raw = open(self.baseFilename, "ab", opener=_open_private)
-        return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace")
+        raw = io.FileIO(self.baseFilename, "ab", opener=_open_private)
+        buffer = io.BufferedWriter(raw)
+        return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, and before it how many were lost."""

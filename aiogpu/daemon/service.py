@@ -44,7 +44,7 @@ class Node(Protocol):
         ...
 
     async def drain(self, patience: float) -> bool:
-        """Refuse new work, and let what runs end; whether it has, in so many seconds."""
+        """Refuse new work; says whether what runs has ended within so many seconds."""
         ...
 
     async def total(self) -> dict[str, float]:
