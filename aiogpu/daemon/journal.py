@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from contextlib import suppress
+from copy import copy
 from logging.handlers import RotatingFileHandler
 from typing import Final, TextIO
 
@@ -79,7 +80,7 @@ class Journal(logging.Handler):
     """What the node logs goes through here; made to be the root logger's handler.
 
     Attributes:
-        lost: lines that found no room on the way to the thread.
+        lost: lines that found no room on the way to the thread, or were none.
     """
 
     def __init__(self, *to: logging.Handler) -> None:
@@ -108,15 +109,16 @@ class Journal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand a line to the thread."""
-        # Here, since what it refers to may change; the thread has it as text.
-        record.msg, record.args = record.getMessage(), None
+        line = copy(record)  # other handlers see it as it was
         try:
-            self._lines.put_nowait(record)
-        except queue.Full:
-            self.lost += 1
+            # Here, since what it refers to may change before the thread comes to it.
+            line.msg, line.args = record.getMessage(), None
+            self._lines.put_nowait(line)
+        except Exception:  # noqa: BLE001 - a full queue, or any object's own `__str__`
+            self.handleError(record)
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - theirs
-        """A line that cannot be formatted is lost as well."""
+        """Count the line."""
         self.lost += 1
 
     def _write_all(self) -> None:
