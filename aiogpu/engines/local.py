@@ -37,6 +37,7 @@ class LocalEngine:
     """An embedded node: the scheduler and all connections live on the loop."""
 
     waits = None
+    far = None
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
@@ -197,7 +198,7 @@ class LocalEngine:
             return True
         clients.stop_listening()
         until = self._loop.time() + patience
-        while not clients.is_idle and self._loop.time() < until:
+        while not clients.is_idle and self._loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
         return clients.is_idle
 
@@ -217,6 +218,9 @@ class LocalEngine:
     def abandon(self) -> None:
         """The same in haste."""
         self._supervisor.abandon()
+
+    def disown(self) -> None:
+        """This process is a fork of the driver: its workers look for the driver."""
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:

@@ -20,6 +20,7 @@ from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Created
 from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
@@ -88,7 +89,7 @@ class Actors(Register):
         return actor
 
     def room(self, actor: int) -> tuple[int | None, str]:
-        """See `ActorsPort.room`."""
+        """How many actors like it can live at once, and what each asks for."""
         found = self.get(actor)
         if found is None:
             raise self.unknown(actor)
@@ -97,6 +98,10 @@ class Actors(Register):
         ledger = self._driver.scheduler.ledger
         lends = not found.site.actor.keeps_cpus
         return ledger.room_for(request, lends), str(request)
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """See `ActorsPort.tell_room`."""
+        receiver.receive(dump_whole(self.room(actor)))
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""

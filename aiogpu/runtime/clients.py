@@ -105,7 +105,7 @@ class Clients:
         is_draining: no new work is taken.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - all that a client has to do with
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,

@@ -150,7 +150,7 @@ class Far:
             actor.await_end(receiver)
             return
         if message.method == ROOM:
-            receiver.receive(dump_whole(self._actors.room(actor.id)))
+            self._actors.tell_room(actor.id, receiver)
             return
         number = actor.call(message.method, message.payload, receiver, caller.id)
         if child in caller.asked:

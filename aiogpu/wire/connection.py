@@ -156,7 +156,8 @@ class Connection:
         )
         self.peer: Hello | None = None
         self._accepted = accepted or frozenset({Hello})
-        self._reader = FrameReader(GREETING_LIMIT if accepted is None else LIMIT)
+        is_new = accepted is None
+        self._reader = FrameReader(GREETING_LIMIT if is_new else LIMIT, is_new)
 
     @classmethod
     def accepting(cls) -> Connection:
@@ -186,17 +187,27 @@ class Connection:
         if not self._accepted:  # closed
             return []
         try:
-            messages = self._reader.feed(data)
+            messages = self._feed(data)
             for message in messages:
-                if type(message) not in self._accepted:
+                if type(message) not in self._accepted and message is not self.peer:
                     name = type(message).__name__
                     raise ProtocolError(f"{name} out of turn on {self!r}")
-                if type(message) is Hello:
-                    self._greeted(message)
         except ProtocolError:
             self.close()
             raise
         return messages
+
+    def _feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete; the greeting is looked at before the rest."""
+        if self.state is not ConnectionState.GREETING:
+            return self._reader.feed(data)
+        first = self._reader.feed(data)
+        if not first:
+            return first
+        if type(first[0]) is not Hello:
+            raise ProtocolError(f"{type(first[0]).__name__} out of turn on {self!r}")
+        self._greeted(first[0])
+        return [*first, *self._reader.feed(b"")]
 
     def _greeted(self, hello: Hello) -> None:
         if hello.version != VERSION:
@@ -208,7 +219,7 @@ class Connection:
             raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
         self.peer = hello
         self._accepted = SAYS[hello.role]
-        self._reader.limit = LIMIT
+        self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 
     def close(self) -> None:
