@@ -40,6 +40,8 @@ TimeoutStopSec={stop:.0f}
 Delegate=yes
 Restart=on-failure
 RestartSec=2
+# 2 is bad input, which no second try makes better.
+RestartPreventExitStatus=2
 
 [Install]
 WantedBy=default.target

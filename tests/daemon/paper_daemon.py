@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.plan import Plan
@@ -24,7 +25,8 @@ class Daemon(PaperNode):
         print(f"drain {patience:g}", flush=True)
         if HOW == "calm":
             return True
-        await asyncio.sleep(patience)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), patience)
         return False
 
     async def close(self) -> None:
