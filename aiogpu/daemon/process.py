@@ -23,8 +23,12 @@ from aiogpu.daemon.plan import LAST_WORDS, Plan
 from aiogpu.daemon.readiness import Ready, tell_failure, tell_ready
 from aiogpu.daemon.service import MakeNode, Service, make_node
 from aiogpu.errors import AiogpuError, InternalError, NodeStartError
+from aiogpu.worker.kernel import set_process_name
 
 _log: Final = logging.getLogger("aiogpu.daemon")
+
+NAME: Final = "aiogpu-node"
+"""What process lists call it."""
 
 
 def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
@@ -40,6 +44,7 @@ def run_detached(plan: Plan, pipe: int, make: MakeNode = make_node) -> int:
         tell_ready(pipe, ready)
         os.close(pipe)
 
+    set_process_name(NAME)
     try:
         plan.place.prepare()
         claim = Claim.take(plan.place)

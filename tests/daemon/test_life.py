@@ -26,6 +26,7 @@ def test_from_start_to_stop(here: Box) -> None:
     )
     assert os.getsid(node.pid) == node.pid, "no terminal's, and no shell's"
     assert os.readlink(f"/proc/{node.pid}/cwd") == "/"
+    assert Path(f"/proc/{node.pid}/comm").read_text() == "aiogpu-node\n"
     command = Path(f"/proc/{node.pid}/cmdline").read_bytes().split(b"\0")
     assert {b"aiogpu.daemon", here.place.socket.encode()} <= set(command)
 
