@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
 import click
@@ -23,6 +24,8 @@ from aiogpu.daemon.unit import unit
 from aiogpu.runtime.meeting import default_socket
 
 SWITCH: Final = click.Choice(["auto", "off"])
+PATH: Final = click.Path(readable=False)
+"""Whether it is fit is said later, with what to do."""
 NO_HEAD: Final = (
     "say --head: it starts the node of this box. There are no others to join by "
     "--address. Programs join this one by aiogpu.init(address='auto')."
@@ -45,7 +48,7 @@ def options(command: Any) -> Any:
             ),
             click.option(
                 "--spill-directory",
-                type=click.Path(),
+                type=PATH,
                 help="Where values go beyond that.",
             ),
             click.option("--accelerator-type", help="Declared, such as A100."),
@@ -75,8 +78,8 @@ def options(command: Any) -> Any:
 @click.command()
 @click.option("--head", is_flag=True, help="Start the node of this box.")
 @options
-@click.option("--socket", type=click.Path(), help="Where it listens.")
-@click.option("--log-dir", type=click.Path(), help="Where its logs go.")
+@click.option("--socket", type=PATH, help="Where it listens.")
+@click.option("--log-dir", type=PATH, help="Where its logs go.")
 @click.option(
     "--drain",
     type=click.FloatRange(0),
@@ -109,7 +112,7 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         check_node_options(**given, log_to_driver=True),
         Place.at(socket, log_dir),
         drain,
-        tuple(map(os.path.abspath, sys.path)),
+        import_path(),
     )
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])
@@ -148,6 +151,15 @@ def resources(text: str | None) -> dict[str, Any] | None:
             param_hint="--resources",
         )
     return found
+
+
+def import_path() -> tuple[str, ...]:
+    """Where this process finds modules, in words that mean the same elsewhere."""
+    found = []
+    for path in sys.path:
+        with suppress(OSError):  # it is relative to a directory that was removed
+            found.append(os.path.abspath(path))
+    return tuple(found)
 
 
 def modules(given: tuple[str, ...]) -> tuple[str, ...] | str:

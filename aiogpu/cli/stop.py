@@ -11,7 +11,9 @@ from aiogpu.daemon.stop import stop as stop_node
 
 
 @click.command()
-@click.option("--socket", type=click.Path(), help="Where the node listens.")
+@click.option(
+    "--socket", type=click.Path(readable=False), help="Where the node listens."
+)
 @click.option("--force", is_flag=True, help="Kill it, with all that runs on it.")
 @click.option(
     "--drain",

@@ -62,9 +62,7 @@ def start_detached(plan: Plan) -> Ready:
 
 
 def _start(plan: Plan, pipe: int, words: int) -> subprocess.Popen[bytes]:
-    # The directory comes first on `python -m`'s path: only where it did for us too.
-    safe = () if os.getcwd() in sys.path else ("-P",)
-    command = [sys.executable, *interpreter_flags(), *safe, "-m", "aiogpu.daemon"]
+    command = [sys.executable, *interpreter_flags(), *_safe(), "-m", "aiogpu.daemon"]
     source = os.memfd_create("aiogpu-plan", os.MFD_CLOEXEC)
     try:
         os.write(source, plan.packed())
@@ -81,6 +79,14 @@ def _start(plan: Plan, pipe: int, words: int) -> subprocess.Popen[bytes]:
         raise NodeStartError(f"{sys.executable} cannot be started: {error}") from error
     finally:
         os.close(source)
+
+
+def _safe() -> tuple[str, ...]:
+    """`-P` keeps the directory off `python -m`'s path, if it was not on ours."""
+    try:
+        return () if os.getcwd() in sys.path else ("-P",)
+    except FileNotFoundError:
+        return ("-P",)  # it was removed
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -49,7 +49,7 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
     )
     assert ran.exit_code == 0, ran.output
     (plan,) = plans
-    assert plan.options._asdict() == {
+    expected = {
         "num_cpus": 1.5,
         "num_gpus": 2,
         "resources": {"license": 2},
@@ -68,6 +68,7 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         "object_memory": 1 << 30,
         "spill_directory": str(spill),
     }
+    assert {name: getattr(plan.options, name) for name in expected} == expected
     assert (plan.drain, plan.place.logs) == (3.0, str(tmp_path))
     assert all(map(os.path.isabs, plan.sys_path))
 
