@@ -21,7 +21,7 @@ def check(node: Node) -> None:
     """Assert that the books of the node agree with each other."""
     node.ledger.check()
     node.workers.check()
-    held = [worker.lease.id for worker in node.workers if worker.lease is not None]
+    held = [holder.lease.id for holder in node.holders if holder.lease is not None]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
     records = list(node.tasks.values())
     waiting = [record for record in records if record.state is TaskState.WAITING]
@@ -39,6 +39,13 @@ def check(node: Node) -> None:
         _check_kin(node, record)
     for worker in node.workers:
         _check_worker(worker)
+    for holder in node.granted.values():
+        assert node.workers.get(holder.id) is None, holder.id
+        record, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (record is None) == is_settling, holder.id
+        if record is not None:
+            assert record.worker is holder, holder.id
+            assert record.spec.is_lease, holder.id
 
 
 def _check_task(record: TaskRecord) -> None:

@@ -1,4 +1,4 @@
-"""What is heard of devices: free again, stuck, sick or well, or short of memory.
+"""What is heard of devices: given back, free, stuck, sick or well, short of memory.
 
 Each of these changes who may be given what, so all that waits is looked at after it.
 """
@@ -13,6 +13,7 @@ from aiogpu.core.departure import outgrow, set_aside, settle, starve
 from aiogpu.core.effects import Effect
 from aiogpu.core.events import Event
 from aiogpu.core.ids import WorkerId
+from aiogpu.core.leasing import on_returned
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import WorkerRecord
@@ -87,6 +88,7 @@ Handler = Callable[[Node, Any, float, list[Effect]], None]
 HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Settled: _on_settled,
     events.SetAside: _on_set_aside,
+    events.LeaseReturned: on_returned,
     events.Recovered: _on_recovered,
     events.Sick: _on_sick,
     events.Well: _on_well,

@@ -11,6 +11,7 @@ from typing import Final
 
 from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
 from aiogpu.core.ids import TaskId
+from aiogpu.core.leasing import grant
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -34,8 +35,11 @@ _RUNNING: Final = TaskState.RUNNING
 def start(
     node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
 ) -> None:
-    """Find a worker for a task: an idle one that fits, or a new one."""
+    """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
     spec, workers = record.spec, node.workers
+    if spec.is_lease:
+        grant(node, record, lease, now, effects)
+        return
     environment = spec.shape.environment
     if spec.max_calls:
         node.spares.want()

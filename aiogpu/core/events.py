@@ -189,6 +189,18 @@ class SetAside:
 
 
 @dataclass(slots=True)
+class LeaseReturned:
+    """All processes have ended for which a lease was granted to this holder.
+
+    `settles`: whether its devices are free is still to be seen; one of `Settled` and
+    `SetAside` follows, of that holder.
+    """
+
+    holder: WorkerId
+    settles: bool = False
+
+
+@dataclass(slots=True)
 class Recovered:
     """A device that was set aside is free again."""
 
@@ -238,6 +250,7 @@ Event = (
     | Well
     | Settled
     | SetAside
+    | LeaseReturned
     | Recovered
     | Outdated
     | TimePassed
