@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
 
 
@@ -204,6 +205,14 @@ class Engine(Protocol):
         Raises:
             InfeasibleError: there will never be enough for it.
             SerializationError: the arguments are too large to be sent.
+        """
+        ...
+
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
+
+        Raises:
+            InfeasibleError: there will never be enough for it.
         """
         ...
 

@@ -35,6 +35,7 @@ class DeviceMonitor:
 
     Attributes:
         guard: watches over reserved memory.
+        lessees: the programs that have a lease of a device, each with the holder's id.
         observed: what was seen on each device; empty until each was looked at once,
             and where there is none to look at.
     """
@@ -56,6 +57,7 @@ class DeviceMonitor:
                 them, each with the worker's id.
         """
         self.guard = guard
+        self.lessees: Callable[[Key], Mapping[int, int]] = _nobody
         self.observed: dict[Key, Observed] = {}
         self._loop = loop
         self._thread = thread
@@ -109,7 +111,8 @@ class DeviceMonitor:
         when = self._loop.time() - (time.monotonic() - seen.when)
         roots = self._roots() if seen.origins else {}
         for key, sample in seen.samples.items():
-            found = self._owners.sort(key[0], sample, seen.origins, roots)
+            known = {**self.lessees(key), **roots}
+            found = self._owners.sort(key[0], sample, seen.origins, known)
             self.observed[key] = Observed(
                 seen=when,
                 used=sample.used,
@@ -149,6 +152,10 @@ class DeviceMonitor:
         """Nobody looks any more: what was seen is no news."""
         self.close()
         self.observed.clear()
+
+
+def _nobody(_key: Key) -> Mapping[int, int]:
+    return {}
 
 
 def _ignore(_seen: Round) -> None:

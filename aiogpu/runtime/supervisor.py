@@ -222,8 +222,9 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the live workers, by worker id."""
-        return self._parts.pool.pids if self._parts is not None else {}
+        """Process ids of the live workers, by worker id, and of holders of leases."""
+        held = self.driver.leases.pids if self.driver is not None else {}
+        return held | self._parts.pool.pids if self._parts is not None else {}
 
     def enforce_gpu_memory(self, enforces: bool) -> None:
         """Whether to end who uses more device memory than it reserved."""
