@@ -46,7 +46,7 @@ class Register:
         """An actor to which somebody holds a handle."""
         return self._actors.get(actor)
 
-    def held(self, actor: int) -> Actor:
+    def held(self, actor: int, _name: str = "") -> Actor:
         """See `ActorsPort.held`."""
         if not self.hold(actor):
             raise self.unknown(actor)
