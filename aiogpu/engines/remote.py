@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.line import Line
 from aiogpu.engines.program import join_of, unreachable
+from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.memory.page import ControlPage
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
 
 DECLARED: Final = 512
@@ -96,6 +98,7 @@ class RemoteEngine:
         self.loans = Loans("", "", self._page, Interrupts(self._page), self.client)
         self.loans.on_over = self._on_over
         self.shares = Shares(self, _nothing, self.new_number, self.loans, self.client)
+        self.leases = RemoteLeases(self)
         self._receivers: dict[int, Receiver] = {}
         self._last = 0
         self._mark = object()
@@ -232,6 +235,10 @@ class RemoteEngine:
         terms = Terms.of(site).pack()
         self.send(Declare(site.id, site.spec.name, terms, site.function.payload))
 
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.leases.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if task in self._receivers:
@@ -242,6 +249,8 @@ class RemoteEngine:
         if self._receivers.pop(task, None) is not None:
             self.shares.withdraw(task)
             self.send(Withdraw(0, task))
+        else:
+            self.leases.give_back(task)
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
@@ -377,6 +386,7 @@ class RemoteEngine:
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.fail(error)
+        self.leases.end(error)
 
     async def close(self) -> None:
         """Stop what is this program's, wait for that, and leave."""

@@ -22,6 +22,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, NodeError, ProtocolError
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.lessee import give_back, give_back_all, take_lease
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.store import Store
@@ -36,9 +37,10 @@ from aiogpu.wire.joining import (
     Departed,
     Inquire,
     Join,
+    TakeLease,
     Welcome,
 )
-from aiogpu.wire.messages import Close, Hello, Message, Submit
+from aiogpu.wire.messages import Close, Hello, Message, Submit, Withdraw
 from aiogpu.wire.parcel import MARK
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.sharing import Put
@@ -65,6 +67,7 @@ class Client(Caller):
         only_looks: whether it runs nothing, and is listed nowhere.
         is_joined: whether it has said what its workers begin with.
         pidfd: tells its end, whoever else has its connection open; -1 for none.
+        leases: those that it has asked for and not given back, by its own numbers.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
 
@@ -75,6 +78,7 @@ class Client(Caller):
     is_joined: bool = False
     pidfd: int = -1
     departing: set[TaskId] = field(default_factory=set)
+    leases: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,10 @@ class Clients:
             asking.add_done_callback(self._asking.discard)
         elif kind is Depart:
             self._depart(client)
+        elif kind is TakeLease:
+            take_lease(client, message, self._driver, self.is_draining)  # type: ignore[arg-type]
+        elif kind is Withdraw and give_back(client, message.child, self._driver):  # type: ignore[union-attr]
+            return
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
         else:
@@ -251,7 +259,8 @@ class Clients:
         child = Child(client, inquiry.child)
         number = inquiry.number
         if inquiry.what == WHY:
-            number = client.children.get(number) or client.asked.get(number, (0, 0))[0]
+            task = client.children.get(number) or client.leases.get(number)
+            number = task or client.asked.get(number, (0, 0))[0]
         answer = self.answers.get(inquiry.what)
         if answer is None:
             child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
@@ -279,6 +288,7 @@ class Clients:
 
     def _give_up(self, client: Client) -> None:
         """Stop what is a client's own."""
+        give_back_all(client, self._driver)
         for number in list(client.asked):
             self._nest.far.withdraw(client, number)
         client.fetched.clear()
