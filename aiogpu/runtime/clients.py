@@ -22,7 +22,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, NodeError, ProtocolError
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.lessee import give_back, give_back_all, take_lease
+from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.store import Store
@@ -37,10 +37,9 @@ from aiogpu.wire.joining import (
     Departed,
     Inquire,
     Join,
-    TakeLease,
     Welcome,
 )
-from aiogpu.wire.messages import Close, Hello, Message, Submit, Withdraw
+from aiogpu.wire.messages import Close, Hello, Message, Submit
 from aiogpu.wire.parcel import MARK
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.sharing import Put
@@ -209,13 +208,9 @@ class Clients:
             asking.add_done_callback(self._asking.discard)
         elif kind is Depart:
             self._depart(client)
-        elif kind is TakeLease:
-            take_lease(client, message, self._driver, self.is_draining)  # type: ignore[arg-type]
-        elif kind is Withdraw and give_back(client, message.child, self._driver):  # type: ignore[union-attr]
-            return
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
-        else:
+        elif not hear_of_leases(client, message, self._driver, self.is_draining):
             self._nest.on_message(client, message)
 
     def _refuse(self, client: Client, message: Message) -> None:

@@ -114,7 +114,7 @@ class Leases:
         call = self._calls[effect.task]
         site, receiver = call.site, cast("LeaseReceiver", call.receiver)
         mark = f"{self._token}.{effect.task}"
-        bind = self._assignment.bind(effect.lease, site.environ)
+        bind = self._assignment.bind(effect.lease, {})
         self._held[effect.holder] = Held(
             receiver.pid, site.spec.name, f"{MARK}={mark}", effect.lease
         )

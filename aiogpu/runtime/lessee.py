@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from aiogpu.errors import InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
 from aiogpu.wire.failure import RAISED, pack_failure
-from aiogpu.wire.messages import ChildDone, ChildFailed, Failed
+from aiogpu.wire.joining import TakeLease
+from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
 
 if TYPE_CHECKING:
     from aiogpu.runtime.clients import Client
     from aiogpu.runtime.driver import Driver
-    from aiogpu.wire.joining import TakeLease
 
 
 class Lessee:
@@ -45,10 +45,19 @@ class Lessee:
         self.reject(pack_failure(0, RAISED, error, ""))
 
 
-def take_lease(
+def hear_of_leases(
+    client: Client, message: Message, driver: Driver, is_draining: bool
+) -> bool:
+    """Take in what a client says of its leases; False if it is something else."""
+    if isinstance(message, TakeLease):
+        _take(client, message, driver, is_draining)
+        return True
+    return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
+
+
+def _take(
     client: Client, message: TakeLease, driver: Driver, is_draining: bool
 ) -> None:
-    """A client asks for a lease."""
     lessee = Lessee(client, message.child)
     site = client.declared.get(message.site)
     if is_draining:
@@ -63,8 +72,7 @@ def take_lease(
         lessee.fail(InternalError(f"{client.name} never declared this lease"))
 
 
-def give_back(client: Client, number: int, driver: Driver) -> bool:
-    """A client gives a lease up, or back; False if it is none."""
+def _give_back(client: Client, number: int, driver: Driver) -> bool:
     task = client.leases.pop(number, None)
     if task is not None:
         driver.cancel(task)
@@ -74,4 +82,4 @@ def give_back(client: Client, number: int, driver: Driver) -> bool:
 def give_back_all(client: Client, driver: Driver) -> None:
     """A client has gone, or leaves; what its leases were for may go on."""
     for number in list(client.leases):
-        give_back(client, number, driver)
+        _give_back(client, number, driver)
