@@ -159,14 +159,12 @@ class RemoteEngine:
         from aiogpu.engines.hosting import unpack_capacity
 
         self._ledger = unpack_capacity(welcome.ledger)
-        page = self._page
         with suppress(OSError):
             descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                page = ControlPage.open(descriptor)
-            finally:
-                os.close(descriptor)
-        self.loans.move_in(welcome.descriptors, welcome.spill, page)
+            self._page.close()
+            self._page = ControlPage.open(descriptor)
+            os.close(descriptor)
+        self.loans.move_in(welcome.descriptors, welcome.spill, self._page)
 
     @property
     def actors(self) -> RemoteActors:
@@ -401,7 +399,8 @@ class RemoteEngine:
                 )
             await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
         self._end(NodeClosedError("this program has left its node."))
-        self.loans.leave()
+        self.loans.close()
+        self._page.close()
 
     def hasten(self) -> None:
         """Wait no more for what stops; see `Engine.hasten`."""
