@@ -244,7 +244,7 @@ class Lease:
 def _session() -> Session:
     """This loop's session, for a program's question."""
     session = session_of(asyncio.get_running_loop())
-    if session is None and (current.worker or host_of_task.get()):
+    if host_of_task.get() or (session is None and current.worker):
         raise error_inside_task("aiogpu.lease()")
     session = session or current_session()
     if session.is_closing:

@@ -50,8 +50,14 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
 def site_of(spec: TaskSpec) -> Site:
     """A lease's site: nothing runs, and nobody but its owner gives it back."""
     # How long it may wait is not how long it may be held.
-    own = {"max_calls": 1, "max_retries": 0, "is_endless": True, "is_lease": True}
-    spec = replace(spec, timeout=None, **own)
+    spec = replace(
+        spec,
+        timeout=None,
+        max_calls=1,
+        max_retries=0,
+        is_endless=True,
+        is_lease=True,
+    )
     return Site(
         id=new_site_id(),
         function=_nothing,

@@ -43,7 +43,7 @@ class Signals:
         wanted = {s for s in SENT_ON if signal.getsignal(s) is not signal.SIG_IGN}
         self._awaited = {*wanted, signal.SIGCHLD}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._awaited)
-        self.on_signal: Callable[[signal.Signals, bool], object] = bool
+        self.on_signal: Callable[[signal.Signals, bool], object] = _ignore
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have `on_signal` told of each: which, and whether the kernel has sent it."""
@@ -61,6 +61,10 @@ class Signals:
 
     def _tell(self, number: signal.Signals, is_kernels: bool) -> None:
         self.on_signal(number, is_kernels)
+
+
+def _ignore(_number: signal.Signals, _is_kernels: bool) -> None:
+    """Nobody wants to know yet."""
 
 
 class Command:

@@ -63,7 +63,7 @@ NAMED: Final = 40
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
-def run(ctx: click.Context, command: Sequence[str], **options: Any) -> None:
+def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND when its turn has come, with GPUs of its own.
 
     It gets the variables that say which, such as CUDA_VISIBLE_DEVICES, and keeps them

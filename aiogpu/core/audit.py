@@ -41,11 +41,11 @@ def check(node: Node) -> None:
         _check_worker(worker)
     for holder in node.granted.values():
         assert node.workers.get(holder.id) is None, holder.id
-        record, is_settling = holder.task, holder.state is WorkerState.SETTLING
-        assert (record is None) == is_settling, holder.id
-        if record is not None:
-            assert record.worker is holder, holder.id
-            assert record.spec.is_lease, holder.id
+        leased, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (leased is None) == is_settling, holder.id
+        if leased is not None:
+            assert leased.worker is holder, holder.id
+            assert leased.spec.is_lease, holder.id
 
 
 def _check_task(record: TaskRecord) -> None:
