@@ -38,11 +38,25 @@ def _on_recovered(node: Node, it: events.Recovered, *_: object) -> None:
 
 def _on_sick(node: Node, it: events.Sick, now: float, effects: list[Effect]) -> None:
     node.ledger.device_sets[it.kind].mark_sick(it.index, it.reason)
-    kept = node.reservation
-    if kept is not None and kept.barred.get(it.kind, 0) >> it.index & 1:
-        node.reservation = None  # made anew, and elsewhere, at once
+    _leave_unreserved(node, it.kind, it.index)
     _clear_off(node, effects)
     retire_bound(node, it.kind, it.index, now, effects)
+
+
+def _on_foreign(
+    node: Node, it: events.Foreign, _: float, effects: list[Effect]
+) -> None:
+    devices = node.ledger.device_sets[it.kind]
+    devices.note_foreign(it.index, it.reason, is_avoided=it.is_avoided)
+    _leave_unreserved(node, it.kind, it.index)
+    _clear_off(node, effects)
+
+
+def _leave_unreserved(node: Node, kind: str, index: int) -> None:
+    """Keep a device for nobody; what was kept is made anew, and elsewhere, at once."""
+    kept = node.reservation
+    if kept is not None and kept.barred.get(kind, 0) >> index & 1:
+        node.reservation = None
 
 
 def _clear_off(node: Node, effects: list[Effect]) -> None:
@@ -92,6 +106,7 @@ HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Recovered: _on_recovered,
     events.Sick: _on_sick,
     events.Well: _on_well,
+    events.Foreign: _on_foreign,
     events.MemoryShort: _on_memory_short,
     events.Outgrown: _on_outgrown,
 }

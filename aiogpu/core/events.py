@@ -170,6 +170,19 @@ class Well:
 
 
 @dataclass(slots=True)
+class Foreign:
+    """Processes that are none of the node's are on a device, and who; None: no more.
+
+    `is_avoided`: others are chosen before it; else it is given to nobody meanwhile.
+    """
+
+    kind: str
+    index: int
+    reason: str | None
+    is_avoided: bool = False
+
+
+@dataclass(slots=True)
 class Settled:
     """The devices of a worker that has gone are free.
 
@@ -248,6 +261,7 @@ Event = (
     | Outgrown
     | Sick
     | Well
+    | Foreign
     | Settled
     | SetAside
     | LeaseReturned

@@ -29,6 +29,8 @@ class NodeOptions(NamedTuple):
         accelerator_type: declared for all devices of a logical node.
         gpu_memory: bytes declared for each of them.
         gpu_memory_enforce: whether a task is ended that outgrows what it reserved.
+        foreign: "avoid" to place on devices with processes that are none of the node's
+            only where nothing else fits, "wait" to wait until these have gone.
         mps: "auto" to use an MPS server where one runs.
         cpu_affinity: "auto" to pin workers to the CPUs near their GPUs.
         preload: modules that the zygote imports.
@@ -49,6 +51,7 @@ class NodeOptions(NamedTuple):
     accelerator_type: str | None = None
     gpu_memory: int | None = None
     gpu_memory_enforce: bool = False
+    foreign: str = "ignore"
     mps: str = "off"
     cpu_affinity: str = "auto"
     preload: Sequence[str] = ()

@@ -74,6 +74,7 @@ class LocalEngine:
             )
             self._driver.guard.is_on = options.memory_guard
             self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
+            await self._supervisor.mind_foreign(options.foreign)
             self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()

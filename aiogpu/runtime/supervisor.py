@@ -274,6 +274,11 @@ class Supervisor:
         if self._devices is not None:
             self._devices.monitor.guard.enforces = enforces
 
+    async def mind_foreign(self, foreign: str) -> None:
+        """What follows from others' processes on devices; see `NodeOptions`."""
+        if self._devices is not None:
+            await self._devices.monitor.mind_foreign(foreign)
+
     def _roots(self) -> dict[int, int]:
         """The processes whose descendants are a worker's, with the worker's id."""
         workers = self._parts.pool.workers.values() if self._parts is not None else ()

@@ -352,6 +352,14 @@ class NodeMachine(RuleBasedStateMachine):
     def get_well(self, index):
         self.w.tell(events.Well(GPU, index))
 
+    @rule(
+        index=st.integers(0, len(TYPES) - 1),
+        reason=st.sampled_from([None, "python"]),
+        is_avoided=st.booleans(),
+    )
+    def others_come_and_go(self, index, reason, is_avoided):
+        self.w.tell(events.Foreign(GPU, index, reason, is_avoided))
+
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
         self.w.settles = settles
@@ -511,6 +519,7 @@ class NodeMachine(RuleBasedStateMachine):
         for index in range(len(TYPES)):
             w.tell(events.Recovered(GPU, index))
             w.tell(events.Well(GPU, index))
+            w.tell(events.Foreign(GPU, index, None))
         w.run_dry()
         w.check()
         assert scheduler.ledger.available() == scheduler.ledger.totals()

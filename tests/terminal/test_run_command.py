@@ -24,7 +24,8 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 
 async def main():
-    engine = LocalEngine(NodeOptions(num_cpus=2, num_gpus=2), asyncio.get_running_loop())
+    options = NodeOptions(num_cpus=2, num_gpus=2)
+    engine = LocalEngine(options, asyncio.get_running_loop())
     await engine.open()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(sys.argv[1])
@@ -146,6 +147,7 @@ def test_a_signal_is_sent_on(node: str, number: signal.Signals) -> None:
         assert process.wait(LIMIT) == 7
 
 
+@pytest.mark.slow
 def test_one_that_waits_for_its_turn_ends_by_a_signal(node: str) -> None:
     with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
         assert read(holder) == "up"
@@ -172,6 +174,7 @@ def test_what_the_command_leaves_behind_holds_the_lease(node: str) -> None:
         assert process.returncode == 5
 
 
+@pytest.mark.slow
 def test_who_wants_it_to_end_ends_what_is_left(node: str) -> None:
     source = "trap '' TERM; sleep 600 & echo left; exit 5"
     with start(node, "--", "sh", "-c", source) as process:
@@ -217,8 +220,9 @@ def waits_in(node: str, name: str) -> None:
         import asyncio, sys, aiogpu
         async def main():
             async with aiogpu.init(address=sys.argv[1], log_to_driver=False):
-                while sys.argv[2] not in [t.name for t in (await aiogpu.status()).waiting]:
-                    await asyncio.sleep(0.01)
+                names = ()
+                while sys.argv[2] not in names:
+                    names = [t.name for t in (await aiogpu.status()).waiting]
         asyncio.run(main())
     """
     from tests.program import run as run_program
@@ -260,6 +264,7 @@ def test_job_control_is_the_shells(node: str, terminal: Any) -> None:
     terminal.expect_exact("code=9\r\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_loop_of_the_shell(node: str, terminal: Any) -> None:
     command = shlex.join(line(node, "--", "sh", "-c", "echo up; sleep 600"))
     terminal.sendline(f"for i in 1 2; do {command}; done")
@@ -281,6 +286,7 @@ def test_a_terminal_is_told_why_it_waits(node: str, terminal: Any) -> None:
         terminal.expect_exact("ran\r\n")
 
 
+@pytest.mark.slow
 def test_a_stopped_command_is_seen_by_its_shell(node: str, terminal: Any) -> None:
     command = shlex.join(
         line(node, "--", "sh", "-c", "echo up; kill -STOP $$; echo on")
