@@ -38,8 +38,6 @@ class Telling:
         assert receiver is not None, call
         if type(answer) is Done:
             receiver.receive(answer.payload)
-        elif call.error is not None:
-            receiver.fail(call.error)
         elif type(answer) is Failed:
             receiver.reject(answer)
 
