@@ -120,9 +120,9 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
     elif block:
         from aiogpu.daemon.process import run_here
 
-        run_here(plan, lambda ready: click.echo("\n".join(told(ready))))
+        run_here(plan, tell)
     else:
-        click.echo("\n".join(told(start_detached(plan))))
+        tell(start_detached(plan))
 
 
 def check_absolute(*paths: str | None) -> None:
@@ -167,6 +167,12 @@ def modules(given: tuple[str, ...]) -> tuple[str, ...] | str:
     if not given:
         return "auto"
     return tuple(name for text in given for name in text.split(",") if name)
+
+
+def tell(ready: Ready) -> None:
+    """Print it; whoever does not read it has a node all the same."""
+    with suppress(OSError):
+        click.echo("\n".join(told(ready)))
 
 
 def told(ready: Ready) -> list[str]:

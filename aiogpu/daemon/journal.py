@@ -80,7 +80,7 @@ class Journal(logging.Handler):
     """What the node logs goes through here; made to be the root logger's handler.
 
     Attributes:
-        lost: lines that found no room on the way to the thread, or were none.
+        lost: lines that found no room on the way to the thread, or were none, in all.
     """
 
     def __init__(self, *to: logging.Handler) -> None:
@@ -122,12 +122,14 @@ class Journal(logging.Handler):
         self.lost += 1
 
     def _write_all(self) -> None:
+        told = 0
         while (record := self._lines.get()) is not None:
-            lost, self.lost = self.lost, 0
+            lost = self.lost
             for handler in self._to:
                 if isinstance(handler, Pages):
-                    handler.lost += lost
+                    handler.lost += lost - told
                 handler.handle(record)
+            told = lost
 
     def close(self) -> None:
         """Write what is left, for `PATIENCE` seconds at most."""
@@ -137,7 +139,7 @@ class Journal(logging.Handler):
             root.setLevel(self._before)
             logging.captureWarnings(False)
         with suppress(queue.Full):
-            self._lines.put_nowait(None)
+            self._lines.put(None, timeout=PATIENCE)
             self._thread.join(PATIENCE)
         if not self._thread.is_alive():
             for handler in self._to:

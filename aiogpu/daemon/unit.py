@@ -38,6 +38,8 @@ TimeoutStartSec={start:.0f}
 TimeoutStopSec={stop:.0f}
 # Each worker has a group of its own below this unit's.
 Delegate=yes
+# One of them that fills the memory is no reason to stop all.
+OOMPolicy=continue
 Restart=on-failure
 RestartSec=2
 # 2 is bad input, which no second try makes better.

@@ -28,6 +28,8 @@ def test_it_is_notified_and_given_time_to_drain() -> None:
     assert found["Type"] == "notify"
     assert found["KillMode"] == "mixed"
     assert found["Delegate"] == "yes"
+    assert found["OOMPolicy"] == "continue"
+    assert found["RestartPreventExitStatus"] == "2"
     assert (found["TimeoutStartSec"], found["TimeoutStopSec"]) == ("120", "52")
     assert "Environment" not in found
 
