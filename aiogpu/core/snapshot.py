@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
@@ -115,6 +117,9 @@ class NodeStatus:
         shapes: what they ask for, in the order of the first one's turn; at most 100.
         shape_count: how many shapes there are, listed or not.
         reservation: what is kept for a task that has waited long, None if nothing.
+        actors: all that have a process; then the first 100 of the others.
+        failures: the last 100 that have failed, the latest first; none are kept by a
+            node without processes.
     """
 
     total: Mapping[str, float]
@@ -126,6 +131,8 @@ class NodeStatus:
     shapes: tuple[ShapeStatus, ...]
     shape_count: int
     reservation: ReservationStatus | None
+    actors: tuple[ActorStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
