@@ -15,8 +15,19 @@ import click
 import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
-COMMANDS: Final = ("demo", "doctor", "gpus")
+COMMANDS: Final = (
+    "completion",
+    "demo",
+    "doctor",
+    "gpus",
+    "list",
+    "status",
+    "top",
+    "why",
+)
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
+ELSEWHERE: Final = {"list": ("listing", "list_command")}
+"""Those that Python needs the names of: module and attribute."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
 """What shells report of a program that SIGINT ended: 128 + 2."""
@@ -33,7 +44,10 @@ class LateGroup(click.Group):
         """Import the command; None if there is none of that name."""
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"aiogpu.cli.{name}"), name)
+        module, attribute = ELSEWHERE.get(name, (name, name))
+        command: click.Command = getattr(
+            import_module(f"aiogpu.cli.{module}"), attribute
+        )
         return command
 
 

@@ -45,7 +45,7 @@ def _counts(status: NodeStatus) -> str:
 def report(status: NodeStatus) -> str:
     """Everything, in a table."""
     rows = [
-        *_resources(status),
+        *overview(status),
         *device_rows(status.devices),
         *_tasks(status),
         *_shapes(status),
@@ -56,7 +56,8 @@ def report(status: NodeStatus) -> str:
     return "\n".join(rows)
 
 
-def _resources(status: NodeStatus) -> Iterator[str]:
+def overview(status: NodeStatus) -> Iterator[str]:
+    """How much is free of each resource, and how many workers and tasks there are."""
     rows = [
         (name, f"{written(name, free)} of {written(name, total)} free")
         for name, free, total in _worth_telling(status)
