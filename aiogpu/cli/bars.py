@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from rich.cells import cell_len
-
-from aiogpu.cli.grid import GAP, Line, cut, printable
+from aiogpu.cli.grid import GAP, Line, cut, printable, within
 from aiogpu.cli.tables import device_name, held_by, memory
 from aiogpu.core.holding import DeviceStatus
 
@@ -30,7 +28,7 @@ def device_lines(devices: Sequence[DeviceStatus], width: int) -> Iterator[Line]:
             told = f"set aside: {printable(device.aside)}"
             yield [(head, "bold"), (cut(told, width - margin - GAP), "bold red")]
         else:
-            yield _within([(head, "bold"), *_bars(device, width)], width)
+            yield within([(head, "bold"), *_bars(device, width)], width)
         told = printable("  ".join(held_by(device)))
         if told:
             yield [(" " * (margin + GAP), ""), (cut(told, width - margin - GAP), "dim")]
@@ -71,12 +69,3 @@ def part_bar(part: float, width: int, style: str) -> Iterator[tuple[str, str]]:
     full = round(min(max(part, 0.0), 1.0) * width)
     yield (FULL * full, style)
     yield (EMPTY * (width - full), "dim")
-
-
-def _within(line: Line, width: int) -> Line:
-    """As much of a line as there is room for."""
-    kept: Line = []
-    for text, style in line:
-        kept.append((cut(text, width) if width > 0 else "", style))
-        width -= cell_len(text)
-    return [piece for piece in kept if piece[0]]

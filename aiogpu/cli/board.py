@@ -10,7 +10,7 @@ from typing import Final
 
 import aiogpu
 from aiogpu.cli.bars import device_lines
-from aiogpu.cli.grid import Column, Line, Table, cut, grid, printable
+from aiogpu.cli.grid import Column, Line, Table, cut, grid, printable, within
 from aiogpu.cli.tables import (
     actor_table,
     failure_table,
@@ -49,7 +49,7 @@ def board(
     body = list(picture(status, view.order, width))
     room = max(1, height - 2)
     view.fit(len(body), room)
-    shown = body[view.offset : view.offset + room]
+    shown = [within(line, width) for line in body[view.offset : view.offset + room]]
     shown += [[] for _ in range(room - len(shown))]
     return [_top(status, view, width, note), *shown, _keys(view, len(body), width)]
 

@@ -148,3 +148,12 @@ def cut(text: str, width: int) -> str:
 def plain(lines: Iterator[Line]) -> Iterator[str]:
     """The lines without their styles."""
     return ("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def within(line: Line, width: int) -> Line:
+    """As much of a line as there is room for."""
+    kept: Line = []
+    for text, style in line:
+        kept.append((cut(text, width) if width > 0 else "", style))
+        width -= cell_len(text)
+    return [piece for piece in kept if piece[0]]
