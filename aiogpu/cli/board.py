@@ -5,12 +5,12 @@ Pure: a picture and a view in, lines out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import aiogpu
 from aiogpu.cli.bars import device_lines
-from aiogpu.cli.grid import Column, Line, Table, cut, grid, printable, within
+from aiogpu.cli.grid import Column, Line, Table, cut, drawers, printable, within
 from aiogpu.cli.tables import (
     actor_table,
     failure_table,
@@ -49,7 +49,10 @@ def board(
     body = list(picture(status, view.order, width))
     room = max(1, height - 2)
     view.fit(len(body), room)
-    shown = [within(line, width) for line in body[view.offset : view.offset + room]]
+    shown = [
+        within(line() if callable(line) else line, width)
+        for line in body[view.offset : view.offset + room]
+    ]
     shown += [[] for _ in range(room - len(shown))]
     return [_top(status, view, width, note), *shown, _keys(view, len(body), width)]
 
@@ -69,8 +72,10 @@ def _keys(view: View, count: int, width: int) -> Line:
     return [(cut(told + place, width).ljust(width), "reverse")]
 
 
-def picture(status: aiogpu.NodeStatus, order: str, width: int) -> Iterator[Line]:
-    """All that there is to see, from top to bottom."""
+def picture(
+    status: aiogpu.NodeStatus, order: str, width: int
+) -> Iterator[Line | Callable[[], Line]]:
+    """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
     tasks = [task for task in status.tasks if task.worker is not None]
     parts = (
@@ -83,7 +88,7 @@ def picture(status: aiogpu.NodeStatus, order: str, width: int) -> Iterator[Line]
         if table.rows:
             yield []
             yield [(title, "bold underline")]
-            yield from grid(table, width)
+            yield from drawers(table, width)
         if status.reservation is not None and title.startswith("waiting"):
             told = f"kept for {status.reservation.name}: {status.reservation}"
             yield [(cut(printable(told), width), "cyan")]

@@ -7,7 +7,8 @@ how wide characters are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -64,12 +65,16 @@ def grid(table: Table, width: int | None = None, indent: int = 0) -> Iterator[Li
         width: how many columns there are; None for as many as are needed.
         indent: blanks before each line.
     """
-    texts = [[text_of(cell) for cell in row] for row in table.rows]
+    return (draw() for draw in drawers(table, width, indent))
+
+
+def drawers(
+    table: Table, width: int | None = None, indent: int = 0
+) -> Iterator[Callable[[], Line]]:
+    """The same for one who may not want all lines: each is drawn when it is called."""
     natural = [
-        max(cell_len(column.name), *(cell_len(row[at]) for row in texts))
-        if any(row[at] for row in texts)
-        else 0
-        for at, column in enumerate(table.columns)
+        max(wide(column.name), *map(wide, cells)) if any(cells) else 0
+        for column, cells in _columns_of(table)
     ]
     widths = natural
     if width is not None:
@@ -77,30 +82,37 @@ def grid(table: Table, width: int | None = None, indent: int = 0) -> Iterator[Li
     margin = " " * indent
     names = [(column.name, "bold") for column in table.columns]
     for cells in (names, *table.rows):
-        yield from _line(cells, table.columns, widths, margin)
+        yield partial(_line, cells, table.columns, widths, margin)
+
+
+def _columns_of(table: Table) -> Iterator[tuple[Column, list[str]]]:
+    for at, column in enumerate(table.columns):
+        yield column, [text_of(row[at]) for row in table.rows]
+
+
+def wide(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return len(text) if text.isascii() else cell_len(text)
 
 
 def _line(
     cells: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int], margin: str
-) -> Iterator[Line]:
-    line: Line = [(margin, "")] if margin else []
-    last = max((at for at, width in enumerate(widths) if width), default=-1)
-    for at, (cell, column, width) in enumerate(
-        zip(cells, columns, widths, strict=True)
-    ):
+) -> Line:
+    line: Line = [(margin, "")]
+    gap = ""
+    for cell, column, width in zip(cells, columns, widths, strict=True):
         if not width:
             continue
-        text, style = (
-            cut(text_of(cell), width),
-            "" if isinstance(cell, str) else cell[1],
-        )
-        blanks = " " * (width - cell_len(text))
-        gap = "" if at == last else " " * GAP
+        style = "" if isinstance(cell, str) else cell[1]
+        text = cut(text_of(cell), width)
+        blanks = " " * (width - wide(text))
         if column.is_number:
-            line += [(blanks, ""), (text, style), (gap, "")]
+            line += [(gap + blanks, ""), (text, style)]
+            gap = " " * GAP
         else:
-            line += [(text, style), ("" if at == last else blanks + gap, "")]
-    yield [piece for piece in line if piece[0]]
+            line += [(gap, ""), (text, style)]
+            gap = blanks + " " * GAP
+    return [piece for piece in line if piece[0]]
 
 
 def fitted(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[int]:
@@ -140,7 +152,7 @@ def _all(widths: Sequence[int]) -> int:
 
 def cut(text: str, width: int) -> str:
     """The text, shortened to so many columns if it has more."""
-    if cell_len(text) <= width:
+    if wide(text) <= width:
         return text
     return set_cell_size(text, width - 1) + "…" if width > 1 else "…"[:width]
 
@@ -155,5 +167,5 @@ def within(line: Line, width: int) -> Line:
     kept: Line = []
     for text, style in line:
         kept.append((cut(text, width) if width > 0 else "", style))
-        width -= cell_len(text)
+        width -= wide(text)
     return [piece for piece in kept if piece[0]]

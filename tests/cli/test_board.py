@@ -36,9 +36,11 @@ def test_a_screen() -> None:
         "kept for train: GPU 1 and CPU 1",
         "",
         "on workers: 3",
-        "TASK  NAME           STATE    PID   PROGRAM  HOLDS                  FOR  MEMORY",
+        "TASK  NAME           STATE    PID   "
+        "PROGRAM  HOLDS                  FOR  MEMORY",
         "   1  Model 'serve'  running  101            {GPU: 0.5}            60 s",
-        "   7  train          running  102  67108864  {CPU: 1, GPU: 0.25}   12 s   7 GiB",
+        "   7  train          running  102  "
+        "67108864  {CPU: 1, GPU: 0.25}   12 s   7 GiB",
         "   8  whole          running  103            {CPU: 1, GPU: 1}     3.0 s",
         "",
         "actors: 2",
