@@ -105,7 +105,7 @@ def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.caller import session_of_caller
 
-    return ActorHandle(ActorLink.known(session_of_caller(), actor), face)
+    return ActorHandle(ActorLink.known(session_of_caller(), actor, name), face)
 
 
 def no_method(face: Face, name: str) -> AttributeError:

@@ -17,7 +17,6 @@ from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
 from aiogpu.errors import MisuseError
 from aiogpu.runtime.child import Carrying, Then
-from aiogpu.wire.payload import dump_whole
 from aiogpu.worker.context import kept, passing, take_kept
 
 if TYPE_CHECKING:
@@ -90,10 +89,10 @@ class ActorLink:
         return link
 
     @classmethod
-    def known(cls, session: Session, actor: int) -> ActorLink:
+    def known(cls, session: Session, actor: int, name: str) -> ActorLink:
         """Tie an actor of which a handle has come; raises `ActorDiedError`."""
         actors = session.actors()
-        return cls.to(session, actors.held(actor), actors)
+        return cls.to(session, actors.held(actor, name), actors)
 
     def reference(self) -> tuple[int, str]:
         """What a handle is pickled as; whoever gets it counts as a holder.
@@ -209,7 +208,7 @@ class ActorLink:
         """How many actors of its kind can live at once."""
 
         def ask(actor: ActorPort, receiver: Receiver) -> None:
-            receiver.receive(dump_whole(self._known_actors().room(actor.id)))
+            self._known_actors().tell_room(actor.id, receiver)
 
         return self._asked(ask)
 

@@ -43,8 +43,13 @@ def borrow(identity: int, name: str) -> Any:
         return borrow_far(current.loans.loan(identity), name)
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
-    value = known(identity)
     host = host_beside_loop()
+    far = session_of_caller().far if host is None else None
+    if far is not None:
+        from aiogpu.api.nested import BorrowedHandle
+
+        return BorrowedHandle(name, far.link, far.loans.loan(identity))
+    value = known(identity)
     if host is None:
         handle = session_of_caller().new_handle(name, Lender(value))
     else:
@@ -85,7 +90,15 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     """
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
-    host, value = host_beside_loop(), Value(name)
+    host = host_beside_loop()
+    far = session_of_caller().far if host is None else None
+    if far is not None:
+        from aiogpu.api.nested import BorrowedHandle
+
+        borrowed: Any = BorrowedHandle(name, far.link, far.shares.put(payload))
+        borrowed.settle_with(payload)
+        return borrowed
+    value = Value(name)
     value.receive(payload)
     if host is None:
         handle = session_of_caller().new_handle(name, Lender(value))

@@ -24,7 +24,7 @@ from aiogpu.wire.payload import load_result
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
-    from aiogpu.engines.base import Waits
+    from aiogpu.engines.base import Far, Waits
     from aiogpu.runtime.values import Value
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
@@ -319,8 +319,17 @@ class Handle(asyncio.Future[T]):
 HandleMaker = Callable[[str, Owner, asyncio.AbstractEventLoop], Handle[Any]]
 
 
-def handle_maker(waits: Waits | None) -> HandleMaker:
-    """What makes handles that tell of waits, where somebody is to be told."""
+def handle_maker(waits: Waits | None, far: Far | None = None) -> HandleMaker:
+    """What makes the handles that fit an engine.
+
+    Args:
+        waits: who is to be told of waits, None for nobody.
+        far: who knows the values of a node that is another process.
+    """
+    if far is not None:
+        from aiogpu.api.far_handle import FarHandle
+
+        return partial(FarHandle, far=far)
     if waits is None:
         return Handle
     # Late, so that the zygote's start need not wait for it.

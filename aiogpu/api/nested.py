@@ -16,7 +16,7 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import Waits
+    from aiogpu.engines.base import ValueLink, Waits
     from aiogpu.runtime.call import Site
     from aiogpu.wire.outgoing import Reference
     from aiogpu.worker.loans import Loan
@@ -78,9 +78,9 @@ class ChildHandle(Handle[T]):
 
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
-        if current.loans is None:
-            return super().share()
         if self._loan is None:
+            if current.loans is None:
+                return super().share()
             # Somebody wants it from here on, whoever withdraws.
             self._callbacks_added += 1
             self._loan = family().shares.share(self)
@@ -126,7 +126,7 @@ class BorrowedHandle(ChildHandle[T]):
 
     __slots__ = ("_link",)
 
-    def __init__(self, task_name: str, link: LoopLink, loan: Loan) -> None:
+    def __init__(self, task_name: str, link: ValueLink, loan: Loan) -> None:
         super().__init__(task_name, link, link.loop, link)
         self._link = link
         self._loan: Loan = loan

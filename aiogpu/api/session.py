@@ -45,7 +45,8 @@ class Session:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        self._new_handle = handle_maker(engine.waits)
+        self.far = engine.far
+        self._new_handle = handle_maker(engine.waits, self.far)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early = EarlyRequests()
@@ -292,6 +293,7 @@ class Session:
     def disown(self) -> None:
         """This process is a fork: the session is its parent's."""
         self._state = SessionState.FORKED
+        self._engine.disown()
 
     def abandon(self) -> None:
         """The interpreter ends and no loop runs any more: leave no files."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aiogpu.errors import NodeError
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.worker.loans import Loans
+    from aiogpu.worker.shares import Shares
 
 
 class NodeOptions(NamedTuple):
@@ -35,6 +39,7 @@ class NodeOptions(NamedTuple):
         memory_guard: whether a task is ended before memory runs out.
         object_memory: bytes of shared memory for values; None for a part of it.
         spill_directory: where values beyond that go; None for the system's choice.
+        only_looks: of a program that joins a node: whether it will run nothing.
     """
 
     num_cpus: float | None = None
@@ -54,6 +59,7 @@ class NodeOptions(NamedTuple):
     memory_guard: bool = True
     object_memory: int | None = None
     spill_directory: str | None = None
+    only_looks: bool = False
 
 
 class Waits(Protocol):
@@ -126,19 +132,20 @@ class ActorsPort(Protocol):
         """The living actor of that name; the caller holds a handle to it."""
         ...
 
-    def held(self, actor: int) -> ActorPort:
+    def held(self, actor: int, name: str) -> ActorPort:
         """An actor that lives, or of which somebody knows; the caller holds a handle.
+
+        `name` is what its handle is called.
 
         Raises:
             ActorDiedError: nobody has held one until now.
         """
         ...
 
-    def room(self, actor: int) -> Room:
-        """How many actors that ask for what this one does can live at once.
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """Tell how many actors that ask for what this one does can live at once.
 
-        Raises:
-            ActorDiedError: nobody knows it any more.
+        The answer is a `Room`, pickled; or `ActorDiedError`: nobody knows it any more.
         """
         ...
 
@@ -163,12 +170,61 @@ class ActorsPort(Protocol):
         ...
 
 
+class ValueLink(Waits, Protocol):
+    """The way to values that are not this process's own."""
+
+    @property
+    def loop(self) -> AbstractEventLoop:
+        """The event loop."""
+        ...
+
+    def fetch(self, value: int, receiver: Any) -> int:
+        """Ask for a value; gives the question's number."""
+        ...
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        ...
+
+    def cancel(self, task: int) -> None:
+        """Nobody wants an answer any more."""
+        ...
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why a task waits."""
+        ...
+
+
+class Far(Protocol):
+    """What a program that has joined a node has to do with values."""
+
+    @property
+    def loans(self) -> Loans:
+        """What was lent to this process."""
+        ...
+
+    @property
+    def shares(self) -> Shares:
+        """What it gives to others."""
+        ...
+
+    @property
+    def link(self) -> ValueLink:
+        """The way to values."""
+        ...
+
+
 class Engine(Protocol):
     """Runs tasks somewhere. Made for the running loop, used on it alone."""
 
     @property
     def waits(self) -> Waits | None:
         """Who is to be told of waits, None if nobody wants to know."""
+        ...
+
+    @property
+    def far(self) -> Far | None:
+        """Who knows the values of a node that is another process; None for others."""
         ...
 
     @property
@@ -241,6 +297,10 @@ class Engine(Protocol):
 
     def abandon(self) -> None:
         """The same in haste, where no loop runs any more."""
+        ...
+
+    def disown(self) -> None:
+        """This process is a fork of the one that has opened it, and must not speak."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.store import Store
     from aiogpu.wire.outgoing import Outgoing
 
+LOOK_EVERY: Final = 0.02
+"""Seconds between two looks at whether a node that is being stopped is idle."""
 REFILL_AFTER: Final = 2e-3
 """Seconds in which a task that has taken a spare is let alone by the next fork."""
 UNCHECKED: Final = 1 << 20
@@ -37,6 +40,7 @@ class LocalEngine:
     """An embedded node: the scheduler and all connections live on the loop."""
 
     waits = None
+    far = None
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
@@ -176,6 +180,42 @@ class LocalEngine:
             return None
         return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
+    async def serve(self, listening: socket.socket) -> None:
+        """Let other programs of this user join the node, which is open.
+
+        Args:
+            listening: a Unix socket that is bound, and listens; the node closes it.
+        """
+        from aiogpu.engines.hosting import answers_of, premises_of
+
+        supervisor = self._supervisor
+        ledger = self._open_driver.scheduler.ledger
+        spill = self._options.spill_directory or ""
+        await supervisor.welcome(
+            listening,
+            self.store,
+            premises_of(supervisor.directory, ledger, spill),
+            answers_of(self),
+        )
+
+    async def drain(self, patience: float) -> bool:
+        """Take no more work of those that have joined, and let what runs end.
+
+        Args:
+            patience: seconds to wait for it.
+
+        Returns:
+            Whether nothing of theirs is left.
+        """
+        clients = self._supervisor.clients
+        if clients is None:
+            return True
+        clients.stop_listening()
+        until = self._loop.time() + patience
+        while not clients.is_idle and self._loop.time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY)
+        return clients.is_idle
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
         await self._supervisor.stop()
@@ -192,6 +232,9 @@ class LocalEngine:
     def abandon(self) -> None:
         """The same in haste."""
         self._supervisor.abandon()
+
+    def disown(self) -> None:
+        """This process is a fork of the driver: its workers look for the driver."""
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:

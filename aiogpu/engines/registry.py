@@ -7,6 +7,9 @@ import asyncio
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import OptionError
 
+OF_PROGRAMS = frozenset({"preload", "log_to_driver", "only_looks"})
+"""What a program may say that joins a node; all else is the node's."""
+
 
 def create_engine(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
@@ -15,7 +18,8 @@ def create_engine(
 
     Args:
         address: None or "local" for a node embedded in this program, "inline" for
-            one without processes.
+            one without processes, "auto" for the user's node that runs on this
+            machine, or the path of a node's socket.
         options: what `init` was asked for.
         loop: the running loop.
 
@@ -30,8 +34,29 @@ def create_engine(
         from aiogpu.engines.inline.engine import InlineEngine
 
         return InlineEngine(options, loop)
+    if address == "auto" or "/" in address:
+        from aiogpu.engines.remote import RemoteEngine
+        from aiogpu.runtime.meeting import default_socket
+
+        _check_joining(address, options)
+        path = default_socket() if address == "auto" else address
+        return RemoteEngine(path.removeprefix("unix:"), options, loop)
     raise OptionError(
-        f"init(address={address!r}): this version runs a node inside the program "
-        f"only; leave address out, or give address='local', or address='inline' to "
-        f"have tasks run in this very process."
+        f"init(address={address!r}): no node is known by that. Give 'auto' to join the "
+        f"node that `aiogpu start --head` has started, or the path of its socket; or "
+        f"leave address out for a node inside this program, or give 'inline' to have "
+        f"tasks run in this very process."
     )
+
+
+def _check_joining(address: str, options: NodeOptions) -> None:
+    """Raise `OptionError` for what only the start of a node can say."""
+    defaults = NodeOptions()
+    for name, default in defaults._asdict().items():
+        if name in OF_PROGRAMS or getattr(options, name) == default:
+            continue
+        raise OptionError(
+            f"init(address={address!r}, {name}=...): a node that runs has what it has. "
+            f"Leave {name} out here, and give it where the node is started, as "
+            f"`aiogpu start --head` does."
+        )

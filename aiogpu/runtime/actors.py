@@ -8,11 +8,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.events import Resides
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import NO_HANDLE, Actor
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.death import Death, describe_loss
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.register import Register
@@ -20,6 +21,7 @@ from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Created
 from aiogpu.wire.failure import LEFT
 from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
@@ -39,7 +41,7 @@ class Actors(Register):
 
     Attributes:
         workers: those that are actors, by id.
-        holding: workers that have handles.
+        holding: workers and clients that have handles.
         on_holder_gone: told of one of them that has gone.
         check: refuses a class and arguments that this node can never serve.
     """
@@ -49,8 +51,8 @@ class Actors(Register):
     ) -> None:
         super().__init__(loop)
         self.check: Callable[[Site, bytes], None]
-        self.holding: dict[int, LiveWorker] = {}
-        self.on_holder_gone: Callable[[LiveWorker], None]
+        self.holding: dict[int, Caller] = {}
+        self.on_holder_gone: Callable[[Caller], None]
         self._driver = driver
         self._pool = pool
         self._orders = pool.orders
@@ -58,18 +60,19 @@ class Actors(Register):
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
-    def create(
+    def create(  # noqa: PLR0913, PLR0917 - those of the port, and two more
         self,
         site: Site,
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
         public: int = 0,
+        client: ClientId = OWN,
     ) -> Actor:
         """Make an actor, which waits for its place as a task does.
 
         Whoever asks holds one handle to it. See `ActorsPort.create`. `public` is
-        the id by which a worker calls it who has it made.
+        the id by which a worker or a client calls it who has it made.
         """
         self.check(site, payload)
         if get_if_exists and key is not None and (found := self.find(key)):
@@ -82,12 +85,12 @@ class Actors(Register):
         self.name(actor)
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
-        actor.id = self._driver.submit(site, payload, actor)
+        actor.id = self._driver.submit(site, payload, actor, None, client)
         self.add(actor, public)
         return actor
 
     def room(self, actor: int) -> tuple[int | None, str]:
-        """See `ActorsPort.room`."""
+        """How many actors like it can live at once, and what each asks for."""
         found = self.get(actor)
         if found is None:
             raise self.unknown(actor)
@@ -96,6 +99,10 @@ class Actors(Register):
         ledger = self._driver.scheduler.ledger
         lends = not found.site.actor.keeps_cpus
         return ledger.room_for(request, lends), str(request)
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """See `ActorsPort.tell_room`."""
+        receiver.receive(dump_whole(self.room(actor)))
 
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""

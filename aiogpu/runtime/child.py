@@ -1,4 +1,4 @@
-"""Who waits in the stead of a worker's task, and who is kept alive meanwhile."""
+"""Who waits for a worker's task or a client, and who is kept alive meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiogpu.wire.streaming import ChildItems
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
-    from aiogpu.runtime.slot import LiveWorker
+    from aiogpu.runtime.caller import Caller
     from aiogpu.runtime.values import Value
 
 
@@ -21,48 +21,49 @@ class Child:
     """Waits for a child in its parent's stead, and passes on how it ends.
 
     Attributes:
-        worker: the parent's.
+        caller: the parent's worker, or a client.
+        number: of the child, by which the caller knows it.
         values: tell others the same, or that part of it; None for nobody.
     """
 
-    __slots__ = ("_number", "values", "worker")
+    __slots__ = ("caller", "number", "values")
 
-    def __init__(self, worker: LiveWorker, number: int) -> None:
-        self.worker = worker
+    def __init__(self, caller: Caller, number: int) -> None:
+        self.caller = caller
         self.values: list[tuple[Value, int]] | None = None
-        self._number = number
+        self.number = number
 
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
         for value, part in self.values or ():
             value.receive(part_of(payload, part))
         if type(payload) is not bytes:
-            payload = self.worker.borrow(payload)
-        self._send(ChildDone(self._number, payload))
+            payload = self.caller.borrow(payload)
+        self._send(ChildDone(self.number, payload))
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Pass on items of its stream."""
-        if self.worker.peer is not None:
-            lent = tuple(map(self.worker.borrow, payloads))
-            self.worker.peer.post(ChildItems(self._number, lent))
+        if self.caller.peer is not None:
+            lent = tuple(map(self.caller.borrow, payloads))
+            self.caller.peer.post(ChildItems(self.number, lent))
 
     def reject(self, failed: Failed) -> None:
         """Pass on what the child's worker said of its failure."""
         for value, _ in self.values or ():
             value.reject(failed)
-        self._send(ChildFailed(self._number, *failed[1:]))
+        self._send(ChildFailed(self.number, *failed[1:]))
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""
         self.reject(pack_failure(0, RAISED, error, ""))
 
     def _send(self, message: Message) -> None:
-        worker = self.worker
-        worker.children.pop(self._number, None)
-        if worker.fetched:
-            worker.fetched.pop(self._number, None)
-        if worker.peer is not None:
-            worker.peer.post(message)
+        caller = self.caller
+        caller.children.pop(self.number, None)
+        if caller.fetched:
+            caller.fetched.pop(self.number, None)
+        if caller.peer is not None:
+            caller.peer.post(message)
 
 
 class Carrying:

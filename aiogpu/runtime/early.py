@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from aiogpu.core.specs import Environment
+from aiogpu.runtime.program import PROGRAM
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 """Prefixes of what the dynamic linker, the C library and Python read."""
@@ -64,7 +65,7 @@ def early_variables(
     return tuple(
         (name, value)
         for name, value in environment
-        if (name in names or name.startswith(prefixes))
+        if (name in names or name.startswith(prefixes) or name == PROGRAM)
         and name not in SET_LATER
         and not name.endswith(OF_DEVICES)
     )

@@ -22,8 +22,8 @@ from aiogpu.wire.sharing import (
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.caller import Caller
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.slot import LiveWorker
     from aiogpu.runtime.store import Store
 
 KINDS: Final = (Returned, Put, PutFailed, Share, Fetch, Discard)
@@ -37,7 +37,7 @@ class Exchange:
         self,
         driver: Driver,
         store: Store,
-        on_answered: Callable[[LiveWorker], None],
+        on_answered: Callable[[Caller], None],
     ) -> None:
         self._on_answered = on_answered
         self._driver = driver
@@ -51,58 +51,56 @@ class Exchange:
             Discard: self._discard,
         }
 
-    def on_message(self, worker: LiveWorker, message: Message) -> None:
+    def on_message(self, caller: Caller, message: Message) -> None:
         """Take in one of their messages."""
-        self._ways[type(message)](worker, message)
+        self._ways[type(message)](caller, message)
 
-    def _take_back(self, worker: LiveWorker, message: Returned) -> None:
-        self._store.lending(worker).take_back(message.things, message.counts)
+    def _take_back(self, caller: Caller, message: Returned) -> None:
+        self._store.lending(caller).take_back(message.things, message.counts)
 
-    def _value(self, worker: LiveWorker, identity: int) -> Value:
+    def _value(self, caller: Caller, identity: int) -> Value:
         """The value that a worker speaks of, which it may just have put."""
-        self._store.announce(worker, identity)
+        self._store.announce(caller, identity)
         return known(identity)
 
-    def _put(self, worker: LiveWorker, message: Put) -> None:
-        self._value(worker, message.value).receive(message.payload)
+    def _put(self, caller: Caller, message: Put) -> None:
+        self._value(caller, message.value).receive(message.payload)
 
-    def _put_failed(self, worker: LiveWorker, message: PutFailed) -> None:
-        self._value(worker, message.value).reject(Failed(0, *message[1:]))
+    def _put_failed(self, caller: Caller, message: PutFailed) -> None:
+        self._value(caller, message.value).reject(Failed(0, *message[1:]))
 
-    def _share(self, worker: LiveWorker, message: Share) -> None:
-        value = self._value(worker, message.value)
-        child = worker.children.get(message.child)
+    def _share(self, caller: Caller, message: Share) -> None:
+        value = self._value(caller, message.value)
+        child = caller.children.get(message.child)
         if child is not None:
             value.task = child
             value.stop = partial(self._driver.cancel, child)
             _tell_as_well(self._driver.receiver_of(TaskId(child)), value, message.part)
             return
-        actor, number = worker.asked.get(message.child, (0, 0))
+        actor, number = caller.asked.get(message.child, (0, 0))
         if number:
             value.stop = partial(self._driver.actors.cancel, actor, number)
             _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
         # Else it was told before, and the worker says so when it hears that.
 
-    def _fetch(self, worker: LiveWorker, message: Fetch) -> None:
-        receiver = Child(worker, message.child)
+    def _fetch(self, caller: Caller, message: Fetch) -> None:
+        receiver = Child(caller, message.child)
         try:
             value = known(message.value)
         except ProtocolError as error:
             receiver.fail(DeserializationError(str(error)))
             return
         if value.is_pending:
-            worker.fetched[message.child] = value
-        value.watch(partial(self._tell, worker, message.child, receiver))
+            caller.fetched[message.child] = value
+        value.watch(partial(self._tell, caller, message.child, receiver))
 
-    def _tell(
-        self, worker: LiveWorker, child: int, receiver: Child, value: Value
-    ) -> None:
-        was_due = worker.fetched.pop(child, None) is not None
+    def _tell(self, caller: Caller, child: int, receiver: Child, value: Value) -> None:
+        was_due = caller.fetched.pop(child, None) is not None
         value.tell(receiver)
-        if was_due and child in worker.waits_for:
-            self._on_answered(worker)
+        if was_due and child in caller.waits_for:
+            self._on_answered(caller)
 
-    def _discard(self, _worker: LiveWorker, message: Discard) -> None:
+    def _discard(self, _worker: Caller, message: Discard) -> None:
         value = find(message.value)
         if value is not None and value.stop is not None:
             value.stop()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,
@@ -21,8 +21,8 @@ from aiogpu.errors import (
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Carrying, Child, Then
-from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -38,6 +38,7 @@ from aiogpu.wire.acting import (
     Stop,
 )
 from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.joining import Carried
 from aiogpu.wire.messages import Failed, Message
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.streaming import ChildDemand
@@ -53,9 +54,11 @@ class Far:
         self,
         actors: Actors,
         receiver_of: Callable[[TaskId], Receiver | None],
-        on_answered: Callable[[LiveWorker], None],
+        on_answered: Callable[[Caller], None],
+        client_of: Callable[[Caller], ClientId],
     ) -> None:
         self._actors = actors
+        self._client_of = client_of
         self._receiver_of = receiver_of
         self._on_answered = on_answered
         self._ways: Final[dict[type[Message], Callable[..., None]]] = {
@@ -69,73 +72,77 @@ class Far:
             ChildDemand: self._demand,
         }
 
-    def on_message(self, worker: LiveWorker, message: Message) -> None:
+    def on_message(self, caller: Caller, message: Message) -> None:
         """Take in one of their messages."""
-        self._ways[type(message)](worker, message)
+        self._ways[type(message)](caller, message)
 
-    def _hold(self, worker: LiveWorker, message: Hold) -> None:
-        self._count(worker, message.actor)
+    def _hold(self, caller: Caller, message: Hold) -> None:
+        self._count(caller, message.actor)
 
-    def _count(self, worker: LiveWorker, actor: int) -> None:
+    def _count(self, caller: Caller, actor: int) -> None:
         if self._actors.hold(actor):
-            self._note_hold(worker, actor)
+            self._note_hold(caller, actor)
 
-    def _note_hold(self, worker: LiveWorker, actor: int) -> None:
-        worker.holds[actor] = worker.holds.get(actor, 0) + 1
-        self._actors.holding[worker.id] = worker
+    def _note_hold(self, caller: Caller, actor: int) -> None:
+        caller.holds[actor] = caller.holds.get(actor, 0) + 1
+        self._actors.holding[caller.id] = caller
 
-    def _release(self, worker: LiveWorker, message: Release) -> None:
-        count = worker.holds.get(message.actor, 0)
+    def _release(self, caller: Caller, message: Release) -> None:
+        count = caller.holds.get(message.actor, 0)
         if count:
-            worker.holds[message.actor] = count - 1
+            caller.holds[message.actor] = count - 1
             self._actors.release(message.actor)
 
-    def release_all(self, worker: LiveWorker) -> None:
+    def release_all(self, caller: Caller) -> None:
         """A worker has gone, and with it all its handles."""
-        holds, worker.holds = worker.holds, {}
+        holds, caller.holds = caller.holds, {}
         for actor, count in holds.items():
             for _ in range(count):
                 self._actors.release(actor)
 
-    def _carry(self, worker: LiveWorker, message: Carry) -> None:
+    def _carry(self, caller: Caller, message: Carry) -> None:
         if not message.task:
-            worker.carried = message.actors
+            caller.carried = message.actors
             return
         receiver = self._receiver_of(TaskId(message.task))
         while isinstance(receiver, Carrying):
             receiver = receiver.receiver
+        if isinstance(receiver, Child):
+            # Its process holds them from here on, whether it looks or not.
+            for actor in message.actors:
+                self._count(receiver.caller, actor)
+            if receiver.caller.client and receiver.caller.peer is not None:
+                receiver.caller.peer.post(Carried(receiver.number, message.actors))
+            return
         for actor in message.actors:
-            if isinstance(receiver, Child):
-                # Its worker holds them from here on, whether it looks or not.
-                self._count(receiver.worker, actor)
-            elif receiver is not None and self._actors.hold(actor):
+            if receiver is not None and self._actors.hold(actor):
                 # The handle whose result they are in: they live as long as it does.
                 weakref.finalize(receiver, self._actors.release_soon, actor)
 
-    def carrying(self, worker: LiveWorker, receiver: Receiver) -> Receiver:
+    def carrying(self, caller: Caller, receiver: Receiver) -> Receiver:
         """A receiver that holds what the message before has carried, until told."""
-        held = self._take_carried(worker)
+        held = self._take_carried(caller)
         if not held:
             return receiver
         return Carrying(receiver, partial(self._release_each, held))
 
-    def _take_carried(self, worker: LiveWorker) -> list[int]:
-        carried, worker.carried = worker.carried, ()
+    def _take_carried(self, caller: Caller) -> list[int]:
+        carried, caller.carried = caller.carried, ()
         return [actor for actor in carried if self._actors.hold(actor)]
 
     def _release_each(self, actors: list[int]) -> None:
         for actor in actors:
             self._actors.release_soon(actor)
 
-    def _ask(self, worker: LiveWorker, message: Ask) -> None:
+    def _ask(self, caller: Caller, message: Ask) -> None:
         child = message.child
-        receiver = self.carrying(worker, Child(worker, child))
+        receiver = self.carrying(caller, Child(caller, child))
         actor = self._actors.get(message.actor)
         if actor is None:
             receiver.fail(self._actors.unknown(message.actor))
             return
-        worker.asked[child] = message.actor, 0
-        receiver = Carrying(receiver, partial(self._note_answer, worker, child))
+        caller.asked[child] = message.actor, 0
+        receiver = Carrying(receiver, partial(self._note_answer, caller, child))
         if message.method == READY:
             actor.await_ready(receiver)
             return
@@ -143,22 +150,22 @@ class Far:
             actor.await_end(receiver)
             return
         if message.method == ROOM:
-            receiver.receive(dump_whole(self._actors.room(actor.id)))
+            self._actors.tell_room(actor.id, receiver)
             return
-        number = actor.call(message.method, message.payload, receiver, worker.id)
-        if child in worker.asked:
-            worker.asked[child] = message.actor, number
+        number = actor.call(message.method, message.payload, receiver, caller.id)
+        if child in caller.asked:
+            caller.asked[child] = message.actor, number
 
-    def _note_answer(self, worker: LiveWorker, child: int) -> None:
-        if worker.asked.pop(child, None) is not None and child in worker.waits_for:
-            self._on_answered(worker)
+    def _note_answer(self, caller: Caller, child: int) -> None:
+        if caller.asked.pop(child, None) is not None and child in caller.waits_for:
+            self._on_answered(caller)
 
-    def refuse_self_waits(self, actor: Actor, worker: LiveWorker) -> None:
+    def refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
         """Fail calls for which a process waits that would have to run them itself."""
         if not actor.is_serial:
             return
-        for child in worker.waits_for:
-            public, number = worker.asked.get(child, (0, 0))
+        for child in caller.waits_for:
+            public, number = caller.asked.get(child, (0, 0))
             call = actor.calls.get(number)
             if call is None or self._actors.get(public) is not actor:
                 continue
@@ -173,49 +180,50 @@ class Far:
                     )
                 )
 
-    def _demand(self, worker: LiveWorker, message: ChildDemand) -> None:
-        asked = worker.asked.get(message.child)
+    def _demand(self, caller: Caller, message: ChildDemand) -> None:
+        asked = caller.asked.get(message.child)
         if asked is not None:
             self._actors.demand(*asked, message.limit)
 
-    def withdraw(self, worker: LiveWorker, child: int) -> bool:
+    def withdraw(self, caller: Caller, child: int) -> bool:
         """Nobody wants the answer of a call any more; False if it is none."""
-        asked = worker.asked.pop(child, None)
+        asked = caller.asked.pop(child, None)
         if asked is None:
             return False
         self._actors.cancel(*asked)
         return True
 
-    def _make(self, worker: LiveWorker, message: Make) -> None:
-        site = worker.declared.get(message.site)
+    def _make(self, caller: Caller, message: Make) -> None:
+        site = caller.declared.get(message.site)
         key = (message.namespace, message.name) if message.name else None
-        held = self._take_carried(worker)
+        held = self._take_carried(caller)
         try:
             if not isinstance(site, Site):
                 raise _refusal(site)
             actor = self._actors.create(
-                site, message.payload, key, message.get_if_exists, message.actor
+                *(site, message.payload, key, message.get_if_exists, message.actor),
+                self._client_of(caller),
             )
             actor.await_ready(Then(partial(self._release_each, held)))
         except AiogpuError as error:
             self._release_each(held)
             self._actors.refuse(message.actor, error)
-        self._note_hold(worker, message.actor)
+        self._note_hold(caller, message.actor)
 
-    def _find(self, worker: LiveWorker, message: Find) -> None:
-        receiver = Child(worker, message.child)
+    def _find(self, caller: Caller, message: Find) -> None:
+        receiver = Child(caller, message.child)
         actor = self._actors.find((message.namespace, message.name))
         if actor is None:
             receiver.fail(
                 ActorNameError(f"no actor named {message.name!r} lives on this node.")
             )
             return
-        self._note_hold(worker, actor.id)
+        self._note_hold(caller, actor.id)
         terms = actor.site.actor
         assert terms is not None, actor
         receiver.receive(dump_whole((actor.id, actor.name, terms.face)))
 
-    def _stop(self, _worker: LiveWorker, message: Stop) -> None:
+    def _stop(self, _worker: Caller, message: Stop) -> None:
         if message.how == AFTER_ALL:
             self._actors.terminate(message.actor)
         else:

@@ -15,6 +15,7 @@ from aiogpu.errors import NodeStartError
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.process import start_interpreter
+from aiogpu.runtime.program import Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.wire.setup import Setup, socket_path
 
@@ -65,7 +66,8 @@ def launch(
         NodeStartError: there is no interpreter, or it cannot be started.
     """
     own = dict(environment)
-    setup = _setup(around, generation, own, modules)
+    program = around.programs.get(program_of(environment)) or around.own
+    setup = _setup(around, generation, _path(program, own), modules)
     try:
         reading, writing = os.pipe2(os.O_CLOEXEC)
     except OSError as error:
@@ -75,8 +77,9 @@ def launch(
             setup._asdict(),
             around.page,
             writing,
-            {**around.environ, **own},
-            None if around.place is None else f"/proc/self/fd/{around.place}",
+            {**program.environ, **own},
+            program.directory or None,
+            program.executable,
         )
     except NodeStartError:
         os.close(reading)
@@ -86,12 +89,16 @@ def launch(
     return Launched(child, reading)
 
 
-def _setup(
-    around: Surroundings, generation: int, own: Mapping[str, str], modules: Modules
-) -> Setup:
+def _path(program: Program, own: Mapping[str, str]) -> list[str]:
     first = own["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in own else ()
+    return [*first, *program.sys_path]
+
+
+def _setup(
+    around: Surroundings, generation: int, sys_path: list[str], modules: Modules
+) -> Setup:
     return Setup(
-        sys_path=[*first, *around.sys_path],
+        sys_path=sys_path,
         node=around.node,
         directory=around.directory,
         driver=os.getpid(),

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.pool import Pool
     from aiogpu.runtime.store import Store
 
 _log: Final = logging.getLogger(__name__)
@@ -31,10 +30,9 @@ class Passage:
     """Accepts workers' connections and hands them to what keeps their loans."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, path: str, pool: Pool, store: Store
+        self, loop: asyncio.AbstractEventLoop, path: str, store: Store
     ) -> None:
         self._loop = loop
-        self._pool = pool
         self._store = store
         self._greeting: set[socket.socket] = set()
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,11 +90,11 @@ class Passage:
             pass  # it has gone
         self._greeting.discard(connected)
         self._loop.remove_reader(connected.fileno())
-        worker = self._pool.workers.get(int.from_bytes(told, "little"))
-        if worker is None or len(told) != ID:
+        caller = self._store.caller(int.from_bytes(told, "little"))
+        if caller is None or len(told) != ID:
             connected.close()
             return
-        self._store.lending(worker).connect(connected)
+        self._store.lending(caller).connect(connected)
 
     def close(self) -> None:
         """Accept nobody any more."""

@@ -56,12 +56,13 @@ class Process:
         self._child.kill()
 
 
-def start_interpreter(
+def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
     fields: dict[str, object],
     page: int,
     output: int,
     environ: Mapping[str, str] | None = None,
     directory: str | None = None,
+    executable: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
 
@@ -73,13 +74,15 @@ def start_interpreter(
         output: descriptor that becomes its stdout and stderr.
         environ: its variables, this process's unless given.
         directory: where it starts, where this process is unless given.
+        executable: the interpreter, this process's unless given.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
     """
     import marshal
 
-    if not sys.executable:
+    executable = executable or sys.executable
+    if not executable:
         raise NodeStartError(
             "this program embeds Python and sys.executable is empty; set it to a "
             "Python interpreter that can import aiogpu."
@@ -89,7 +92,7 @@ def start_interpreter(
         os.write(source, marshal.dumps(fields))
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [sys.executable, *interpreter_flags(environ), "-c", _BOOT],
+            [executable, *interpreter_flags(environ), "-c", _BOOT],
             stdin=source,
             stdout=output,
             stderr=output,
@@ -99,7 +102,7 @@ def start_interpreter(
             start_new_session=True,
         )
     except OSError as error:
-        raise NodeStartError(f"{sys.executable} cannot be started: {error}") from error
+        raise NodeStartError(f"{executable} cannot be started: {error}") from error
     finally:
         os.close(source)
 

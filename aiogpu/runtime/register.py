@@ -50,7 +50,7 @@ class Register:
         """All that live, or to which somebody holds a handle, each once."""
         return [one for known_as, one in self._actors.items() if known_as == one.id]
 
-    def held(self, actor: int) -> Actor:
+    def held(self, actor: int, _name: str = "") -> Actor:
         """See `ActorsPort.held`."""
         if not self.hold(actor):
             raise self.unknown(actor)

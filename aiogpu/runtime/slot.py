@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.runtime.autopsy import Autopsy, Findings
+from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.cause import is_kernels
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.output import Output
+from aiogpu.runtime.program import program_of
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.messages import Define, Failed, Forget, Message
+from aiogpu.wire.messages import Define, Forget, Message
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.call import Site
-    from aiogpu.runtime.lending import Lending
-    from aiogpu.runtime.store import Store
-    from aiogpu.runtime.values import Value
     from aiogpu.runtime.zygote import Zygote
 
 SITES_KEPT: Final = 1024
@@ -26,53 +24,33 @@ SITES_KEPT: Final = 1024
 
 
 @dataclass(slots=True, eq=False)
-class LiveWorker:
+class LiveWorker(Caller):
     """A worker process, as far as the driver can see it.
 
     Attributes:
         start_timer: rings if it has not connected in time.
         environment: variables of `runtime_env` for which it is wanted.
-        peer: its connection, None before and after.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
-        declared: what its tasks' children are, by its own numbers.
-        children: its tasks' unfinished children, by its own numbers.
-        asked: its tasks' unanswered calls of actors and their numbers, by its own.
-        waits_for: for which of both its task waits.
-        holds: how often it counts as a holder of an actor, by the actor's id.
-        carried: actors to which what it says next holds handles.
-        store: lends it what its payloads refer to.
-        lending: what it was lent, None for nothing so far.
-        fetched: values that its task has asked for and that have not come.
-        actor: what it is, None for a worker that runs tasks.
         status: its wait status, once its keeper has said so.
         is_gone: all of it has ended; the core may not have been told yet.
         reason: what else is known of its end.
         cause: why it ended, where that is known from the start.
     """
 
-    id: int
     slot: Slot
     start_timer: asyncio.Handle
     environment: tuple[tuple[str, str], ...] = ()
     pid: int = 0
-    peer: Peer | None = None
     sites: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
-    declared: dict[int, Site | Failed] = field(default_factory=dict)
-    children: dict[int, int] = field(default_factory=dict)
-    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
-    waits_for: tuple[int, ...] = ()
-    holds: dict[int, int] = field(default_factory=dict)
-    carried: tuple[int, ...] = ()
-    store: Store | None = None
-    lending: Lending | None = None
-    fetched: dict[int, Value] = field(default_factory=dict)
-    actor: Actor | None = None
     status: int | None = None
     reason: str = ""
     cause: str = ""
     is_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.program = program_of(self.environment)
 
     def death(self, begun: int, autopsy: Autopsy) -> Death:
         """How it ended, with what the kernel has to say where it may have had a hand.
@@ -93,15 +71,6 @@ class LiveWorker:
             self.cause,
             findings,
         )
-
-    def borrow(self, payload: bytes) -> bytes:
-        """The payload that it is sent; what that refers to is lent to it."""
-        return payload if self.store is None else self.store.dispatch(self, payload)
-
-    def return_loans(self) -> None:
-        """It has ended, and has nothing any more."""
-        if self.lending is not None and self.store is not None:
-            self.store.forget(self.lending)
 
     def introduce(self, site: Site) -> list[Message]:
         """What the worker must hear before it can run a site; noted as heard."""

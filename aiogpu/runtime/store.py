@@ -33,7 +33,7 @@ from aiogpu.wire.sharing import WARM as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
-    from aiogpu.runtime.slot import LiveWorker
+    from aiogpu.runtime.caller import Caller
 
 MARGIN: Final = RESERVE // 2
 """Descriptors of this process that values leave to others."""
@@ -46,11 +46,13 @@ class Store:
 
     Attributes:
         memory: how much it takes and may take.
+        clients: those that have joined the node, by id.
         catch_up: takes in the workers that have connected for descriptors.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
-        self._workers: Mapping[int, LiveWorker] = {}
+        self._workers: Mapping[int, Caller] = {}
+        self.clients: dict[int, Caller] = {}
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
@@ -65,12 +67,14 @@ class Store:
     def __repr__(self) -> str:
         return f"<Store {len(self._segments)} segments>"
 
-    def serve(
-        self, workers: Mapping[int, LiveWorker], page: ControlPage | None
-    ) -> None:
+    def serve(self, workers: Mapping[int, Caller], page: ControlPage | None) -> None:
         """Have these workers, by id, and no page if there are none any more."""
         self._workers = workers
         self.memory.show_on(page)
+
+    def caller(self, identity: int) -> Caller | None:
+        """The worker or the client of that id."""
+        return self._workers.get(identity) or self.clients.get(identity)
 
     def pack(self, outgoing: Outgoing) -> bytes:
         """Make the payload of what the program sends.
@@ -155,21 +159,21 @@ class Store:
         self._segments[identity] = shared
         return shared
 
-    def lending(self, worker: LiveWorker) -> Lending:
+    def lending(self, caller: Caller) -> Lending:
         """What a worker was lent."""
-        if worker.lending is None:
-            worker.lending = Lending(self._loop, worker.id)
-        return worker.lending
+        if caller.lending is None:
+            caller.lending = Lending(self._loop, caller.id)
+        return caller.lending
 
-    def announce(self, worker: LiveWorker, identity: int) -> None:
+    def announce(self, caller: Caller, identity: int) -> None:
         """A worker speaks of a value that it may just have put: it is known by now.
 
         What is said of it may be heard only when what was printed before is out.
         """
         if find(identity) is None:
-            self.lending(worker).lend(Value("put", identity=identity))
+            self.lending(caller).lend(Value("put", identity=identity))
 
-    def admit(self, worker: LiveWorker, payload: bytes) -> bytes:
+    def admit(self, caller: Caller, payload: bytes) -> bytes:
         """Take in the payload of a worker: what it refers to is kept from here on.
 
         Raises:
@@ -182,30 +186,30 @@ class Store:
         if contents.segment:
             segment = self._segments.get(contents.segment)
             if segment is None:
-                segment = self._adopt(worker, contents)
+                segment = self._adopt(caller, contents)
         values = tuple(map(known, contents.values))
         needs = tuple(map(known, contents.needs))
         parcel = Parcel.of(contents, (segment, *values), self, needs, payload)
-        parcel.parts = tuple(self.admit(worker, part) for part in contents.parts)
+        parcel.parts = tuple(self.admit(caller, part) for part in contents.parts)
         return parcel
 
-    def _adopt(self, worker: LiveWorker, contents: Contents) -> SharedSegment:
+    def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:
         owner = (contents.segment - SEGMENTS) >> OWNER
-        if owner != worker.id:
+        if owner != caller.id:
             raise ProtocolError(f"nobody has the segment {contents.segment} any more")
-        lending = self.lending(worker)
+        lending = self.lending(caller)
         if not lending.is_connected:
             self.catch_up()
         descriptor = lending.receive(contents.segment)
         self.memory.use_warm(lending.warm.pop(contents.segment, 0))
         return self._shared(contents.segment, descriptor, contents.size)
 
-    def dispatch(self, worker: LiveWorker, payload: bytes) -> bytes:
+    def dispatch(self, caller: Caller, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""
         if type(payload) is not Parcel:
             return payload
         parcel = filled(payload)
-        self._lend(self.lending(worker), parcel)
+        self._lend(self.lending(caller), parcel)
         return parcel
 
     def _lend(self, lending: Lending, parcel: Parcel) -> None:
@@ -261,7 +265,7 @@ class Store:
             with suppress(KeyError):  # the store was closed
                 self._warm.give_back(identity)
             return
-        writer = self._workers.get(owner)
+        writer = self.caller(owner)
         if writer is not None and writer.peer is not None:
             warm = self.lending(writer).warm
             is_kept = sum(warm.values()) + counted <= WARM_OF_WORKER

@@ -7,7 +7,8 @@ it has made; a stop is bounded in time and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
+    from aiogpu.runtime.clients import Answer, Clients, Premises
     from aiogpu.runtime.console import Console
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.device_monitor import DeviceMonitor
     from aiogpu.runtime.device_thread import DeviceThread
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.nest import Check
+    from aiogpu.runtime.nest import Check, Nest
     from aiogpu.runtime.passage import Passage
     from aiogpu.runtime.pool import Pool
     from aiogpu.runtime.store import Store
@@ -73,6 +75,8 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
         self._passage: Passage | None = None
+        self._nest: Nest | None = None
+        self.clients: Clients | None = None
         self.driver: Driver | None = None
 
     async def start_zygote(
@@ -169,14 +173,48 @@ class Supervisor:
         from aiogpu.runtime.passage import Passage
 
         self._passage = Passage(
-            self._loop, descriptor_path(self._parts.directory), pool, store
+            self._loop, descriptor_path(self._parts.directory), store
         )
         await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         self.driver.heed(monitor)
-        pool.hearing.on_nested = Nest(self.driver, store, check).on_message
+        self._nest = Nest(self.driver, store, check)
+        pool.hearing.on_nested = self._nest.on_message
         return self.driver
+
+    async def welcome(
+        self,
+        listening: socket.socket,
+        store: Store,
+        premises: Premises,
+        answers: Mapping[str, Answer],
+    ) -> Clients:
+        """Let other programs join over a socket.
+
+        Args:
+            listening: it is bound, and listens.
+            store: of the node's values.
+            premises: what they find here.
+            answers: what they can ask of the node.
+        """
+        from aiogpu.runtime.clients import Clients
+
+        assert self._parts is not None
+        assert self.driver is not None
+        assert self._nest is not None
+        self.clients = Clients(
+            self._loop, self.driver, self._nest, self._parts.zygotes, store, premises
+        )
+        self.clients.answers = answers
+        await self.clients.listen(listening)
+        return self.clients
+
+    @property
+    def directory(self) -> str:
+        """Where the node's own sockets are."""
+        assert self._parts is not None
+        return self._parts.directory
 
     async def stop(self) -> None:
         """End tasks, workers, keepers, socket, directory and zygote, in that order."""
@@ -184,6 +222,8 @@ class Supervisor:
         if parts is None:
             return
         parts.console.hold_nothing()
+        if self.clients is not None:
+            self.clients.stop_listening()
         if self._devices is not None:
             self._devices.monitor.close()
         if self.driver is not None:
@@ -193,6 +233,9 @@ class Supervisor:
             self._devices.quit()
             await self._devices.thread.close()
         await parts.pool.close()
+        if self.clients is not None:
+            # Told by now how all of theirs has ended.
+            self.clients.close()
         parts.limit.release()
         parts.pool.autopsy.close()
         if self._passage is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.node_cgroup import NodeCgroup
+from aiogpu.runtime.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Surroundings:
         cgroup: the node's, chosen before the first start.
         learns: whether workers report what they import.
         spill: directory for values beyond the memory limit, "" for the system's.
+        programs: those that have joined, by key; each has zygotes of its own.
     """
 
     node: str
@@ -38,6 +40,7 @@ class Surroundings:
     environ: Mapping[str, str]
     sys_path: Sequence[str]
     spill: str = ""
+    programs: dict[str, Program] = field(default_factory=dict)
 
     @classmethod
     def take(
@@ -65,6 +68,12 @@ class Surroundings:
             # Python ignores what else there may be, such as a Path.
             sys_path=[str(path) for path in sys.path if isinstance(path, str)],
         )
+
+    @property
+    def own(self) -> Program:
+        """What is the node's own program."""
+        place = "" if self.place is None else f"/proc/self/fd/{self.place}"
+        return Program(sys.executable, self.sys_path, place, self.environ)
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -14,6 +14,7 @@ from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.program import PROGRAM
 from aiogpu.wire.payload import dump_whole, load_result
 
 
@@ -77,6 +78,11 @@ class Terms(NamedTuple):
         """The terms that `pack` has made."""
         fields: tuple[Any, ...] = pickle.loads(data)
         return cls(*fields)
+
+    def of_program(self, program: str) -> Terms:
+        """The same for the workers of that program alone."""
+        others = (pair for pair in self.environment if pair[0] != PROGRAM)
+        return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
 
     def site(self, function: Function) -> Site:
         """A site of this process with these terms.

@@ -18,6 +18,7 @@ from typing import Final, cast
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import Connection
 from aiogpu.wire.frames import encode, encode_all
+from aiogpu.wire.joining import Refused
 from aiogpu.wire.messages import Hello, Message
 
 _log: Final = logging.getLogger(__name__)
@@ -34,13 +35,15 @@ Greeted = Callable[["Peer", Hello], None]
 class Peer(asyncio.Protocol):
     """One zygote, keeper or worker as the driver sees it.
 
-    Whoever is told of its greeting sets `on_messages` and `on_lost`. What has come
-    together is passed on together, in order.
+    Whoever is told of its greeting sets `on_messages` and `on_lost`, and `on_slow` if
+    he minds that it does not read what it is sent. What has come together is passed
+    on together, in order.
     """
 
     def __init__(self, greeted: Greeted) -> None:
         self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
+        self.on_slow: Callable[[bool], object] = bool  # nobody minds
         self._greeted = greeted
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
@@ -70,7 +73,11 @@ class Peer(asyncio.Protocol):
             messages = self._connection.receive(data)
         except ProtocolError as error:
             _log.warning("! cut off %r: %s", self, error)
-            self.abort()
+            if self._connection.peer is None:
+                # It may be of another version, and somebody's program.
+                self.refuse(str(error))
+            else:
+                self.abort()
             return
         if messages and type(messages[0]) is Hello:
             # It comes first, and once.
@@ -179,6 +186,34 @@ class Peer(asyncio.Protocol):
         self._is_paused = False
         self._set_reading()
 
+    def pause_writing(self) -> None:
+        """It reads too slowly what it is sent; see `asyncio.Protocol`."""
+        self.on_slow(True)
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self.on_slow(False)
+
+    @property
+    def pid(self) -> int:
+        """Process id at the other end, 0 where the kernel does not know it."""
+        return 0 if self._transport is None else _credentials(self._transport)[0]
+
+    def refuse(self, reason: str) -> None:
+        """Say why it may not stay, and close."""
+        self.send_one(Refused(reason))
+        self.end()
+
+    def end(self) -> None:
+        """Close after what was sent; nothing more is passed on, not even the end."""
+        self.on_messages = _ignore
+        self.on_lost = _nothing
+        self._connection.close()
+        if self._posted:
+            self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
     def cut_off(self) -> None:
         """Close, and pass on nothing more, not even the end."""
         self._waiting.clear()
@@ -194,10 +229,15 @@ class Peer(asyncio.Protocol):
 
 def peer_uid(transport: asyncio.Transport) -> int:
     """The user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    return _credentials(transport)[1]
+
+
+def _credentials(transport: asyncio.Transport) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
     sock = transport.get_extra_info("socket")
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(raw)[1]
-    return uid
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 def _ignore(_messages: list[Message]) -> None:

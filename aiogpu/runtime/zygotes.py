@@ -18,13 +18,15 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.early import early_variables
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.lineage import Lineage
+from aiogpu.runtime.program import PROGRAM, Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.messages import Hello, Imported
 
 MOST_OTHERS: Final = 4
-"""Environments of their own that have a zygote, beside the plain one."""
+"""Environments of their own that have a zygote, beside the plain one and those of the
+programs that have joined."""
 UNUSED: Final = 60.0
 """Seconds after which an environment of its own that no worker has is given up."""
 
@@ -64,6 +66,7 @@ class Zygotes:
         self._zygotes: dict[int, Zygote] = {}
         self._lineages: dict[Environment, Lineage] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._joined: dict[str, int] = {}
         self.plain = self._add(())
 
     def __repr__(self) -> str:
@@ -106,6 +109,11 @@ class Zygotes:
         if lineage is not None:
             lineage.hear(imported)
 
+    @property
+    def page_descriptor(self) -> int:
+        """Descriptor of the control page."""
+        return self._surroundings.page
+
     async def close(self) -> None:
         """End all processes and wait; keepers must have been told before."""
         if self._timer is not None:
@@ -117,8 +125,14 @@ class Zygotes:
         self.page.close()
         self._surroundings.close()
 
-    def _add(self, environment: Environment, learnt: tuple[str, ...] = ()) -> Lineage:
-        lineage = Lineage(self._loop, self._make, environment, self._preload, learnt)
+    def _add(
+        self,
+        environment: Environment,
+        learnt: tuple[str, ...] = (),
+        own: Sequence[str] = (),
+    ) -> Lineage:
+        preload = (*self._preload, *own)
+        lineage = Lineage(self._loop, self._make, environment, preload, learnt)
         lineage.on_death = self._on_death
         lineage.on_superseded = self._on_superseded
         self._lineages[environment] = lineage
@@ -126,12 +140,14 @@ class Zygotes:
 
     def _begin(self, environment: Environment) -> Lineage:
         """Have a zygote started for one more environment."""
-        others = self._others()
+        others = [each for each in self._others() if not self._is_joined(each)]
         if len(others) >= MOST_OTHERS:
             self._give_up(min(others, key=lambda lineage: lineage.used_at))
         learning = self.plain.learning
         learnt = (name for name in learning.modules if name in learning.proven)
-        lineage = self._add(environment, tuple(learnt))
+        program = self._surroundings.programs.get(program_of(environment))
+        own = () if program is None else program.preload
+        lineage = self._add(environment, tuple(learnt), own)
         try:
             lineage.start()
         except NodeStartError as error:
@@ -145,13 +161,32 @@ class Zygotes:
         self._timer = None
         now = self._loop.time()
         for lineage in self._others():
-            if self.is_busy(lineage.current):
+            if self.is_busy(lineage.current) or self._is_joined(lineage):
                 lineage.used_at = now
             elif now - lineage.used_at >= UNUSED:
                 self._give_up(lineage)
         earliest = min((each.used_at for each in self._others()), default=None)
         if earliest is not None:
             self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
+
+    def join(self, key: str, program: Program) -> None:
+        """A client of that program has come: have a zygote ready for it.
+
+        Raises:
+            NodeError: there is none, and will be none.
+        """
+        self._surroundings.programs.setdefault(key, program)
+        self._joined[key] = self._joined.get(key, 0) + 1
+        self.serving(((PROGRAM, key),))
+
+    def leave(self, key: str) -> None:
+        """A client of that program has gone."""
+        self._joined[key] -= 1
+        if not self._joined[key]:
+            del self._joined[key]
+
+    def _is_joined(self, lineage: Lineage) -> bool:
+        return program_of(lineage.environment) in self._joined
 
     def _others(self) -> list[Lineage]:
         return [each for each in self._lineages.values() if each is not self.plain]

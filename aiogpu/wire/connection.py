@@ -35,6 +35,15 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.frames import LIMIT, FrameReader, encode
+from aiogpu.wire.joining import (
+    Carried,
+    Depart,
+    Departed,
+    Inquire,
+    Join,
+    Refused,
+    Welcome,
+)
 from aiogpu.wire.messages import (
     VERSION,
     Bind,
@@ -79,6 +88,7 @@ from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
 ZYGOTE: Final = "zygote"
 KEEPER: Final = "keeper"
 WORKER: Final = "worker"
+CLIENT: Final = "client"
 
 GREETING_LIMIT: Final = 1024
 """Bytes of the longest frame from a peer that has not said who it is."""
@@ -94,6 +104,13 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
             *(Items, ChildDemand, RanOut),
         }
     ),
+    CLIENT: frozenset(
+        {
+            *(Join, Depart, Inquire, Declare, Submit, Withdraw, ChildDemand),
+            *(Make, Find, Ask, Hold, Release, Carry, Stop),
+            *(Returned, Put, PutFailed, Share, Fetch, Discard),
+        }
+    ),
 }
 """What a peer of each role may say to the driver after its greeting."""
 
@@ -104,6 +121,12 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
             *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems),
+        }
+    ),
+    CLIENT: frozenset(
+        {
+            *(Refused, Welcome, Close, Departed, Carried, Recycle),
+            *(ChildDone, ChildFailed, ChildItems),
         }
     ),
 }
@@ -133,7 +156,8 @@ class Connection:
         )
         self.peer: Hello | None = None
         self._accepted = accepted or frozenset({Hello})
-        self._reader = FrameReader(GREETING_LIMIT if accepted is None else LIMIT)
+        is_new = accepted is None
+        self._reader = FrameReader(GREETING_LIMIT if is_new else LIMIT, is_new)
 
     @classmethod
     def accepting(cls) -> Connection:
@@ -142,7 +166,7 @@ class Connection:
 
     @classmethod
     def connecting(cls, role: str) -> Connection:
-        """The end of a zygote, keeper or worker; send `greeting(...)` first."""
+        """The end that connects, by its role; send `greeting(...)` first."""
         return cls(HEARS[role])
 
     def __repr__(self) -> str:
@@ -163,17 +187,27 @@ class Connection:
         if not self._accepted:  # closed
             return []
         try:
-            messages = self._reader.feed(data)
+            messages = self._feed(data)
             for message in messages:
-                if type(message) not in self._accepted:
+                if type(message) not in self._accepted and message is not self.peer:
                     name = type(message).__name__
                     raise ProtocolError(f"{name} out of turn on {self!r}")
-                if type(message) is Hello:
-                    self._greeted(message)
         except ProtocolError:
             self.close()
             raise
         return messages
+
+    def _feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete; the greeting is looked at before the rest."""
+        if self.state is not ConnectionState.GREETING:
+            return self._reader.feed(data)
+        first = self._reader.feed(data)
+        if not first:
+            return first
+        if type(first[0]) is not Hello:
+            raise ProtocolError(f"{type(first[0]).__name__} out of turn on {self!r}")
+        self._greeted(first[0])
+        return [*first, *self._reader.feed(b"")]
 
     def _greeted(self, hello: Hello) -> None:
         if hello.version != VERSION:
@@ -185,7 +219,7 @@ class Connection:
             raise ProtocolError(f"a peer calls itself {hello.role[:40]!r}")
         self.peer = hello
         self._accepted = SAYS[hello.role]
-        self._reader.limit = LIMIT
+        self._reader.limit, self._reader.is_single = LIMIT, False
         self.state = ConnectionState.OPEN
 
     def close(self) -> None:

@@ -120,10 +120,12 @@ class FrameReader:
 
     Attributes:
         limit: the longest frame that is accepted, without its header.
+        is_single: whether what follows the first frame is left for later.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = LIMIT, is_single: bool = False) -> None:
         self.limit = limit
+        self.is_single = is_single
         self._rest = bytearray()
         self._wanted = HEADER
 
@@ -174,5 +176,7 @@ class FrameReader:
                 return messages, start
             messages.append(decode(source[body:end]))
             start = end
+            if self.is_single:
+                break
         self._wanted = HEADER
         return messages, start

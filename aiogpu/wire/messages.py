@@ -22,18 +22,20 @@ from aiogpu.wire.forking import (
     Unfit,
     Unforked,
 )
+from aiogpu.wire.joining import Joining, Refused
 from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
 class Hello(NamedTuple):
     """First message on every connection, from the one that connects.
 
-    `id` is the slot of a keeper, the id of a worker, the generation of a zygote.
+    `id` is the slot of a keeper, the id of a worker or a client, the generation of a
+    zygote.
     """
 
     version: int
@@ -249,6 +251,7 @@ class Imported(NamedTuple):
 
 Message = (
     Hello
+    | Refused
     | Keep
     | Ready
     | Unfit
@@ -285,6 +288,7 @@ Message = (
     | Acting
     | Sharing
     | Streaming
+    | Joining
 )
 
 TAGS: Final[dict[type[Message], int]] = {

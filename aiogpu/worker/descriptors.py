@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 REFUSED: Final = 5e-3
 """Seconds after which a descriptor is sent again that the kernel would not take."""
+PATIENCE: Final = 10.0
+"""Seconds in which a node has sent a client what it has spoken of."""
 
 
 class Descriptors:
     """See above. Made in the zygote; used by one thread at a time."""
 
-    def __init__(self, path: str, interrupts: Interrupts) -> None:
+    def __init__(self, path: str, interrupts: Interrupts, owner: int = 0) -> None:
         self._path = path
+        self._owner = owner
         self._interrupts = interrupts
         self._main = get_ident()
         self._arrived: dict[int, int] = {}
@@ -51,8 +54,11 @@ class Descriptors:
             connected = self._connected()
             poll = select.poll()
             poll.register(connected, select.POLLIN)
+            # A client's loop must not stand still; a worker has nothing else to do.
+            limit = PATIENCE * 1000 if self._owner else None
             while segment not in self._arrived:
-                poll.poll()
+                if not poll.poll(limit):
+                    raise NodeClosedError(f"the node has not sent segment {segment}.")
                 self.take_in()
         return self._arrived[segment]
 
@@ -93,13 +99,23 @@ class Descriptors:
         finally:
             os.close(descriptor)
 
+    def connect(self, path: str) -> None:
+        """Connect now, so that descriptors come ahead of what names them.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        self._path = path
+        self._connected()
+
     def _connected(self) -> socket.socket:
         if self._socket is None:
             from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connected.connect(self._path)
-            connected.sendall(current.worker.to_bytes(8, "little"))
+            owner = self._owner or current.worker
+            connected.sendall(owner.to_bytes(8, "little"))
             self._sender = DescriptorSender(connected)
             self._receiver = DescriptorReceiver(connected)
             self._socket = connected

@@ -23,6 +23,8 @@ from aiogpu.worker.context import current
 from aiogpu.worker.descriptors import Descriptors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiogpu.memory.mappings import Mappings, Shown
     from aiogpu.memory.page import ControlPage
     from aiogpu.memory.segment import Segment
@@ -52,6 +54,8 @@ class Loan:
     def __del__(self) -> None:
         # Wherever the collector runs: in another thread, or amid user code.
         self._loans.over.append((self.id, self.count))
+        if self._loans.on_over is not None:
+            self._loans.on_over()
 
 
 class Loans:
@@ -60,19 +64,37 @@ class Loans:
     Attributes:
         over: loans that have ended and of which the driver was not told.
         are_used: whether anything was ever lent to this process.
+        on_over: told that a loan has ended, in whichever thread; None for nobody.
+        descriptors: the way for those of shared memory.
     """
 
     def __init__(
-        self, path: str, spill: str, page: ControlPage, interrupts: Interrupts
+        self,
+        path: str,
+        spill: str,
+        page: ControlPage,
+        interrupts: Interrupts,
+        owner: int = 0,
     ) -> None:
+        """Prepare.
+
+        Args:
+            path: of the socket for descriptors.
+            spill: directory for values beyond the limit, "" for the system's choice.
+            page: tells how much memory is left for values.
+            interrupts: what must not cut a message in two.
+            owner: id of the client whose process this is; 0 in a worker.
+        """
         self.over: deque[tuple[int, int]] = deque()
         self.are_used = False
+        self.on_over: Callable[[], object] | None = None
+        self._owner = owner
         self._spill = spill
         self._page = page
         self._lock = allocate_lock()
         self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
         self._mapped: dict[int, Loan] = {}
-        self._descriptors = Descriptors(path, interrupts)
+        self.descriptors = Descriptors(path, interrupts, owner)
         self._mappings: Mappings | None = None
         self._warm: WarmSegments | None = None
 
@@ -143,9 +165,9 @@ class Loans:
                 ended[identity] = ended.get(identity, 0) + count
         with self._lock:
             # What nobody opened holds its segment as long as it is not read.
-            self._descriptors.take_in()
+            self.descriptors.take_in()
             for identity in ended:
-                self._descriptors.close(identity)
+                self.descriptors.close(identity)
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
     def views(self, contents: Contents) -> list[memoryview]:
@@ -160,7 +182,7 @@ class Loans:
             own = None if self._warm is None else self._warm.find(identity)
             if own is not None:
                 return self._own_views(own, spans)
-            descriptor = self._descriptors.receive(identity)
+            descriptor = self.descriptors.receive(identity)
             self._mapped[identity] = self._loans[identity]
             try:
                 return self._mappings.views(identity, descriptor, contents.size, spans)
@@ -253,7 +275,7 @@ class Loans:
             segment = warm.take(room, is_scarce=room > self._page.left())
             try:
                 spans = segment.write(buffers)
-                self._descriptors.send(segment)
+                self.descriptors.send(segment)
             except BaseException:
                 warm.discard(segment.id)
                 raise
@@ -263,7 +285,8 @@ class Loans:
         if self._warm is None:
             from aiogpu.memory.warm import WarmSegments
 
-            first = SEGMENTS + (current.worker << OWNER) + 1
+            owner = self._owner or current.worker
+            first = SEGMENTS + (owner << OWNER) + 1
             self._warm = WarmSegments(first, WARM, self._directory)
         return self._warm
 
@@ -284,6 +307,11 @@ class Loans:
                     with suppress(KeyError):  # it was closed here
                         self._own_segments().give_back(identity)
 
+    def move_in(self, path: str, spill: str, page: ControlPage) -> None:
+        """The same as at the start, for who learns it later."""
+        self._spill, self._page = spill, page
+        self.descriptors.connect(path)
+
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
-        self._descriptors.leave()
+        self.descriptors.leave()

@@ -13,13 +13,20 @@ from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.worker.channel import Channel
-    from aiogpu.worker.loans import Loan
+    from aiogpu.worker.loans import Loan, Loans
 
 OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""
 NUMBERS: Final = 32
 """Bits of an id below those of the worker's, so that no two workers give the same."""
+
+
+class Sending(Protocol):
+    """Says things to the node."""
+
+    def send(self, message: Message) -> None:
+        """Say one."""
+        ...
 
 
 class Shareable(Protocol):
@@ -78,17 +85,31 @@ class Shares:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Sending,
         read: Callable[[], object],
         new_number: Callable[[], int],
+        loans: Loans | None = None,
+        owner: int = 0,
     ) -> None:
+        """Prepare.
+
+        Args:
+            channel: says it to the node.
+            read: takes in what has come.
+            new_number: gives one that was not given before.
+            loans: what was lent to this process; None for what the worker has.
+            owner: id of the client whose process this is; 0 in a worker.
+        """
         self.due: dict[int, list[_Due]] = {}
+        self._loans = loans
+        self._owner = owner
         self._channel = channel
         self._read = read
         self._new_number = new_number
 
     def _new_id(self) -> int:
-        return -((current.worker << NUMBERS) + self._new_number())
+        owner = self._owner or current.worker
+        return -((owner << NUMBERS) + self._new_number())
 
     def put(self, payload: bytes) -> Loan:
         """Have a value kept; this process holds it."""
@@ -121,8 +142,9 @@ class Shares:
             self._channel.send(PutFailed(due.loan.id, *failed[1:]))
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
-        assert current.loans is not None, self
-        loan = current.loans.own(message.value)
+        loans = self._loans or current.loans
+        assert loans is not None, self
+        loan = loans.own(message.value)
         self._channel.send(message)
         return loan
 

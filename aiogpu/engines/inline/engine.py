@@ -34,6 +34,8 @@ from aiogpu.wire.outgoing import Outgoing
 class InlineEngine:
     """A node without processes."""
 
+    far = None
+
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
         self._loop = loop
@@ -168,3 +170,6 @@ class InlineEngine:
         """The same in haste."""
         if self._runner is not None:
             self._node.turns.abandon()
+
+    def disown(self) -> None:
+        """This process is a fork of the program, and has all of it once more."""

@@ -27,13 +27,14 @@ from aiogpu.runtime.call import Call
 from aiogpu.runtime.death import describe_loss
 from aiogpu.runtime.register import Register
 from aiogpu.wire.acting import ASYNC, THREADED
+from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.core.ledger import Lease
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import Receiver, Site
 
 FIRST_WORKER: Final = 1000
 """Number of the first of them in `status()`: tasks never lie as deep as that."""
@@ -142,6 +143,10 @@ class Residents(Register):
         request = site.spec.shape.request
         room = self._node.ledger.room_for(request, not site.actor.keeps_cpus)
         return room, str(request)
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """See `ActorsPort.tell_room`."""
+        receiver.receive(dump_whole(self.room(actor)))
 
     # Calls.
 

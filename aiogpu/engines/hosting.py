@@ -1,0 +1,70 @@
+"""What a node tells the programs that join it, and what they may ask of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from aiogpu.core.devices import DeviceSet
+from aiogpu.core.ledger import Ledger
+from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, WHY, WHY_TASK
+from aiogpu.wire.setup import descriptor_path
+
+if TYPE_CHECKING:
+    from aiogpu.engines.local import LocalEngine
+    from aiogpu.runtime.clients import Answer, Premises
+
+
+def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
+    """What clients find on a node.
+
+    Args:
+        directory: where the node's own sockets are.
+        ledger: what it has.
+        spill: where values go for which there is no memory; "" for the system's choice.
+    """
+    from aiogpu import __version__
+    from aiogpu.runtime.clients import Premises
+
+    return Premises(
+        os.path.basename(directory),
+        descriptor_path(directory),
+        spill,
+        pack_capacity(ledger),
+        __version__,
+    )
+
+
+def pack_capacity(ledger: Ledger) -> bytes:
+    """What a node has to share out, as bytes; see `unpack_capacity`."""
+    sets = [(one.kind, one.devices) for one in ledger.device_sets.values()]
+    return pickle.dumps((ledger.capacity, sets), 5)
+
+
+def unpack_capacity(packed: bytes) -> Ledger:
+    """A ledger of which nothing is taken, with what a node has to share out."""
+    capacity, sets = pickle.loads(packed)
+    return Ledger(capacity, [DeviceSet(kind, devices) for kind, devices in sets])
+
+
+def answers_of(engine: LocalEngine) -> Mapping[str, Answer]:
+    """What can be asked of an engine's node from outside, by what it is called."""
+
+    async def total(_number: int) -> object:
+        return await engine.total()
+
+    async def available(_number: int) -> object:
+        return await engine.available()
+
+    async def status(_number: int) -> object:
+        return await engine.status()
+
+    return {
+        RESOURCES: total,
+        AVAILABLE: available,
+        STATUS: status,
+        WHY: engine.why,
+        WHY_TASK: engine.why,
+    }

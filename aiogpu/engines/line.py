@@ -1,0 +1,201 @@
+"""A client's connection to its node, on an event loop.
+
+Not a transport of asyncio's: what was said must be on its way, and the answer read,
+where a plain call such as `get_actor` has to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from aiogpu.errors import NodeDiedError, ProtocolError
+from aiogpu.wire.connection import CLIENT, Connection
+from aiogpu.wire.frames import encode
+from aiogpu.wire.messages import Message
+
+CHUNK: Final = 1 << 18
+PATIENCE: Final = 5.0
+"""Seconds in which a node answers what a plain call waits for."""
+
+
+class Line:
+    """See above.
+
+    Attributes:
+        on_messages: told what has come.
+        on_lost: told that the node has gone, and why if that is known.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.on_messages: Callable[[list[Message]], None]
+        self.on_lost: Callable[[Exception | None], None]
+        self._loop = loop
+        self._connection = Connection.connecting(CLIENT)
+        self._socket: socket.socket | None = None
+        self._unsent: list[bytes] = []
+        self._is_flushing = False
+        self._is_blocked = False
+        self._late: list[Message] = []
+
+    def __repr__(self) -> str:
+        return f"<Line {'open' if self.is_open else 'closed'}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the node is there, as far as is known."""
+        return self._socket is not None
+
+    def connect(self, path: str, greeting: bytes) -> None:
+        """Connect and greet.
+
+        Args:
+            path: of the node's socket.
+            greeting: see `wire.connection.greeting`.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            connected.connect(path)
+            connected.send(greeting)
+        except BaseException:
+            connected.close()
+            raise
+        self._socket = connected
+        self._loop.add_reader(connected.fileno(), self._read)
+        if self._unsent:
+            self._flush_soon()
+
+    def send(self, message: Message) -> None:
+        """Say something: at once, and what is said later in this turn together.
+
+        Raises:
+            SerializationError: it is too long.
+        """
+        frame = encode(message)
+        if self._is_flushing or self._is_blocked or self._socket is None:
+            self._unsent.append(frame)
+            return
+        self._flush_soon()
+        self._write(frame)
+
+    def _flush_soon(self) -> None:
+        self._is_flushing = True
+        self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._unsent and not self._is_blocked:
+            unsent, self._unsent = self._unsent, []
+            self._write(b"".join(unsent))
+
+    def _write(self, data: bytes) -> None:
+        connected = self._socket
+        if connected is None:
+            return
+        try:
+            sent = connected.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # what it said last may still be read, and then its end
+        if sent < len(data):
+            self._unsent.insert(0, data[sent:])
+            self._is_blocked = True
+            self._loop.add_writer(connected.fileno(), self._go_on)
+
+    def _go_on(self) -> None:
+        assert self._socket is not None, self
+        self._loop.remove_writer(self._socket.fileno())
+        self._is_blocked = False
+        self._flush()
+
+    def _read(self) -> None:
+        try:
+            messages = self._receive()
+        except ProtocolError as error:
+            self._lose(error)
+            return
+        self._tell_late()
+        if messages is None:
+            self._lose(None)
+        elif messages:
+            self.on_messages(messages)
+
+    def _receive(self) -> list[Message] | None:
+        """What has come; None where the node has gone."""
+        assert self._socket is not None, self
+        size = max(CHUNK, self._connection.missing)
+        try:
+            data = self._socket.recv(min(size, 4 * CHUNK))
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._connection.receive(data) if data else None
+
+    def _lose(self, error: Exception | None) -> None:
+        self.close()
+        self.on_lost(error)
+
+    def ask_now(
+        self, message: Message, is_answer: Callable[[Message], bool]
+    ) -> Message:
+        """Say something and wait for the answer; what comes before it is told later.
+
+        Raises:
+            NodeDiedError: the node has gone, or does not answer.
+        """
+        self.send(message)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self._await(deadline)
+            if self._unsent:
+                self._is_blocked = False
+                self._flush()
+            messages = self._receive()
+            if messages is None:
+                # The loop finds that out as well, and tells everybody.
+                raise NodeDiedError("the node has ended.")
+            found = next(filter(is_answer, messages), None)
+            if not self._late and messages:
+                self._loop.call_soon(self._tell_late)
+            self._late += [one for one in messages if one is not found]
+            if found is not None:
+                return found
+
+    def _await(self, deadline: float) -> None:
+        if self._socket is None:
+            raise NodeDiedError("the node has ended.")
+        poll = select.poll()
+        mask = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        poll.register(self._socket, mask)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise NodeDiedError(f"the node does not answer within {PATIENCE:g} s.")
+
+    def _tell_late(self) -> None:
+        late, self._late = self._late, []
+        if late:
+            self.on_messages(late)
+
+    def close(self) -> None:
+        """Hang up; what was not sent is not sent any more."""
+        connected, self._socket = self._socket, None
+        if connected is None:
+            return
+        self._loop.remove_reader(connected.fileno())
+        self._loop.remove_writer(connected.fileno())
+        connected.close()
+
+    def leave(self) -> None:
+        """This process is a fork of the client: it must not speak for it."""
+        connected, self._socket = self._socket, None
+        if connected is not None:
+            connected.close()

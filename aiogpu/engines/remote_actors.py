@@ -1,0 +1,145 @@
+"""The actors of a node that this program has joined."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.errors import ActorNameError
+from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.wire.acting import (
+    AFTER_ALL,
+    AGAIN,
+    AT_ONCE,
+    ENDED,
+    READY,
+    ROOM,
+    SERIAL,
+    Ask,
+    Find,
+    Hold,
+    Make,
+    Release,
+    Stop,
+)
+from aiogpu.wire.messages import ChildFailed
+from aiogpu.wire.payload import NOTHING, load_result
+from aiogpu.wire.streaming import ChildDemand
+
+if TYPE_CHECKING:
+    from aiogpu.engines.remote import RemoteEngine
+    from aiogpu.runtime.call import Receiver
+
+OF_ACTORS = 20
+"""Bits of an actor's id below those of its client's, as in `worker.children`."""
+
+
+class RemoteActor:
+    """One actor, as its calls reach it from here; see `ActorPort`."""
+
+    def __init__(self, engine: RemoteEngine, identity: int, site: Site) -> None:
+        self.id = identity
+        self.site = site
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<RemoteActor {self.site.spec.name} {self.id}>"
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; gives the call's number."""
+        self._engine.check_open()
+        number = self._engine.expect(receiver)
+        self._engine.send(Ask(0, number, self.id, method, payload))
+        return number
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        self.call(READY, NOTHING, receiver)
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the actor's process has ended."""
+        self.call(ENDED, NOTHING, receiver)
+
+
+class RemoteActors:
+    """All actors that can be reached; see `ActorsPort`."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+    ) -> RemoteActor:
+        """Make an actor, or find the one of that name; see `ActorsPort.create`."""
+        from aiogpu.engines.admission import check_arguments
+
+        engine = self._engine
+        engine.check_open()
+        if site.checked_by is not engine.mark:
+            engine.admit(site)
+        check_arguments(site, payload)
+        found = self.find(key) if key is not None else None
+        if found is not None and get_if_exists:
+            return found
+        if found is not None and key is not None:
+            self.release(found.id)
+            raise ActorNameError(
+                f"an actor named {key[1]!r} lives already. Give another name, or say "
+                f"get_if_exists=True to have that one."
+            )
+        namespace, name = key or ("", "")
+        identity = -((engine.client << OF_ACTORS) + engine.new_number())
+        engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
+        return RemoteActor(engine, identity, site)
+
+    def find(self, key: tuple[str, str]) -> RemoteActor | None:
+        """The living actor of that name; asks the node, and waits for the answer."""
+        namespace, name = key
+        answer = self._engine.ask_now(lambda number: Find(number, name, namespace))
+        if isinstance(answer, ChildFailed):
+            return None
+        identity, of_class, face = load_result(answer.payload)
+        return RemoteActor(self._engine, identity, _site(of_class, face))
+
+    def held(self, actor: int, name: str = "actor") -> RemoteActor:
+        """An actor of which a handle has come; see `ActorsPort.held`."""
+        self._engine.check_open()
+        self._engine.send(Hold(actor))
+        return RemoteActor(self._engine, actor, _site(name, None))
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
+        number = self._engine.expect(receiver)
+        self._engine.send(Ask(0, number, actor, ROOM, NOTHING))
+
+    def demand(self, _actor: int, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        self._engine.send(ChildDemand(number, limit))
+
+    def cancel(self, _actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        self._engine.cancel(number)
+
+    def release(self, actor: int) -> None:
+        """A handle has gone."""
+        self._engine.send(Release(actor))
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End its process at once, and the actor unless it may restart."""
+        self._engine.send(Stop(actor, AT_ONCE if no_restart else AGAIN))
+
+    def terminate(self, actor: int) -> None:
+        """Have it end after what it was sent."""
+        self._engine.send(Stop(actor, AFTER_ALL))
+
+
+def _site(name: str, face: Any) -> Site:
+    """What is known of the class of an actor that somebody else has made."""
+    spec = TaskSpec(name, Shape(Request()))
+    terms = ActorTerms(SERIAL, {}, {}, face=face)
+    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

@@ -1,0 +1,82 @@
+"""What a program asks of a node that it has joined, beside its tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.payload import load_result
+from aiogpu.wire.sharing import Discard, Fetch
+
+if TYPE_CHECKING:
+    from aiogpu.core.why import Why
+    from aiogpu.engines.remote import RemoteEngine
+    from aiogpu.runtime.call import Receiver
+    from aiogpu.wire.messages import Failed
+
+
+class RemoteLink:
+    """The way to values that have come from elsewhere; see `base.ValueLink`."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """On which they are asked for."""
+        return self._engine.loop
+
+    def fetch(self, value: int, receiver: Receiver) -> int:
+        """Ask for a value; gives the question's number."""
+        number = self._engine.expect(receiver)
+        self._engine.send(Fetch(0, number, value))
+        return number
+
+    def discard(self, value: int) -> None:
+        """Nobody wants a value any more: stop whoever makes it."""
+        self._engine.send(Discard(value))
+
+    def cancel(self, task: int) -> None:
+        """Nobody wants an answer any more."""
+        self._engine.cancel(task)
+
+    async def why(self, name: str, task: int) -> Why:
+        """Say why a task waits."""
+        from aiogpu.core.why import Why
+
+        return await self._engine.why(task) or Why(name, task, "ended")
+
+    def begin_wait(self, task: int) -> None:
+        """Nobody is told of it: a program holds nothing that it could lend."""
+
+    def end_wait(self, task: int) -> None:
+        """See `begin_wait`."""
+
+    def settle(self, task: int) -> None:
+        """See `begin_wait`."""
+
+
+class Told:
+    """Waits for what was asked of the node.
+
+    Attributes:
+        future: has the answer.
+    """
+
+    def __init__(self, future: asyncio.Future[Any]) -> None:
+        self.future = future
+
+    def receive(self, payload: bytes) -> None:
+        """It has come."""
+        if not self.future.done():
+            self.future.set_result(load_result(payload))
+
+    def reject(self, failed: Failed) -> None:
+        """The node cannot tell."""
+        self.fail(unpack_failure(failed, "the node"))
+
+    def fail(self, error: Exception) -> None:
+        """It will not come."""
+        if not self.future.done():
+            self.future.set_exception(error)

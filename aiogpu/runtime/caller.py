@@ -1,0 +1,63 @@
+"""Who starts tasks over a socket: a worker for its task, or a client for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiogpu.core.ids import OWN, ClientId
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.actor import Actor
+    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.lending import Lending
+    from aiogpu.runtime.store import Store
+    from aiogpu.runtime.transport import Peer
+    from aiogpu.runtime.values import Value
+    from aiogpu.wire.messages import Failed
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """One connection by which tasks are started and values are lent.
+
+    Attributes:
+        id: no worker and no client has the same.
+        client: whose its tasks are that nobody else has started.
+        program: what the workers of its tasks begin with; "" for the node's own.
+        peer: its connection, None before and after.
+        declared: what the tasks that it starts are, by its own numbers.
+        children: those of them that have not ended, by its own numbers.
+        asked: its unanswered calls of actors and their numbers, by its own.
+        waits_for: for which of both a worker's task waits.
+        holds: how often it counts as a holder of an actor, by the actor's id.
+        carried: actors to which what it says next holds handles.
+        store: lends it what its payloads refer to.
+        lending: what it was lent, None for nothing so far.
+        fetched: values that it has asked for and that have not come.
+        actor: what it is, None for what is no actor.
+    """
+
+    id: int
+    client: ClientId = field(default=OWN, kw_only=True)
+    program: str = field(default="", kw_only=True)
+    peer: Peer | None = field(default=None, kw_only=True)
+    declared: dict[int, Site | Failed] = field(default_factory=dict, kw_only=True)
+    children: dict[int, int] = field(default_factory=dict, kw_only=True)
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
+    waits_for: tuple[int, ...] = field(default=(), kw_only=True)
+    holds: dict[int, int] = field(default_factory=dict, kw_only=True)
+    carried: tuple[int, ...] = field(default=(), kw_only=True)
+    store: Store | None = field(default=None, kw_only=True)
+    lending: Lending | None = field(default=None, kw_only=True)
+    fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)
+    actor: Actor | None = field(default=None, kw_only=True)
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent; what that refers to is lent to it."""
+        return payload if self.store is None else self.store.dispatch(self, payload)
+
+    def return_loans(self) -> None:
+        """It has ended, and has nothing any more."""
+        if self.lending is not None and self.store is not None:
+            self.store.forget(self.lending)

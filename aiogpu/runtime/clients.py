@@ -1,0 +1,341 @@
+"""The programs that have joined a node: who they are, and what ends with them.
+
+To the rest of the node a client is what a worker is with respect to the tasks that
+it has started. What it says is taken in like a worker's; when it goes, all that is
+its own is stopped, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from aiogpu.core.ids import ClientId, TaskId
+from aiogpu.errors import AiogpuError, NodeClosedError, NodeError, ProtocolError
+from aiogpu.runtime.caller import Caller
+from aiogpu.runtime.child import Child
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.nest import Nest
+from aiogpu.runtime.program import Program
+from aiogpu.runtime.store import Store
+from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.zygotes import Zygotes
+from aiogpu.wire.acting import Ask, Carry, Make
+from aiogpu.wire.connection import CLIENT
+from aiogpu.wire.joining import (
+    FIRST_CLIENT,
+    WHY,
+    Depart,
+    Departed,
+    Inquire,
+    Join,
+    Welcome,
+)
+from aiogpu.wire.messages import Close, Hello, Message, Submit
+from aiogpu.wire.parcel import MARK
+from aiogpu.wire.payload import dump_whole
+from aiogpu.wire.sharing import Put
+
+_log: Final = logging.getLogger(__name__)
+_CARRIERS: Final = frozenset({Submit, Ask, Make, Put})
+AT_ONCE: Final = 1000
+"""Tasks of a client that has gone which are stopped in one turn of the loop."""
+FIRST_LOOK: Final = 1e-3
+LONGEST_LOOK: Final = 0.02
+"""Seconds between two looks at whether all of a client that leaves has stopped."""
+
+Answer = Callable[[int], Coroutine[Any, Any, object]]
+
+
+@dataclass(slots=True, eq=False)
+class Client(Caller):
+    """One program that has joined.
+
+    Attributes:
+        pid: its process, 0 where the kernel does not know it.
+        name: how people know it.
+        shows: whether it is sent what its tasks print.
+        only_looks: whether it runs nothing, and is listed nowhere.
+        is_joined: whether it has said what its workers begin with.
+        pidfd: tells its end, whoever else has its connection open; -1 for none.
+        departing: tasks whose code has not stopped, since it says that it leaves.
+    """
+
+    pid: int = 0
+    name: str = ""
+    shows: bool = True
+    only_looks: bool = False
+    is_joined: bool = False
+    pidfd: int = -1
+    departing: set[TaskId] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """What clients find on a node.
+
+    Attributes:
+        node: its id.
+        descriptors: path of the socket for shared memory.
+        spill: directory for values for which there is no memory, "" for the system's.
+        ledger: what it has to share out, pickled.
+        release: the version of aiogpu.
+    """
+
+    node: str
+    descriptors: str
+    spill: str
+    ledger: bytes
+    release: str
+
+
+class Clients:
+    """See above.
+
+    Attributes:
+        answers: what can be asked of the node, by what it is called.
+        on_change: told when one has joined or gone.
+        is_draining: no new work is taken.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - all that a client has to do with
+        self,
+        loop: asyncio.AbstractEventLoop,
+        driver: Driver,
+        nest: Nest,
+        zygotes: Zygotes,
+        store: Store,
+        premises: Premises,
+    ) -> None:
+        self.answers: Mapping[str, Answer] = {}
+        self.on_joined: Callable[[Client], object] = bool
+        self.on_gone: Callable[[Client], object] = bool
+        self.is_draining = False
+        self.by_id: dict[int, Client] = {}
+        self._loop = loop
+        self._driver = driver
+        self._nest = nest
+        self._zygotes = zygotes
+        self._store = store
+        self._premises = premises
+        self._server: asyncio.AbstractServer | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Clients {len(self.by_id)}>"
+
+    async def listen(self, listening: socket.socket) -> None:
+        """Let programs join over this socket, which is bound and listens."""
+        self._server = await self._loop.create_unix_server(
+            lambda: Peer(self._greeted), sock=listening
+        )
+
+    def _greeted(self, peer: Peer, hello: Hello) -> None:
+        if hello.role != CLIENT or hello.id < FIRST_CLIENT or hello.id in self.by_id:
+            peer.refuse("this socket is for programs, each with a number of its own")
+            return
+        if self.is_draining:
+            peer.refuse("this node is being stopped, and takes in nobody")
+            return
+        client = Client(
+            hello.id,
+            pid=peer.pid,
+            client=ClientId(hello.id),
+            store=self._store,
+            peer=peer,
+        )
+        self.by_id[client.id] = self._store.clients[client.id] = client
+        peer.on_messages = partial(self._hear, client)
+        peer.on_lost = partial(self._on_lost, client)
+        peer.on_slow = partial(self._on_slow, client)
+        # A fork of it may keep the connection open; see pidfd_open(2).
+        with suppress(OSError):
+            client.pidfd = os.pidfd_open(client.pid)
+            self._loop.add_reader(client.pidfd, peer.abort)
+
+    def _on_slow(self, client: Client, is_slow: bool) -> None:
+        """It is told no more than it reads, and may not ask for more meanwhile."""
+        if client.peer is None:
+            return
+        if is_slow:
+            client.peer.pause()
+        else:
+            client.peer.resume()
+
+    def _hear(self, client: Client, messages: list[Message]) -> None:
+        try:
+            for message in messages:
+                self._take(client, message)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
+            _log.warning(
+                "! cut off %s (pid %d): %r",
+                client.name or client.id,
+                client.pid,
+                error,
+                exc_info=not is_told,
+            )
+            if client.peer is not None:
+                client.peer.send_one(Close())
+                client.peer.abort()
+
+    def _take(self, client: Client, message: Message) -> None:
+        kind = type(message)
+        if kind in _CARRIERS:
+            if message.payload[:1] == MARK:  # type: ignore[union-attr, index]
+                payload = self._store.admit(client, message.payload)  # type: ignore[union-attr, arg-type]
+                message = message._replace(payload=payload)  # type: ignore[call-arg]
+            if self.is_draining and kind is not Put:
+                self._refuse(client, message)
+                return
+        if client.is_joined is not (kind is not Join):
+            raise ProtocolError(f"{kind.__name__} where it may not be")
+        if kind is Join:
+            self._join(client, message)  # type: ignore[arg-type]
+        elif kind is Inquire:
+            asking = self._loop.create_task(self._tell(client, message))  # type: ignore[arg-type]
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+        elif kind is Depart:
+            self._depart(client)
+        elif isinstance(message, Carry) and message.task:
+            raise ProtocolError("a client has no task whose result carries something")
+        else:
+            self._nest.on_message(client, message)
+
+    def _refuse(self, client: Client, message: Message) -> None:
+        error = NodeClosedError("the node is being stopped, and takes no new work.")
+        if isinstance(message, Make):
+            self._driver.actors.refuse(message.actor, error)
+        elif isinstance(message, Submit | Ask):
+            Child(client, message.child).fail(error)
+
+    def _join(self, client: Client, join: Join) -> None:
+        ours = self._premises
+        peer = client.peer
+        assert peer is not None, client
+        if join.release != ours.release:
+            peer.refuse(
+                f"the node runs aiogpu {ours.release}, the program {join.release}; use "
+                f"the same version in both, or start the node anew"
+            )
+            self._on_lost(client)
+            return
+        program = Program(
+            join.executable, join.sys_path, join.directory, join.environ, join.preload
+        )
+        client.name, client.shows = join.name, join.shows
+        client.only_looks = join.only_looks
+        if not client.only_looks:
+            try:
+                self._zygotes.join(program.key, program)
+            except NodeError as error:
+                _log.warning("! no workers for %s: %s", join.name, error)
+            client.program = program.key
+        client.is_joined = True
+        self.on_joined(client)
+        page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
+        peer.send_one(
+            Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
+        )
+
+    async def _tell(self, client: Client, inquiry: Inquire) -> None:
+        """Answer what a client asks of the node."""
+        child = Child(client, inquiry.child)
+        number = inquiry.number
+        if inquiry.what == WHY:
+            number = client.children.get(number) or client.asked.get(number, (0, 0))[0]
+        answer = self.answers.get(inquiry.what)
+        if answer is None:
+            child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
+            return
+        try:
+            child.receive(dump_whole(await answer(number)))
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+            child.fail(error)
+
+    def _on_lost(self, client: Client) -> None:
+        """Its connection has ended, and with it the program, as far as we know."""
+        if self.by_id.pop(client.id, None) is None:
+            return
+        self._store.clients.pop(client.id, None)
+        client.peer = None
+        if client.pidfd >= 0:
+            self._loop.remove_reader(client.pidfd)
+            os.close(client.pidfd)
+            client.pidfd = -1
+        self._give_up(client)
+        client.return_loans()
+        if client.program:
+            self._zygotes.leave(client.program)
+        self.on_gone(client)
+
+    def _give_up(self, client: Client) -> None:
+        """Stop what is a client's own."""
+        for number in list(client.asked):
+            self._nest.far.withdraw(client, number)
+        client.fetched.clear()
+        children, client.children = client.children, {}
+        self._stop_some([TaskId(task) for task in children.values()])
+        client.departing.update(TaskId(task) for task in children.values())
+        self._driver.actors.holding.pop(client.id, None)
+        holds = list(client.holds)
+        self._nest.far.release_all(client)
+        for public in holds:
+            actor = self._driver.actors.get(public)
+            if actor is not None and not actor.holders:
+                client.departing.add(TaskId(actor.id))
+
+    def _stop_some(self, tasks: list[TaskId]) -> None:
+        for task in tasks[:AT_ONCE]:
+            self._driver.cancel(task)
+        if len(tasks) > AT_ONCE:
+            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
+
+    def _depart(self, client: Client) -> None:
+        self._give_up(client)
+        patience = self._driver.scheduler.patience
+        within = patience.cancel_grace + patience.exit_grace
+        self._look(client, FIRST_LOOK, self._loop.time() + within)
+
+    def _look(self, client: Client, pause: float, until: float) -> None:
+        """Tell a client that nothing of it runs any more, as soon as that is so."""
+        if client.peer is None:
+            return
+        knows = self._driver.knows
+        client.departing = {task for task in client.departing if knows(task)}
+        if client.departing and self._loop.time() < until:
+            longer = min(2 * pause, LONGEST_LOOK)
+            self._loop.call_later(pause, self._look, client, longer, until)
+            return
+        client.peer.send_one(Departed())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any client runs or waits."""
+        return not any(client.children for client in self.by_id.values())
+
+    def stop_listening(self) -> None:
+        """Let nobody join any more."""
+        self.is_draining = True
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        """The node has ended all that ran: part from those that are still there."""
+        self.stop_listening()
+        for asking in self._asking:
+            asking.cancel()
+        for client in list(self.by_id.values()):
+            peer = client.peer
+            self._on_lost(client)
+            if peer is not None:
+                peer.send_one(Close())
+                peer.end()

@@ -1,0 +1,99 @@
+"""What a client and its node say to each other of joining and leaving.
+
+A client is a program that works on a node of another process. What it says of tasks,
+actors and values is what a worker says of those that its task has started.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+FIRST_CLIENT: Final = 1 << 26
+"""Ids of clients begin here; those of workers are below. A client chooses its own."""
+
+RESOURCES: Final = "resources"
+"""Asks for all resources by name."""
+AVAILABLE: Final = "available"
+"""Asks for what is free of each."""
+STATUS: Final = "status"
+"""Asks who holds what, what waits and why."""
+WHY: Final = "why"
+"""Asks why a child waits, by its number; 0 for nobody's."""
+WHY_TASK: Final = "why task"
+"""The same of any task, by the node's number."""
+
+
+class Refused(NamedTuple):
+    """Node to whoever has greeted: go away, for this reason; the connection ends.
+
+    Its tag is the same in all versions, since one of another version reads it.
+    """
+
+    reason: str
+
+
+class Join(NamedTuple):
+    """Client to node: what its tasks' workers are to begin with.
+
+    `release`: its version of aiogpu. `executable`, `sys_path`, `directory` and
+    `environ` are its own. `preload`: modules for its zygote. `shows`: whether it is
+    sent what its tasks print. `only_looks`: it will run nothing.
+    """
+
+    release: str
+    name: str
+    executable: str
+    sys_path: tuple[str, ...]
+    directory: str
+    environ: dict[str, str]
+    preload: tuple[str, ...]
+    shows: bool
+    only_looks: bool
+
+
+class Welcome(NamedTuple):
+    """Node to client: it has joined.
+
+    `descriptors` is the path of the socket for shared memory, `page` that of the
+    control page, `spill` where values go for which there is no memory, "" for the
+    system's choice. `ledger` pickles what the node has to share out.
+    """
+
+    node: str
+    descriptors: str
+    page: str
+    spill: str
+    ledger: bytes
+
+
+class Inquire(NamedTuple):
+    """Client to node: tell something of the node, as the result of a child.
+
+    `what` is one of the above, `number` the child or the task that is meant.
+    """
+
+    child: int
+    what: str
+    number: int
+
+
+class Carried(NamedTuple):
+    """Node to client: the answer of this child, which follows, has handles to these.
+
+    They count as held by the client until it says `Release` of each.
+    """
+
+    child: int
+    actors: tuple[int, ...]
+
+
+class Depart(NamedTuple):
+    """Client to node: stop all that is mine, and tell me when it has stopped."""
+
+
+class Departed(NamedTuple):
+    """Node to client: nothing of yours is left."""
+
+
+Joining = Join | Welcome | Inquire | Carried | Depart | Departed
+"""Everything that concerns clients, but for `Refused`."""
