@@ -10,9 +10,6 @@ from aiogpu.errors import NoSuchTaskError, OptionError
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
 
-ENDED = "ended"
-"""State of what a node knows no more."""
-
 
 async def why(task_id: int) -> Why:
     """Why a task waits, or what it does instead; `print` tells it in words.
@@ -32,8 +29,9 @@ async def why(task_id: int) -> Why:
             f"aiogpu.why({task_id!r}) asks for a task's number, such as 12; "
             f"aiogpu.status() shows the numbers of those that run and wait."
         )
-    told = await (await asked("aiogpu.why()")).why("", task_id)
-    if told.state == ENDED:
+    session = await asked("aiogpu.why()")
+    told = await session._ask().why_task(task_id)
+    if told is None:
         raise NoSuchTaskError(
             f"this node has no task {task_id} that waits or runs: it has ended, or "
             f"never was. aiogpu.status() shows those that there are."

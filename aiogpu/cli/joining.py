@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol, TypeVar
 import click
 
 import aiogpu
+from aiogpu.api.node import Opening
+from aiogpu.engines.base import NodeOptions
 from aiogpu.runtime.meeting import default_socket
 
 AUTO: Final = "auto"
@@ -109,11 +111,12 @@ async def joined(address: str) -> AsyncIterator[Node]:
         ClickException: none runs there.
     """
     check_there(address)
-    opening = aiogpu.init(address=address)
+    options = NodeOptions(only_looks=True, log_to_driver=False)
+    opening = Opening(address, options, ignore_reinit_error=False)
     try:
         await opening.__aenter__()
     except (aiogpu.NodeError, OSError) as error:
-        raise none_runs(str(error).rstrip(".")) from None
+        raise click.ClickException(str(error)) from None
     try:
         yield PublicNode()
     except aiogpu.NodeDiedError as error:

@@ -180,6 +180,10 @@ class LocalEngine:
             return None
         return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
+
     async def serve(self, listening: socket.socket) -> None:
         """Let other programs of this user join the node, which is open.
 

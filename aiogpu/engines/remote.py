@@ -29,6 +29,7 @@ from aiogpu.wire.joining import (
     RESOURCES,
     STATUS,
     WHY,
+    WHY_TASK,
     Carried,
     Depart,
     Departed,
@@ -261,6 +262,11 @@ class RemoteEngine:
     async def why(self, task: int) -> Why | None:
         """Why a task of this program waits; see `Engine.why`."""
         found: Why | None = await self._inquire(WHY, task)
+        return found
+
+    async def why_task(self, number: int) -> Why | None:
+        """Why a task waits, whosever it is; see `Engine.why_task`."""
+        found: Why | None = await self._inquire(WHY_TASK, number)
         return found
 
     async def _inquire(self, what: str, number: int = 0) -> Any:
