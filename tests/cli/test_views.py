@@ -81,7 +81,9 @@ async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
         assert "0.75 of GPU 0: held by gated" in why[1]
         assert unknown[0] == 1
         assert "this node has no task 999999" in unknown[2]
-        gate.release("runs", "waits")
+        gate.release("runs")
+        await gate.entered("waits")
+        gate.release("waits")
         await asyncio.gather(running, waiting)
         after = await aiogpu.status()
         assert len(after.actors) == len(here.actors), "a view has left something"
