@@ -157,12 +157,12 @@ def device_table(devices: Iterable[DeviceStatus]) -> Table:
     return Table(columns, rows)
 
 
-def held_by(device: DeviceStatus) -> Iterable[str]:
-    """Each holder of a device with its share."""
+def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterable[str]:
+    """Each holder of a device with its share; then, if wanted, who else is on it."""
     for one in device.holders:
         share = f"{one.share:g}" if one.share else amount(one.memory)
         yield f"{share} {one.task or '(ending)'}"
-    for other in device.others or ():
+    for other in (device.others or ()) if with_others else ():
         yield f"not ours: {other.name or 'pid'} {other.pid}"
 
 
