@@ -8,8 +8,6 @@ import click
 from click.shell_completion import get_completion_class
 
 SHELLS: Final = ("bash", "zsh", "fish")
-VARIABLE: Final = "_AIOGPU_COMPLETE"
-"""By this, set by the script, the command knows that it is asked to complete."""
 
 
 @click.command()
@@ -25,10 +23,10 @@ def completion(shell: str) -> None:
       eval "$(aiogpu completion zsh)"         in ~/.zshrc, after compinit
       aiogpu completion fish | source         in ~/.config/fish/config.fish
     """  # noqa: D301 - click's mark for lines to be left as they are
-    from aiogpu.cli.main import cli
+    from aiogpu.cli.main import COMPLETE, cli
 
     known = get_completion_class(shell)
     assert known is not None, shell
-    script = known(cli, {}, "aiogpu", VARIABLE)
+    script = known(cli, {}, "aiogpu", COMPLETE)
     # Its own `source()` starts a bash first, to see how old that is.
     click.echo(script.source_template % script.source_vars())

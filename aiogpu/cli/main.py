@@ -28,6 +28,8 @@ COMMANDS: Final = (
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
 ELSEWHERE: Final = {"list": ("listing", "list_command")}
 """Those that Python needs the names of: module and attribute."""
+COMPLETE: Final = "_AIOGPU_COMPLETE"
+"""By this variable a shell asks what could be typed next; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
 """What shells report of a program that SIGINT ended: 128 + 2."""
@@ -63,7 +65,7 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, complete_var=COMPLETE)
     except click.ClickException as error:
         error.show()
         code = error.exit_code

@@ -117,7 +117,7 @@ def _actors(status: NodeStatus) -> Iterator[str]:
         (
             *(str(actor.id), actor.name or "", actor.class_name, actor.state),
             pid_of(actor.pid) if actor.worker is not None else "",
-            f"{actor.holders} hold it",
+            f"held by {actor.holders}",
             f"{actor.calls} calls" if actor.calls else "",
         )
         for actor in status.actors[:SHOWN]

@@ -13,7 +13,7 @@ from aiogpu.cli.keyboard import LONGEST, Decoder
 from aiogpu.cli.view import ORDERS, View
 from aiogpu.core.holding import Holder
 from tests.cli.pictures import BUSY, IDLE
-from tests.cli.top_program import LONG
+from tests.cli.view_program import LONG
 
 
 def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list[str]:

@@ -131,8 +131,8 @@ def test_actors_and_failures_come_last():
     shown = replace(status, actors=actors, failures=failures)
     assert str(shown).splitlines()[4:] == [
         "actors",
-        "  4  serve  Model  alive    pid 101  2 hold it  3 calls",
-        "  9         Cache  pending           1 hold it",
+        "  4  serve  Model  alive    pid 101  held by 2  3 calls",
+        "  9         Cache  pending           held by 1",
         "failed",
         "  1.0 s ago  5  train  ValueError: no such key",
         "  70 s ago   6  load   MemoryError",

@@ -13,7 +13,7 @@ from aiogpu.cli.view import View
 from tests.cli.pictures import BUSY
 from tests.terminal.screens import PROMPT, Screen, screen
 
-TOP = "$python -m tests.cli.top_program"
+TOP = "$python -m tests.cli.view_program"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""`aiogpu top` on a node of paper, for tests that drive it in a terminal.
+"""`aiogpu` with a node of paper to look at, for tests that drive it in a terminal.
 
-Arguments: the name of what it shows, then those of `top`.
+Arguments: the name of what is to be seen, then those of the command.
 """
 
 from __future__ import annotations
