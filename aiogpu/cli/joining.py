@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +19,8 @@ from aiogpu.runtime.meeting import default_socket
 AUTO: Final = "auto"
 EMBEDDED: Final = ("local", "inline")
 """Addresses of nodes that only the program sees which has opened them."""
+PATIENCE: Final = 15.0
+"""Seconds that a node has for an answer; it takes a tenth of one where much waits."""
 ADVICE: Final = "Start one by `aiogpu start --head`"
 
 T = TypeVar("T")
@@ -37,15 +40,24 @@ class Node(Protocol):
 
 
 class PublicNode:
-    """The node that this loop has joined, by the public interface."""
+    """The node that this loop has joined, by the public interface.
+
+    It raises TimeoutError where the node has not answered within `patience` seconds;
+    None is for ever.
+    """
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
 
     async def status(self) -> aiogpu.NodeStatus:
         """See `aiogpu.status`."""
-        return await aiogpu.status()
+        async with asyncio.timeout(self._patience):
+            return await aiogpu.status()
 
     async def why(self, task_id: int) -> aiogpu.Why:
         """See `aiogpu.why`."""
-        return await aiogpu.why(task_id)
+        async with asyncio.timeout(self._patience):
+            return await aiogpu.why(task_id)
 
 
 def address_option(command: Command) -> Command:
@@ -104,32 +116,48 @@ def none_runs(why: str) -> click.ClickException:
 
 
 @asynccontextmanager
-async def joined(address: str) -> AsyncIterator[Node]:
+async def joined(
+    address: str, patience: float | None = PATIENCE
+) -> AsyncIterator[Node]:
     """The node at an address, for as long as the block lasts.
 
+    Args:
+        address: its socket, or `AUTO`.
+        patience: seconds that it has for each answer; None for ever.
+
     Raises:
-        ClickException: none runs there.
+        ClickException: none runs there, or it does not answer.
     """
     check_there(address)
     options = NodeOptions(only_looks=True, log_to_driver=False)
     opening = Opening(address, options, ignore_reinit_error=False)
     try:
-        await opening.__aenter__()
+        session = await opening
     except (aiogpu.NodeError, OSError) as error:
         raise click.ClickException(str(error)) from None
     try:
-        yield PublicNode()
-    except aiogpu.NodeDiedError as error:
+        yield PublicNode(patience)
+    except (aiogpu.NodeDiedError, aiogpu.NodeClosedError) as error:
         raise click.ClickException(str(error)) from None
+    except TimeoutError:
+        raise click.ClickException(
+            f"the node at {where(address)} has not answered within {patience:g} s; "
+            f"`aiogpu doctor` says how it stands."
+        ) from None
     finally:
-        await opening.__aexit__(None, None, None)
+        # Nothing of a view has to stop first, and the node may not answer any more.
+        await session.shutdown(at_once=True)
 
 
-def ask(address: str, question: Callable[[Node], Awaitable[T]]) -> T:
-    """Join, ask, leave; gives the answer."""
+def ask(
+    address: str,
+    question: Callable[[Node], Awaitable[T]],
+    patience: float | None = PATIENCE,
+) -> T:
+    """Join, ask, leave; gives the answer. See `joined`."""
 
     async def main() -> T:
-        async with joined(address) as node:
+        async with joined(address, patience) as node:
             return await question(node)
 
     return aiogpu.run(main())

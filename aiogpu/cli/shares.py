@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final, NamedTuple
 
 import click
@@ -66,12 +65,9 @@ async def ask_shares() -> Shares:
     except click.ClickException:
         return Shares()
     try:
-        async with asyncio.timeout(PATIENCE), joining.joined(address) as node:
+        async with joining.joined(address, PATIENCE) as node:
             return Shares((await node.status()).devices)
-    except (click.ClickException, aiogpu.AiogpuError, TimeoutError) as error:
-        why = f"no answer within {PATIENCE:g} s"
-        if isinstance(error, click.ClickException):
-            why = error.message.partition(". ")[0]
-        elif isinstance(error, aiogpu.AiogpuError):
-            why = str(error).partition(". ")[0]
+    except (click.ClickException, aiogpu.AiogpuError) as error:
+        told = error.message if isinstance(error, click.ClickException) else str(error)
+        why = told.partition(". ")[0].rstrip(".")
         return Shares(note=f"Who holds what is not known: {why}.")

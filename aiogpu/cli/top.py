@@ -62,7 +62,7 @@ def top(address: str, interval: float) -> int:
     if not is_terminal() or os.environ.get("TERM", "dumb") == "dumb":
         click.echo(plain_report(joining.ask(address, lambda node: node.status())))
         return 0
-    return joining.ask(address, lambda node: Top(node, interval).run())
+    return joining.ask(address, lambda node: Top(node, interval).run(), patience=None)
 
 
 class Top:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 import click
@@ -24,14 +23,13 @@ def known_tasks(
     address = context.params.get("address") or joining.default_address()
 
     async def names(node: joining.Node) -> list[str]:
-        async with asyncio.timeout(COMPLETED):
-            status = await node.status()
+        status = await node.status()
         actors = [one.name for one in status.actors if one.name is not None]
         tasks = [told for one in status.tasks for told in (str(one.id), one.name)]
         return sorted({*actors, *tasks})
 
     try:
-        known = joining.ask(address, names)
+        known = joining.ask(address, names, COMPLETED)
     except (click.ClickException, aiogpu.AiogpuError, OSError):
         return []  # a shell has no place to show why
     return [name for name in known if name.startswith(begun) and name.isprintable()]

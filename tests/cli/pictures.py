@@ -116,7 +116,9 @@ def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
     node = Paper(pictures)
 
     @asynccontextmanager
-    async def joined(address: str) -> AsyncIterator[joining.Node]:
+    async def joined(
+        _address: str, _patience: float | None = None
+    ) -> AsyncIterator[joining.Node]:
         yield node
 
     patch.setattr(joining, "joined", joined)

@@ -87,7 +87,7 @@ def test_tasks_and_actors_of_the_running_node_are_offered(
     ]
     assert known_tasks(context, argument, "s") == ["serve"]
 
-    def fail(_address: str) -> object:
+    def fail(_address: str, _patience: float) -> object:
         raise aiogpu.NodeDiedError("it has ended.")
 
     monkeypatch.setattr(joining, "joined", fail)

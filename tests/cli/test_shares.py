@@ -67,7 +67,7 @@ async def test_a_node_is_asked_or_it_is_said_why_it_does_not_answer(
     stand_in(monkeypatch, BUSY)
     assert await ask_shares() == SHARES
 
-    def fail(_address: str) -> object:
+    def fail(_address: str, _patience: float) -> object:
         raise aiogpu.NodeDiedError("the node has ended. Start it anew.")
 
     monkeypatch.setattr(joining, "joined", fail)

@@ -19,7 +19,7 @@ from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks
 from tests.engines.actor_classes import Counter
 from tests.gate import Gate
-from tests.program import environment
+from tests.program import environment, start
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -49,6 +49,14 @@ async def view(*arguments: str) -> tuple[int, str, str]:
     out, err = await asyncio.wait_for(program.communicate(), 60)
     assert program.returncode is not None
     return program.returncode, out.decode(), err.decode()
+
+
+def failing(source: str, *arguments: str) -> str:
+    """What a program says that fails."""
+    with start(source, *arguments) as program:
+        _, err = program.communicate(timeout=60)
+    assert program.returncode == 1
+    return err
 
 
 async def test_a_node_is_seen_from_outside(tmp_path: Path, gate: Gate) -> None:
@@ -98,3 +106,17 @@ async def test_a_socket_that_nobody_listens_on_is_said(tmp_path: Path) -> None:
     assert err.startswith(f"Error: no node can be reached at {path}: Connection ref")
     assert "aiogpu start --head" in err
     assert os.path.exists(path)
+
+
+async def test_a_node_that_does_not_answer_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as path:
+        monkeypatch.setattr(current_session()._ask(), "status", asyncio.Event().wait)
+        asked = """
+            import sys
+            from aiogpu.cli import joining
+            joining.ask(sys.argv[1], lambda node: node.status(), 0.1)
+        """
+        told = await asyncio.to_thread(failing, asked, path)
+        assert f"the node at {path} has not answered within 0.1 s" in told

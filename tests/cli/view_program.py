@@ -43,7 +43,9 @@ NODES = {
 
 
 @asynccontextmanager
-async def joined(_address: str) -> AsyncIterator[joining.Node]:
+async def joined(
+    _address: str, _patience: float | None = None
+) -> AsyncIterator[joining.Node]:
     yield NODES[name]
 
 
