@@ -184,11 +184,13 @@ class LocalEngine:
         """The same; see `Engine.why_task`."""
         return await self.why(number)
 
-    async def serve(self, listening: socket.socket) -> None:
+    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
         """Let other programs of this user join the node, which is open.
 
         Args:
             listening: a Unix socket that is bound, and listens; the node closes it.
+            logs: directory in which all that their tasks print is logged; None for
+                nowhere.
         """
         from aiogpu.engines.hosting import answers_of, premises_of
 
@@ -200,6 +202,7 @@ class LocalEngine:
             self.store,
             premises_of(supervisor.directory, ledger, spill),
             answers_of(self),
+            logs,
         )
 
     async def drain(self, patience: float) -> bool:

@@ -232,9 +232,9 @@ class Driver:
                 self._keep_carried(answer.payload)
             took = answer.took * 1e-6
         elif type(answer) is Failed:
-            retry = call.is_retried(answer)
+            retry = answer.is_retried
             if self.shortages and self.shortages.concerns(worker, answer):
-                retry |= self.shortages.replace(call, answer)
+                self.shortages.replace(call, answer)
                 self.feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
                 return
         now = self._loop.time()

@@ -47,8 +47,8 @@ class Telling:
             return
         if type(answer) is Failed and answer.kind != STOPPED:
             self.note(task, call, answer.type_name, answer.message)
-        if call.error is not None:
-            receiver.fail(call.error)
+        if type(answer) is Failed:
+            receiver.reject(answer)
         elif type(answer) is Failed:
             receiver.reject(answer)
 

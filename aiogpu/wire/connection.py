@@ -63,7 +63,6 @@ from aiogpu.wire.messages import (
     Forked,
     Hello,
     Imported,
-    Log,
     Message,
     Run,
     Signal,
@@ -73,6 +72,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.printing import Log, Printed
 from aiogpu.wire.sharing import (
     Discard,
     Fetch,
@@ -126,7 +126,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     CLIENT: frozenset(
         {
             *(Refused, Welcome, Close, Departed, Carried, Recycle),
-            *(ChildDone, ChildFailed, ChildItems),
+            *(ChildDone, ChildFailed, ChildItems, Printed),
         }
     ),
 }
