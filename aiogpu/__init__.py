@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import GpuOutOfMemoryError as GpuOutOfMemoryError
     from aiogpu.errors import InfeasibleError as InfeasibleError
     from aiogpu.errors import InternalError as InternalError
+    from aiogpu.errors import LimitError as LimitError
     from aiogpu.errors import MisuseError as MisuseError
     from aiogpu.errors import NodeClosedError as NodeClosedError
     from aiogpu.errors import NodeDiedError as NodeDiedError
@@ -116,6 +117,7 @@ _ROOMS = {
         "GpuOutOfMemoryError",
         "InfeasibleError",
         "InternalError",
+        "LimitError",
         "MisuseError",
         "NoLoopError",
         "NodeClosedError",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.client_status import client_rows
 from aiogpu.core.device_report import device_rows, pid_of
 from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
@@ -47,6 +48,7 @@ def report(status: NodeStatus) -> str:
     rows = [
         *overview(status),
         *device_rows(status.devices),
+        *client_rows(status.clients),
         *_tasks(status),
         *_shapes(status),
         *_reservation(status),

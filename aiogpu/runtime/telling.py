@@ -45,11 +45,9 @@ class Telling:
         if type(answer) is Done:
             receiver.receive(answer.payload)
             return
-        if type(answer) is Failed and answer.kind != STOPPED:
-            self.note(task, call, answer.type_name, answer.message)
         if type(answer) is Failed:
-            receiver.reject(answer)
-        elif type(answer) is Failed:
+            if answer.kind != STOPPED:
+                self.note(task, call, answer.type_name, answer.message)
             receiver.reject(answer)
 
     def expire(self, effect: effects.Expire) -> None:
