@@ -37,12 +37,18 @@ def start(
     node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
 ) -> None:
     """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
-    spec, workers = record.spec, node.workers
     if node.clients is not None:
         node.clients.begin(record, lease)
-    if spec.is_lease:
+    if record.spec.is_lease:
         grant(node, record, lease, now, effects)
-        return
+    else:
+        _find_worker(node, record, lease, now, effects)
+
+
+def _find_worker(
+    node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
+) -> None:
+    spec, workers = record.spec, node.workers
     environment = spec.shape.environment
     if spec.max_calls:
         node.spares.want()

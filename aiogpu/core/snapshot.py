@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import NOBODY, ClientStatus, Program, clients_seen
+from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
@@ -128,6 +130,9 @@ class NodeStatus:
         reservation: what is kept for a task that has waited long, None if nothing.
         clients: the programs that share the node, by number; empty where it is one's
             alone.
+        actors: all that have a process; then the first 100 of the others.
+        failures: the last 100 that have failed, the latest first; none are kept by a
+            node without processes.
     """
 
     total: Mapping[str, float]
@@ -140,6 +145,8 @@ class NodeStatus:
     shape_count: int
     reservation: ReservationStatus | None
     clients: tuple[ClientStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:

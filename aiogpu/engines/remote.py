@@ -22,6 +22,7 @@ from aiogpu.wire.joining import (
     RESOURCES,
     STATUS,
     WHY,
+    WHY_TASK,
     Inquire,
 )
 from aiogpu.wire.messages import (
@@ -157,6 +158,11 @@ class RemoteEngine(Membership):
     async def why(self, task: int) -> Why | None:
         """Why a task of this program waits; see `Engine.why`."""
         found: Why | None = await self._inquire(WHY, task)
+        return found
+
+    async def why_task(self, number: int) -> Why | None:
+        """Why a task waits, whosever it is; see `Engine.why_task`."""
+        found: Why | None = await self._inquire(WHY_TASK, number)
         return found
 
     async def _inquire(self, what: str, number: int = 0) -> Any:

@@ -139,7 +139,7 @@ class Driver:
         """Start a task; gives its id, with which it can be cancelled."""
         self._last_task += 1
         task = TaskId(self._last_task)
-        self._calls[task] = Call(site, payload, receiver)
+        self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
         needs = None if supply is None else supply.tasks
