@@ -164,6 +164,10 @@ class ActorNameError(AiogpuError, ValueError):
     """No actor has that name, or another one has it already."""
 
 
+class NoSuchTaskError(AiogpuError, LookupError):
+    """The node knows no task of that number, or knows it no more."""
+
+
 class OutOfMemoryError(WorkerDiedError, MemoryError):
     """The task was ended because all together used more memory than is safe.
 

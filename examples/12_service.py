@@ -12,7 +12,7 @@ import asyncio
 import aiogpu
 
 
-@aiogpu.remote(num_gpus=0.5)
+@aiogpu.remote
 class Model:
     """Knows how often it was asked, by whichever program."""
 
@@ -40,7 +40,7 @@ async def main() -> None:
     async with aiogpu.init(address="auto"):
         print("GPUs shared by all:", (await aiogpu.cluster_resources())["GPU"])
         model = Model.options(
-            name="model", get_if_exists=True, lifetime="detached"
+            num_gpus=0.5, name="model", get_if_exists=True, lifetime="detached"
         ).remote()
         texts = ["a", "bc", "def"]
         print(await asyncio.gather(*(model.score.remote(text) for text in texts)))
