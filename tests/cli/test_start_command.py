@@ -131,12 +131,27 @@ def test_a_unit_gives_the_same_options(
     assert not plans
 
 
-def test_stop_where_no_node_is(runtime_directory: Path) -> None:
-    ran = CliRunner().invoke(stop, [])
-    assert (ran.exit_code, ran.output) == (
-        0,
-        f"No node runs at {runtime_directory}/aiogpu/node.sock.\n",
+@pytest.mark.parametrize(
+    ("arguments", "variable", "at"),
+    [
+        ([], None, "aiogpu/node.sock"),
+        ([], "auto", "aiogpu/node.sock"),
+        ([], "local", "aiogpu/node.sock"),
+        ([], "{}/b.sock", "b.sock"),
+        (["--socket={}/c.sock"], "{}/b.sock", "c.sock"),
+        (["--address=unix:{}/c.sock"], None, "c.sock"),
+    ],
+)
+def test_which_node_is_stopped(
+    runtime_directory: Path, arguments: list[str], variable: str | None, at: str
+) -> None:
+    here = str(runtime_directory)
+    ran = CliRunner().invoke(
+        stop,
+        [argument.format(here) for argument in arguments],
+        env={"AIOGPU_ADDRESS": variable and variable.format(here)},
     )
+    assert (ran.exit_code, ran.output) == (0, f"No node runs at {here}/{at}.\n")
 
 
 def test_stop_by_force_waits_for_nobody(runtime_directory: Path) -> None:
