@@ -206,6 +206,11 @@ class Clients:
             then = max(then, (has + parts) * one)
         return now / client.weight, max(then, now + LEAST) / client.weight
 
+    def held_by(self, client: Client) -> float:
+        """The greatest part that a program holds of any resource."""
+        shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
+        return max(shares, default=0.0)
+
     def share_without(self, client: Client, request: Request) -> tuple[float, float]:
         """The same, if it had not been granted one lease that it has been."""
         held, now, then = client.held, 0.0, 0.0

@@ -129,10 +129,12 @@ class SharedQueue(ReadyQueue):
         heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
         for id_, line in lines.items():
             client = self._clients.of(id_)
+            # Who holds something is likely to have had more when others end.
+            tag = client.tag + EXPECTED * self._clients.held_by(client) / client.weight
             for entry in line:
                 record = record_of(entry)
-                priority = lane_of(record)[0]
-                heap.append((priority, client.tag, record.id, entry, client, line))
+                key = lane_of(record)[0], tag, record.id
+                heap.append((*key, entry, client, line))
                 break
         heapify(heap)
         while heap:
