@@ -47,18 +47,18 @@ def place_fairly(
     round_ = Round(node, queue, clients)
     if not round_.stands():
         node.reservation = None
-    while (line := round_.next()) is not None:
-        group = line.turns[0][2]
+    while (one := round_.next()) is not None:
+        group = one.turns[0][2]
         first = group.first()
         assert first is not None, group
         _, record, bucket = first
         if clients.bars(record):
-            round_.leave_out(line)
+            round_.leave_out(one)
             continue
         refused = node.room.refused
         lease = node.take(record)
         if lease is None:
-            round_.leave_out(line)
+            round_.leave_out(one)
             if refused == node.room.refused:
                 round_.refuse(record)
             make_way(node, now, effects)
@@ -68,11 +68,11 @@ def place_fairly(
             node.reservation = None
         queue.pop(bucket)
         yield record, lease
-        round_.go_on(line)
+        round_.go_on(one)
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Candidate:
     """A program in a round.
 
     Attributes:
@@ -97,7 +97,7 @@ class Round:
         self._node = node
         self._queue = queue
         self._clients = clients
-        self._lines: dict[ClientId, Line] = {}
+        self._left: dict[ClientId, Candidate] = {}
         self._refused: set[Request] = set()
         for id_, groups in queue.of_client.items():
             turns: Turns = []
@@ -106,8 +106,8 @@ class Round:
                 assert first is not None, group
                 turns.append((first[0], number, group))
             heapify(turns)
-            self._lines[id_] = line = Line(clients.of(id_), turns)
-            self._note(line)
+            self._left[id_] = one = Candidate(clients.of(id_), turns)
+            self._note(one)
 
     def stands(self) -> bool:
         """Whether what is kept is still for the first of its kind."""
@@ -119,32 +119,32 @@ class Round:
         first = None if group is None else group.first()
         return first is not None and first[1] is kept.record
 
-    def _note(self, line: Line) -> None:
+    def _note(self, one: Candidate) -> None:
         """Another group is its first, or it holds more; nothing more may fit."""
-        turns = line.turns
+        turns = one.turns
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
         if not turns:
-            del self._lines[line.client.id]
+            del self._left[one.client.id]
             return
-        ((priority, _), line.task), _, group = turns[0]
-        line.priority = priority
-        line.now, line.then = self._clients.share_of(line.client, group.request)
+        ((priority, _), one.task), _, group = turns[0]
+        one.priority = priority
+        one.now, one.then = self._clients.share_of(one.client, group.request)
 
-    def go_on(self, line: Line) -> None:
-        """The first task of a line has begun."""
-        _, number, group = line.turns[0]
+    def go_on(self, one: Candidate) -> None:
+        """The first task of a program has begun."""
+        _, number, group = one.turns[0]
         after = group.first()
         if after is None:
-            heappop(line.turns)
+            heappop(one.turns)
         else:
-            heapreplace(line.turns, (after[0], number, group))
-        self._note(line)
+            heapreplace(one.turns, (after[0], number, group))
+        self._note(one)
 
-    def leave_out(self, line: Line) -> None:
-        """Nothing more of the first group of a line can begin."""
-        heappop(line.turns)
-        self._note(line)
+    def leave_out(self, one: Candidate) -> None:
+        """Nothing more of the first group of a program can begin."""
+        heappop(one.turns)
+        self._note(one)
 
     def refuse(self, record: TaskRecord) -> None:
         """A task does not fit: neither do others that ask for the same."""
@@ -153,28 +153,28 @@ class Round:
         is_kept_away = kept is not None and not kept.lets_pass(record)
         if not is_kept_away and not node.solitude.is_wanted:
             self._refused.add(request)
-            for line in list(self._lines.values()):
-                if line.turns[0][2].request == request:
-                    self._note(line)
+            for one in list(self._left.values()):
+                if one.turns[0][2].request == request:
+                    self._note(one)
 
-    def next(self) -> Line | None:
+    def next(self) -> Candidate | None:
         """The program whose turn it is; None when nobody is left."""
-        lines: Iterable[Line] = self._lines.values()
-        if not lines:
+        candidates: Iterable[Candidate] = self._left.values()
+        if not candidates:
             return None
-        priority = min(line.priority for line in lines)
-        lines = [line for line in lines if line.priority == priority]
+        priority = min(one.priority for one in candidates)
+        candidates = [one for one in candidates if one.priority == priority]
         kept = self._node.reservation
         if kept is not None:
-            for line in lines:
-                if line.task == kept.record.id:
-                    return line
-        floor = min(line.then for line in lines)
+            for one in candidates:
+                if one.task == kept.record.id:
+                    return one
+        floor = min(one.then for one in candidates)
         overdue = self._clients.now - LONGEST
         return min(
             (
                 each
-                for each in lines
+                for each in candidates
                 if each.now < floor or each.client.since <= overdue
             ),
             key=lambda each: (each.client.tag, each.now, each.task),
@@ -203,8 +203,9 @@ def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
         mine = clients.of(record.client).tag
         if any(clients.of(id_).tag < mine for id_ in queue.of_client):
             return
+    is_others = kept is not None and kept.record is not record
     found = keep_for(node, group, kept, now)
-    if found is not None or kept is None or kept.record is record:
+    if found is not None or not is_others:
         node.reservation = found
 
 

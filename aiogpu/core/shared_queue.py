@@ -61,8 +61,7 @@ class SharedQueue(ReadyQueue):
         if groups is None:
             groups = self.of_client[id_] = {}
             client = self._clients.of(id_)
-            if not client.is_waiting:
-                self._clients.note_wish(client)
+            self._clients.note_wish(client)
             client.is_waiting = True
         group = groups.get(shape.request)
         if group is None:
@@ -131,11 +130,9 @@ class SharedQueue(ReadyQueue):
             client = self._clients.of(id_)
             # Who holds something is likely to have had more when others end.
             tag = client.tag + EXPECTED * self._clients.held_by(client) / client.weight
-            for entry in line:
-                record = record_of(entry)
-                key = lane_of(record)[0], tag, record.id
-                heap.append((*key, entry, client, line))
-                break
+            entry = next(line)
+            record = record_of(entry)
+            heap.append((lane_of(record)[0], tag, record.id, entry, client, line))
         heapify(heap)
         while heap:
             _, tag, _, entry, client, line = heap[0]

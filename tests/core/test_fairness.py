@@ -2,7 +2,8 @@
 
 import pytest
 
-from aiogpu.core.events import MemoryShort
+from aiogpu.core import clients as clients_module
+from aiogpu.core.events import MemoryShort, Settled
 from aiogpu.core.fairness import SLICE
 from aiogpu.core.policy import Patience
 from aiogpu.core.stake import LONGEST
@@ -348,3 +349,93 @@ def test_one_that_is_to_run_alone_holds_up_all_programs():
     assert w.running == {"greedy"}
     w.finish("greedy")
     assert w.running == {"b2", "b3"}
+
+
+def test_environments_of_one_program_are_in_its_own_order():
+    w = World(cpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("first", client=2)
+    for number, name in enumerate("abcde"):
+        w.submit(name, client=1, environment={"X": str(number % 2)})
+    w.cancel("c")
+    w.cancel("d")
+    w.submit("f", client=1, priority=1)
+    assert order(w, SLICE / 8) == ["first", "f", "a", "b", "e"]
+
+
+def test_a_priority_of_another_program_is_heeded_when_a_slice_ends(w):
+    for number in range(9):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", client=2, priority=1)
+    ran = order(w, SLICE * 0.4)
+    assert ran[:4] == ["a0", "a1", "a2", "b"]
+
+
+def test_nobody_gives_way_to_one_that_is_not_helped():
+    w = World(cpus=2, gpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("life", num_gpus=1, is_endless=True)
+    for number in range(3):
+        w.submit(f"a{number}", client=1)
+    w.submit("b", num_gpus=1, client=2)
+    for number in range(3):
+        assert w.running == {"life", f"a{number}"}
+        w.advance(1)
+        w.finish(f"a{number}")
+    assert w.waiting == {"b"}
+
+
+def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
+    w = World(cpus=4, gpus=2, patience=Patience(reserve_after=0.0))
+    w.join(1)
+    w.join(2)
+    w.submit("life", num_gpus=1, is_endless=True)
+    w.submit("half", num_gpus=0.5, client=1)
+    w.submit("wide", num_gpus=1, client=2)
+    w.advance(1)
+    w.submit("x", num_cpus=0)
+    w.finish("x")
+    kept = w.scheduler.reservation
+    assert kept is not None
+    w.submit("never", num_gpus=2, client=1, priority=1)
+    w.submit("y", num_cpus=0)
+    w.finish("y")
+    assert w.scheduler.reservation.record is kept.record
+
+
+def test_a_device_that_settles_counts_until_it_is_free():
+    w = World(cpus=4, gpus=1)
+    w.join(1)
+    w.settles = True
+    w.submit("a", num_gpus=1, max_calls=1, client=1)
+    w.finish("a")
+    [_, client] = w.scheduler.clients
+    assert client.held == {"GPU": 10_000}
+    w.join(2)
+    w.tell(Settled(w.unsettled[0]))
+    assert client.held == {}
+
+
+def test_what_settles_when_programs_join_is_nobodys():
+    w = World(cpus=4, gpus=1)
+    w.settles = True
+    w.submit("a", num_gpus=1, max_calls=1, client=1)
+    w.finish("a")
+    w.join(1)
+    assert all(not client.held for client in w.scheduler.clients)
+    w.tell(Settled(w.unsettled[0]))
+    w.submit("b", num_gpus=1, client=1)
+    assert w.running == {"b"}
+
+
+def test_requests_without_number_are_not_all_remembered(monkeypatch):
+    monkeypatch.setattr(clients_module, "KNOWN", 3)
+    w = World(cpus=1)
+    w.join(1)
+    for number in range(1, 9):
+        w.submit(f"t{number}", num_cpus=number / 10, client=1)
+    assert len(w.scheduler.clients._portions) <= 3
+    w.run_dry()
+    assert not w.scheduler.tasks

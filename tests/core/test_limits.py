@@ -4,6 +4,7 @@ import pytest
 
 from aiogpu.core.events import MemoryShort
 from aiogpu.core.limits import Limits
+from aiogpu.core.snapshot import snapshot
 from aiogpu.core.why import why
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from aiogpu.testing import World
@@ -128,6 +129,11 @@ def test_one_that_waits_for_its_limit_says_so():
     w.submit("a", num_cpus=2, num_gpus=1, client=1)
     w.submit("b", num_gpus=1, client=1)
     record = w.scheduler.tasks[w.tasks["b"].id]
+    [seen] = snapshot(w.scheduler, {}, w.now).waiting
+    assert seen.reason == (
+        "waits for its program's own limit: it holds 2 of at most 2 CPU and 1 of at "
+        "most 1 GPU"
+    )
     told = why(w.scheduler, record, {}, w.now)
     assert told.limit == "2 of at most 2 CPU and 1 of at most 1 GPU"
     assert str(told) == (
