@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
     from aiogpu.api.actor import typed as typed
+    from aiogpu.api.asking import why as why
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.completion import as_completed as as_completed
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import GpuOutOfMemoryError as GpuOutOfMemoryError
     from aiogpu.errors import InfeasibleError as InfeasibleError
     from aiogpu.errors import InternalError as InternalError
+    from aiogpu.errors import LimitError as LimitError
     from aiogpu.errors import MisuseError as MisuseError
     from aiogpu.errors import NodeClosedError as NodeClosedError
     from aiogpu.errors import NodeDiedError as NodeDiedError
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import NodeRunningError as NodeRunningError
     from aiogpu.errors import NodeStartError as NodeStartError
     from aiogpu.errors import NoLoopError as NoLoopError
+    from aiogpu.errors import NoSuchTaskError as NoSuchTaskError
     from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
@@ -80,6 +83,7 @@ _ROOMS = {
         "kill",
         "typed",
     ),
+    "api.asking": ("why",),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.completion": ("as_completed", "wait"),
@@ -116,6 +120,7 @@ _ROOMS = {
         "GpuOutOfMemoryError",
         "InfeasibleError",
         "InternalError",
+        "LimitError",
         "MisuseError",
         "NoLoopError",
         "NodeClosedError",
@@ -123,6 +128,7 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
+        "NoSuchTaskError",
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",

@@ -30,14 +30,14 @@ from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.wire.payload import dump_arguments, load_result
 from aiogpu.worker.context import ActorExit, current
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
     from aiogpu.api.method import Link
     from aiogpu.api.pool import ActorPool
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.call import ActorTerms, Site
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -164,7 +164,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         link = ActorLink.create(session_of_caller(), *asked)
         terms = link.site.actor
         assert terms is not None, link
-        return ActorHandle(link, cast("Face", terms.face))
+        return ActorHandle(link, _face_in(terms))
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
@@ -181,7 +181,6 @@ class RemoteClass(Decorated, Generic[P, A]):
             resources=spec.shape.request.as_numbers(),
             environ=dict(options.runtime_env),
             is_coroutine=False,
-            retry_exceptions=False,
             actor=ActorTerms(
                 mode,
                 limits,
@@ -284,7 +283,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         from aiogpu.api.actor_far import find
 
         far, face = find(name, namespace or "")
-        return ActorHandle(far, cast("Face", face))
+        return ActorHandle(far, face)
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.caller import session_of_caller
 
@@ -299,7 +298,17 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         )
     terms = actor.site.actor
     assert terms is not None, actor
-    return ActorHandle(ActorLink.to(session, actor, actors), cast("Face", terms.face))
+    return ActorHandle(ActorLink.to(session, actor, actors), _face_in(terms))
+
+
+def _face_in(terms: ActorTerms) -> Face:
+    """What handles are made of; it comes pickled from another process's class.
+
+    Raises:
+        DeserializationError: what it refers to cannot be imported here.
+    """
+    face = terms.face
+    return cast("Face", load_result(face) if type(face) is bytes else face)
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:

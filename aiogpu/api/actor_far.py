@@ -26,10 +26,11 @@ from aiogpu.wire.acting import (
     Make,
     Stop,
 )
-from aiogpu.wire.payload import NOTHING
+from aiogpu.wire.payload import NOTHING, load_result
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
+    from aiogpu.api.face import Face
     from aiogpu.api.several import Several
     from aiogpu.engines.nested import LoopLink
     from aiogpu.runtime.call import Site
@@ -154,11 +155,12 @@ class FarLink:
         self._children.drop(self.actor)
 
 
-def find(name: str, namespace: str) -> tuple[FarLink, object]:
+def find(name: str, namespace: str) -> tuple[FarLink, Face]:
     """The living actor of a name and what handles to it are made of; waits for it.
 
     Raises:
         ActorNameError: no actor has that name.
+        DeserializationError: what its class refers to cannot be imported here.
         NodeError: an event loop runs here, which would be blocked.
     """
     if is_loop_running():
@@ -167,11 +169,11 @@ def find(name: str, namespace: str) -> tuple[FarLink, object]:
             "handle in a plain function, or pass it as an argument."
         )
     family = nested.family()
-    handle: BlockingHandle[tuple[int, str, object]] = BlockingHandle(name, family)
+    handle: BlockingHandle[tuple[int, str, bytes]] = BlockingHandle(name, family)
     handle.child = family.find(name, namespace, handle)
     actor, of_class, face = get(cast("Any", handle))
     link = _links.get(actor) or FarLink(of_class, actor)
-    return link, face
+    return link, load_result(face)
 
 
 class FarSeveral(NamedTuple):

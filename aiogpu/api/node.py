@@ -154,7 +154,7 @@ async def cluster_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.cluster_resources()")).cluster_resources()
+    return await (await asked("aiogpu.cluster_resources()")).cluster_resources()
 
 
 async def available_resources() -> dict[str, float]:
@@ -163,7 +163,7 @@ async def available_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.available_resources()")).available_resources()
+    return await (await asked("aiogpu.available_resources()")).available_resources()
 
 
 async def status() -> NodeStatus:
@@ -175,10 +175,10 @@ async def status() -> NodeStatus:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.status()")).status()
+    return await (await asked("aiogpu.status()")).status()
 
 
-async def _asked(what: str) -> Session:
+async def asked(what: str) -> Session:
     """The open session of this loop, for a program's question."""
     if current.worker and session_of(asyncio.get_running_loop()) is None:
         raise error_inside_task(what)

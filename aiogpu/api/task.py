@@ -33,6 +33,7 @@ from aiogpu.wire.payload import (
     dump_arguments,
     load_reference,
 )
+from aiogpu.wire.retried import dump_retried
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -128,6 +129,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
             environ=dict(options.runtime_env),
             is_coroutine=definition.is_coroutine,
             retry_exceptions=options.retry_exceptions,
+            retried=dump_retried(options.retry_exceptions),
             window=(options.max_buffered or MAX_BUFFERED)
             if definition.is_generator
             else 0,

@@ -15,8 +15,24 @@ import click
 import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
-COMMANDS: Final = ("demo", "doctor", "gpus", "run")
+COMMANDS: Final = (
+    "completion",
+    "demo",
+    "doctor",
+    "gpus",
+    "list",
+    "run",
+    "start",
+    "status",
+    "stop",
+    "top",
+    "why",
+)
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
+ELSEWHERE: Final = {"list": ("listing", "list_command")}
+"""Those that Python needs the names of: module and attribute."""
+COMPLETE: Final = "_AIOGPU_COMPLETE"
+"""By this variable a shell asks what could be typed next; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
 """What shells report of a program that SIGINT ended: 128 + 2."""
@@ -33,7 +49,10 @@ class LateGroup(click.Group):
         """Import the command; None if there is none of that name."""
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"aiogpu.cli.{name}"), name)
+        module, attribute = ELSEWHERE.get(name, (name, name))
+        command: click.Command = getattr(
+            import_module(f"aiogpu.cli.{module}"), attribute
+        )
         return command
 
 
@@ -49,7 +68,7 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, complete_var=COMPLETE)
     except click.ClickException as error:
         error.show()
         code = error.exit_code

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from typing import Final
 
+from aiogpu.core.departure import settle_all
 from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
 from aiogpu.core.leasing import end_all
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.stopping import doom
+from aiogpu.core.stopping import doom, retire_idle
 from aiogpu.core.timers import AlarmKind
 
 ABANDONED: Final = 500
 """Waiting tasks that are told of the node's end in one go."""
 ABANDON_EVERY: Final = 1e-3
 """Seconds between two such goes, in which the loop may do other things."""
+
+
+def close(node: Node, at_once: bool, now: float, effects: list[Effect]) -> None:
+    """Begin to close: nothing new starts, and nobody may idle any more."""
+    node.is_closing = True
+    node.most_idle = 0
+    node.reservation = None
+    settle_all(node)
+    abandon_running(node, now, effects)
+    if at_once:
+        kill_all(node, effects)
+    abandon_some(node, now, effects)
+    retire_idle(node, now, effects)
 
 
 def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.limits import Limits
 from aiogpu.core.specs import Environment, TaskSpec
 
 
@@ -229,6 +230,26 @@ class Outdated:
 
 
 @dataclass(slots=True)
+class ClientJoined:
+    """Another program submits tasks too; told again, it has other terms.
+
+    `weight`: how much it gets where one of weight 1 gets 1. From the first of these on
+    the node is fair between programs; without any it knows of none.
+    """
+
+    client: ClientId
+    weight: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True)
+class ClientLeft:
+    """A program submits nothing any more; what it has submitted goes on."""
+
+    client: ClientId
+
+
+@dataclass(slots=True)
 class TimePassed:
     """The moment named by `Scheduler.deadline()` has come."""
 
@@ -267,6 +288,8 @@ Event = (
     | LeaseReturned
     | Recovered
     | Outdated
+    | ClientJoined
+    | ClientLeft
     | TimePassed
     | Closing
 )

@@ -33,6 +33,7 @@ from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
 
 if TYPE_CHECKING:
+    from aiogpu.core.clients import Clients
     from aiogpu.core.reservation import Reservation
 
 _ENDED: Final = TaskState.ENDED
@@ -54,12 +55,13 @@ class Node:
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
         room: how many workers there may be.
+        clients: the programs that share the node, None while it is one's alone.
     """
 
     def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
         self.ledger = ledger
         self.patience = patience or Patience()
-        self.ready = ReadyQueue()
+        self.ready: ReadyQueue = ReadyQueue()
         self.workers = Workers()
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
@@ -69,6 +71,7 @@ class Node:
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.is_closing = False
+        self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.solitude = Solitude()
         self.room = Room()
@@ -99,6 +102,8 @@ class Node:
         return None
 
     def _take(self, record: TaskRecord) -> Lease | None:
+        if self.clients is not None and self.clients.bars(record):
+            return None
         if self.solitude.is_wanted and self.solitude.bars(record):
             return None
         reservation = self.reservation
@@ -150,6 +155,8 @@ class Node:
         move_task(record, _ENDED)
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
+        if self.clients is not None:
+            self.clients.exit(record)
         if self.solitude.is_wanted:
             self.solitude.leave(record)
         if record.spec.timeout is not None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import NOBODY, ClientStatus, Program, clients_seen
+from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
@@ -77,6 +80,7 @@ class ShapeStatus:
         seconds: for how long the oldest of them has waited.
         reason: why the first one waits.
         where: the conditions on their GPUs in words, "memory of 40GiB or more".
+        client: the program whose they are, 0 for the node's own.
     """
 
     request: Mapping[str, float]
@@ -87,6 +91,7 @@ class ShapeStatus:
     seconds: float
     reason: str
     where: str = ""
+    client: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +121,18 @@ class NodeStatus:
         devices: the devices, and who holds them.
         workers: the worker processes.
         tasks: all that have a worker, and leases that are held, by number; then the
-            first 100 of those that wait, in the order of their turn; fewer, where
-            thousands between them were cancelled.
+            first 100 of those that wait, in the order in which their turns come if
+            nothing else is submitted; fewer, where thousands between them were
+            cancelled.
         waiting_count: how many wait, listed or not.
         shapes: what they ask for, in the order of the first one's turn; at most 100.
         shape_count: how many shapes there are, listed or not.
         reservation: what is kept for a task that has waited long, None if nothing.
+        clients: the programs that share the node, by number; empty where it is one's
+            alone.
+        actors: all that have a process; then the first 100 of the others.
+        failures: the last 100 that have failed, the latest first; none are kept by a
+            node without processes.
     """
 
     total: Mapping[str, float]
@@ -133,6 +144,9 @@ class NodeStatus:
     shapes: tuple[ShapeStatus, ...]
     shape_count: int
     reservation: ReservationStatus | None
+    clients: tuple[ClientStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -163,6 +177,7 @@ class Queue:
     shapes: Iterable[ShapeStatus]
     shape_count: int
     reservation: ReservationStatus | None = None
+    clients: tuple[ClientStatus, ...] = ()
 
 
 def snapshot(
@@ -170,6 +185,7 @@ def snapshot(
     pids: Mapping[int, int],
     now: float,
     observed: Observations = NOTHING,
+    programs: Mapping[int, Program] = NOBODY,
 ) -> NodeStatus:
     """Picture a node.
 
@@ -178,8 +194,9 @@ def snapshot(
         pids: the process id of each live worker.
         now: the time.
         observed: what was last seen on its devices.
+        programs: who its clients are, by their numbers.
     """
-    queue = _queue_of(node, now)
+    queue = _queue_of(node, now, programs)
     return picture(
         *(node.ledger, node.workers, queue, pids, now),
         granted=node.granted,
@@ -223,14 +240,15 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
         shapes=tuple(queue.shapes),
         shape_count=queue.shape_count,
         reservation=queue.reservation,
+        clients=queue.clients,
     )
 
 
-def _queue_of(node: Node, now: float) -> Queue:
+def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
     ready, reasons = node.ready, _Reasons(node)
-    held = sum(len(_tasks_of(holder)) for holder in node.holders)
+    held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
-        count=len(node.tasks) - held,
+        count=len(node.tasks) - len(held),
         first=[
             *((one, reasons.of(one)) for one in islice(ready.in_turn(), LISTED)),
             *((one, DELAYED) for one in islice(node.delayed.values(), LISTED)),
@@ -242,6 +260,7 @@ def _queue_of(node: Node, now: float) -> Queue:
         ],
         shape_count=len(ready.by_shape),
         reservation=describe(node, node.reservation, now),
+        clients=clients_seen(node.clients, held, programs),
     )
 
 
@@ -250,11 +269,11 @@ class _Reasons:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._known: dict[tuple[Request, Reservation | None], str] = {}
+        self._known: dict[tuple[int, Request, Reservation | None], str] = {}
 
     def of(self, record: TaskRecord) -> str:
         request = record.spec.shape.request
-        key = request, rival_of(self._node, record)
+        key = record.client, request, rival_of(self._node, record)
         reason = self._known.get(key)
         if reason is None:
             reason = self._known[key] = why_waiting(self._node, record)
@@ -283,6 +302,7 @@ def shape_status(
         seconds=seconds,
         reason=reason,
         where=str(shape.request.where or ""),
+        client=first.client,
     )
 
 

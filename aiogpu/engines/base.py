@@ -299,6 +299,10 @@ class Engine(Protocol):
         """Why a task waits, or what it does; None if it is not known any more."""
         ...
 
+    async def why_task(self, number: int) -> Why | None:
+        """The same by the number that `status` shows, whoever has started it."""
+        ...
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind. May be called twice."""
         ...

@@ -185,6 +185,16 @@ class Line:
         if late:
             self.on_messages(late)
 
+    def pause(self) -> None:
+        """Read no more for now; the node sees it, and tells no more."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._socket is not None:
+            self._loop.add_reader(self._socket.fileno(), self._read)
+
     def close(self) -> None:
         """Hang up; what was not sent is not sent any more."""
         connected, self._socket = self._socket, None

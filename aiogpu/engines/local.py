@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
+    from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
@@ -157,10 +160,21 @@ class LocalEngine:
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
+        from aiogpu.runtime.actor_listing import listed_actors
 
-        supervisor, now = self._supervisor, self._loop.time()
-        scheduler = self._open_driver.scheduler
-        return snapshot(scheduler, supervisor.pids, now, supervisor.observed)
+        supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
+        pids, telling = supervisor.pids, driver.telling
+        seen = snapshot(driver.scheduler, pids, now, supervisor.observed)
+
+        def place_of(actor: Actor) -> tuple[int, int] | None:
+            worker = actor.worker
+            return None if worker is None else (worker.id, pids.get(worker.id, 0))
+
+        return replace(
+            seen,
+            actors=listed_actors(driver.actors.all(), place_of, telling.client_of),
+            failures=telling.failures.at(time.monotonic()),
+        )
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
@@ -172,11 +186,17 @@ class LocalEngine:
             return None
         return why(scheduler, record, self._supervisor.pids, self._loop.time())
 
-    async def serve(self, listening: socket.socket) -> None:
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
+
+    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
         """Let other programs of this user join the node, which is open.
 
         Args:
             listening: a Unix socket that is bound, and listens; the node closes it.
+            logs: directory in which all that their tasks print is logged; None for
+                nowhere.
         """
         from aiogpu.engines.hosting import answers_of, premises_of
 
@@ -188,6 +208,7 @@ class LocalEngine:
             self.store,
             premises_of(supervisor.directory, ledger, spill),
             answers_of(self),
+            logs,
         )
 
     async def drain(self, patience: float) -> bool:

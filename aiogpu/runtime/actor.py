@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Final
 
 from aiogpu.core.mailbox import CallId, Mailbox
-from aiogpu.errors import ActorDiedError, NodeClosedError
+from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actor_call import ActorCall
+from aiogpu.runtime.actor_end import ActorEnd, died, leaving, not_made
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
-from aiogpu.wire.failure import LEFT, unpack_failure
+from aiogpu.wire.failure import LEFT
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
 from aiogpu.wire.streaming import Demand
@@ -87,7 +88,7 @@ class Actor:
         self.new_number = new_number
         self._awaited_by: list[Receiver] = []
         self._end_awaited_by: list[Receiver] = []
-        self._end: Exception | None = None
+        self._end: ActorEnd | None = None
         self._why_left = NO_HANDLE
 
     def __repr__(self) -> str:
@@ -110,7 +111,7 @@ class Actor:
         `caller` is the worker from which it comes; None for code of this process.
         """
         if self._end is not None or self.is_ending:
-            receiver.fail(self._death())
+            self._refuse(receiver)
             return 0
         terms = self._terms
         groups = terms.groups
@@ -153,7 +154,7 @@ class Actor:
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
         if self._end is not None:
-            receiver.fail(self._death())
+            self._end.tell(receiver)
         elif self.state is ActorState.PENDING:
             self._awaited_by.append(receiver)
         else:
@@ -213,7 +214,7 @@ class Actor:
         if receiver is None:
             return
         if failed.kind == LEFT:
-            receiver.fail(self._died("this call has ended it by exit_actor()."))
+            receiver.fail(died(self.name, "this call has ended it by exit_actor()."))
         else:
             receiver.reject(failed)
 
@@ -288,16 +289,16 @@ class Actor:
 
     def receive(self, _payload: bytes) -> None:
         """It has ended in an orderly way."""
-        self.die(self._died(self._why_left))
+        self.die(died(self.name, self._why_left))
 
     def reject(self, failed: Failed) -> None:
         """Its constructor has failed."""
-        self.break_down(failed, unpack_failure(failed, self.name))
+        self.die(not_made(self.name, failed))
 
     def break_down(self, failed: Failed, cause: Exception) -> None:
-        """Its constructor has failed with this exception."""
-        error = self._died(
-            f"its constructor raised {failed.type_name}: {failed.message}"
+        """Its constructor has failed with this exception, in this process."""
+        error = died(
+            self.name, f"its constructor raised {failed.type_name}: {failed.message}"
         )
         error.__cause__ = cause
         self.die(error)
@@ -309,16 +310,17 @@ class Actor:
             why = " ".join([str(error), *notes])
             if self.is_killed:
                 why = "it was killed, without restarts left."
-            told = self._died(why)
+            told = died(self.name, why)
             told.__cause__ = error
             error = told
         self.die(error)
 
-    def die(self, error: Exception) -> None:
+    def die(self, why: Exception | Failed) -> None:
         """Tell all who wait, and whoever comes later."""
         if self._end is not None:
             return
-        self.state, self._end = ActorState.DEAD, error
+        end = self._end = ActorEnd(why)
+        self.state = ActorState.DEAD
         calls, self.calls = self.calls, {}
         waiting, self._awaited_by = self._awaited_by, []
         for mailbox in self.mailboxes.values():
@@ -327,22 +329,10 @@ class Actor:
         receivers = [call.receiver for call in calls.values()]
         for receiver in (*receivers, *waiting):
             if receiver is not None:
-                receiver.fail(self._death())
+                end.tell(receiver)
 
-    def _died(self, why: str) -> ActorDiedError:
-        return ActorDiedError(f"{self.name} is dead: {why}", self.name)
-
-    def _death(self) -> Exception:
-        """The error for one more who asks: raised twice, one would grow."""
-        end = self._end
-        if end is None:
-            return ActorDiedError(
-                f"{self.name} takes no more calls: it ends when it has answered those "
-                f"that it was sent.",
-                self.name,
-            )
-        if not isinstance(end, ActorDiedError):
-            return NodeClosedError(str(end))
-        told = ActorDiedError(str(end), end.actor)
-        told.__cause__ = end.__cause__
-        return told
+    def _refuse(self, receiver: Receiver) -> None:
+        if self._end is None:
+            receiver.fail(leaving(self.name))
+        else:
+            self._end.tell(receiver)

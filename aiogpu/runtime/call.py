@@ -6,7 +6,6 @@ A `Site` is built once per function and options, a `Call` once per task. The
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,8 +17,9 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
-from aiogpu.wire.failure import RAISED, unpack_failure
 from aiogpu.wire.messages import Run
+from aiogpu.wire.payload import dump_whole
+from aiogpu.wire.retried import NONE, Retried
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.slot import LiveWorker
     from aiogpu.wire.messages import Done, Failed
 
-_log: Final = logging.getLogger(__name__)
-_NONE: Final[Mapping[str, int]] = {}
+_NO_WINDOWS: Final[Mapping[str, int]] = {}
 _site_ids: Final = count(1)
 _function_ids: Final = count(1)
 
@@ -86,7 +85,8 @@ class ActorTerms(NamedTuple):
         windows: by method that is a generator, how many items it may be ahead.
         max_task_retries: how often a call is tried again whose process has died.
         keeps_cpus: whether it holds its CPUs for as long as it lives.
-        face: what handles to it are made of; nobody here looks at it.
+        face: what handles to it are made of: the program's own, or pickled by another
+            process; nobody here looks at it.
     """
 
     mode: str
@@ -95,7 +95,11 @@ class ActorTerms(NamedTuple):
     max_task_retries: int = 0
     keeps_cpus: bool = False
     face: object = None
-    windows: Mapping[str, int] = _NONE
+    windows: Mapping[str, int] = _NO_WINDOWS
+
+    def packed_face(self) -> bytes:
+        """The face as other processes get it."""
+        return self.face if type(self.face) is bytes else dump_whole(self.face)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +113,9 @@ class Site:
         resources: the request in the user's terms, for the task to ask about.
         environ: variables of `runtime_env`.
         is_coroutine: whether it is cancelled by a message first.
-        retry_exceptions: exceptions after which it is tried again; True for all.
+        retry_exceptions: exceptions after which it is tried again, True for all, where
+            it runs in this process.
+        retried: the same for workers; see `wire.retried`.
         checked_by: who has found last that the request can be met.
         actor: how its calls are run, if it is a class.
         window: if it is a generator, how many items it may be ahead; else 0.
@@ -121,7 +127,8 @@ class Site:
     resources: Mapping[str, float]
     environ: Mapping[str, str]
     is_coroutine: bool
-    retry_exceptions: bool | tuple[type[BaseException], ...]
+    retry_exceptions: Retried = False
+    retried: bytes = NONE
     checked_by: object = None
     actor: ActorTerms | None = None
     window: int = 0
@@ -129,11 +136,6 @@ class Site:
     def holding(self, request: Request) -> Site:
         """The same for a call that holds more than was asked for; its spec stays."""
         return replace(self, id=new_site_id(), resources=request.as_numbers())
-
-    def is_retried(self, error: Exception) -> bool:
-        """Whether this exception is one after which the task is tried again."""
-        wanted = self.retry_exceptions
-        return wanted if isinstance(wanted, bool) else isinstance(error, wanted)
 
 
 def new_site_id() -> int:
@@ -147,10 +149,10 @@ class Call:
 
     Attributes:
         receiver: None once it has been told how the task ended.
+        client: the program that has submitted it.
         worker: id of the worker that it was sent to last.
         number: under which it was sent.
         answer: what that worker said.
-        error: the answer as an exception, if it was needed before.
         limit: of a stream, how many items it may yield in all.
         passed: how many have come.
     """
@@ -158,10 +160,10 @@ class Call:
     site: Site
     payload: bytes
     receiver: Receiver | None
+    client: int = 0
     worker: int = 0
     number: int = 0
     answer: Done | Failed | None = None
-    error: Exception | None = None
     limit: int = 0
     passed: int = 0
 
@@ -178,19 +180,7 @@ class Call:
     def send_to(self, worker: int, number: int) -> None:
         """Note that it goes to a worker now; what another one said is void."""
         self.worker, self.number = worker, number
-        self.answer = self.error = None
-
-    def is_retried(self, answer: Failed) -> bool:
-        """Whether its options want it tried again after this failure."""
-        site = self.site
-        if site.retry_exceptions is False or answer.kind != RAISED:
-            return False
-        self.error = unpack_failure(answer, site.spec.name)
-        try:
-            return site.is_retried(self.error)
-        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
-            _log.warning("! %s is not retried: %r", site.spec.name, error)
-            return False
+        self.answer = None
 
     def tell(self, error: Exception) -> None:
         """Tell who waits that there will be no result; he is told no more."""

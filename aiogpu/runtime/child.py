@@ -51,7 +51,7 @@ class Child:
         """Pass on what the child's worker said of its failure."""
         for value, _ in self.values or ():
             value.reject(failed)
-        self._send(ChildFailed(self.number, *failed[1:]))
+        self._send(ChildFailed(self.number, *failed.why))
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""

@@ -25,6 +25,7 @@ from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.program import Program
+from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.store import Store
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygotes import Zygotes
@@ -66,6 +67,7 @@ class Client(Caller):
         only_looks: whether it runs nothing, and is listed nowhere.
         is_joined: whether it has said what its workers begin with.
         pidfd: tells its end, whoever else has its connection open; -1 for none.
+        is_slow: it has not read what it was sent.
         leases: those that it has asked for and not given back, by its own numbers.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
@@ -75,6 +77,7 @@ class Client(Caller):
     shows: bool = True
     only_looks: bool = False
     is_joined: bool = False
+    is_slow: bool = False
     pidfd: int = -1
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)
@@ -104,6 +107,7 @@ class Clients:
 
     Attributes:
         answers: what can be asked of the node, by what it is called.
+        routes: takes the lines of their tasks to them.
         on_change: told when one has joined or gone.
         is_draining: no new work is taken.
     """
@@ -122,6 +126,7 @@ class Clients:
         self.on_gone: Callable[[Client], object] = bool
         self.is_draining = False
         self.by_id: dict[int, Client] = {}
+        self.routes = Routes(driver.scheduler, self.by_id)
         self._loop = loop
         self._driver = driver
         self._nest = nest
@@ -165,6 +170,9 @@ class Clients:
 
     def _on_slow(self, client: Client, is_slow: bool) -> None:
         """It is told no more than it reads, and may not ask for more meanwhile."""
+        client.is_slow = is_slow
+        if not is_slow:
+            self.routes.resume(client.id)
         if client.peer is None:
             return
         if is_slow:
@@ -254,8 +262,7 @@ class Clients:
         child = Child(client, inquiry.child)
         number = inquiry.number
         if inquiry.what == WHY:
-            task = client.children.get(number) or client.leases.get(number)
-            number = task or client.asked.get(number, (0, 0))[0]
+            number = self._task_of(client, number)
         answer = self.answers.get(inquiry.what)
         if answer is None:
             child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
@@ -264,6 +271,13 @@ class Clients:
             child.receive(dump_whole(await answer(number)))
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
             child.fail(error)
+
+    def _task_of(self, client: Client, number: int) -> int:
+        """The task that a client means: its child's, or that of an actor."""
+        if number > 0:
+            return client.children.get(number) or client.leases.get(number, 0)
+        actor = self._driver.actors.get(number)
+        return 0 if actor is None else actor.id
 
     def _on_lost(self, client: Client) -> None:
         """Its connection has ended, and with it the program, as far as we know."""
@@ -276,6 +290,7 @@ class Clients:
             os.close(client.pidfd)
             client.pidfd = -1
         self._give_up(client)
+        self.routes.resume(client.id)
         client.return_loans()
         if client.program:
             self._zygotes.leave(client.program)

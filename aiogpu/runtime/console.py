@@ -15,7 +15,10 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.routes import Routes
 
 _log: Final = logging.getLogger(__name__)
 
@@ -40,10 +43,12 @@ class Console:
 
     Attributes:
         written: number of the last line that is out.
+        routes: has lines taken to other programs; None where there are none.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, is_shown: bool) -> None:
         self.written = 0
+        self.routes: Routes | None = None
         self._loop = loop
         self._is_shown = is_shown
         self._is_holding = True

@@ -139,7 +139,7 @@ class Driver:
         """Start a task; gives its id, with which it can be cancelled."""
         self._last_task += 1
         task = TaskId(self._last_task)
-        self._calls[task] = Call(site, payload, receiver)
+        self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
         needs = None if supply is None else supply.tasks
@@ -237,9 +237,9 @@ class Driver:
                 self._keep_carried(answer.payload)
             took = answer.took * 1e-6
         elif type(answer) is Failed:
-            retry = call.is_retried(answer)
+            retry = answer.is_retried
             if self.shortages and self.shortages.concerns(worker, answer):
-                retry |= self.shortages.replace(call, answer)
+                self.shortages.replace(call, answer)
                 self.feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
                 return
         now = self._loop.time()

@@ -221,7 +221,7 @@ class Far:
         self._note_hold(caller, actor.id)
         terms = actor.site.actor
         assert terms is not None, actor
-        receiver.receive(dump_whole((actor.id, actor.name, terms.face)))
+        receiver.receive(dump_whole((actor.id, actor.name, terms.packed_face())))
 
     def _stop(self, _worker: Caller, message: Stop) -> None:
         if message.how == AFTER_ALL:

@@ -240,15 +240,13 @@ class Shortages:
                 key: peak for key, peak in self._peaks.items() if key[0] != worker
             }
 
-    def replace(self, call: Call, failed: Failed) -> bool:
-        """Replace a task's answer; whether its options want that error retried."""
+    def replace(self, call: Call, failed: Failed) -> None:
+        """Replace a task's answer."""
         spec = call.site.spec
         record = self._node.workers.get(WorkerId(call.worker))
         is_exclusive = record and record.task and record.task.spec is not spec
         again = ", tried once more with a GPU of its own," if is_exclusive else ""
         call.answer = self.told(call.worker, f"{spec.name}{again}", failed)
-        call.error = None
-        return call.is_retried(call.answer)
 
     def told(self, worker: int, name: str, failed: Failed) -> Failed:
         """What is told of one in the answer's place, with that one's traceback."""

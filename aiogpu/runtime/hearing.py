@@ -16,13 +16,13 @@ from aiogpu.wire.messages import (
     Done,
     Failed,
     Imported,
-    Log,
     Message,
     Skipped,
     Spoilt,
     Submit,
 )
 from aiogpu.wire.parcel import MARK
+from aiogpu.wire.printing import Log
 from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Items
@@ -123,4 +123,5 @@ class Hearing:
     def _show(self, worker: LiveWorker, log: Log) -> None:
         output = worker.slot.output
         named = f"{self.name_of(log.task)} pid={worker.pid}"
-        output.show(log.stream, named if log.task else output.label, log.line)
+        label = named if log.task else output.label
+        output.show(log.stream, label, log.line, log.task)

@@ -38,7 +38,7 @@ class Lessee:
         """It is refused."""
         self._client.leases.pop(self._number, None)
         if self._client.peer is not None:
-            self._client.peer.post(ChildFailed(self._number, *failed[1:]))
+            self._client.peer.post(ChildFailed(self._number, *failed.why))
 
     def fail(self, error: Exception) -> None:
         """It is refused, or the node closes."""

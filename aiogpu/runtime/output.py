@@ -28,6 +28,7 @@ class Output:
 
     Attributes:
         label: who writes to the pipes, such as `worker-3 pid=4711`.
+        worker: its id.
         last: the last lines, oldest first.
         number: of the last line given to the console.
         peer: the worker's connection, by which its tasks' lines come.
@@ -37,6 +38,7 @@ class Output:
         self, loop: asyncio.AbstractEventLoop, console: Console, paths: tuple[str, str]
     ) -> None:
         self.label = ""
+        self.worker = 0
         self.last: deque[str] = deque(maxlen=KEPT)
         self.number = 0
         self.peer: Peer | None = None
@@ -62,6 +64,11 @@ class Output:
         """The descriptor that was opened last."""
         return self._pipes[-1].fileno()
 
+    def name(self, worker: int, pid: int) -> None:
+        """Note whose the pipes are now."""
+        self.worker = worker
+        self.label = f"worker-{worker} pid={pid}"
+
     def listen_to(self, peer: Peer) -> None:
         """Have the slot's worker wait as well while its pipes do."""
         self.peer = peer
@@ -74,11 +81,18 @@ class Output:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def show(self, stream: int, label: str, line: bytes) -> None:
-        """Show a line with the prefix `(label)`."""
+    def show(self, stream: int, label: str, line: bytes, task: int = 0) -> None:
+        """Show a line with the prefix `(label)`, to whom it concerns.
+
+        `task`: has printed it; 0 for whichever the worker runs.
+        """
         text = line.decode("utf-8", "backslashreplace")
         self.last.append(text)
-        self.number = self._console.write(stream, f"({label}) {text}", self)
+        routes = self._console.routes
+        if routes is None or not routes.take(
+            stream, label, text, self, self.worker, task
+        ):
+            self.number = self._console.write(stream, f"({label}) {text}", self)
 
     def _show_raw(self, stream: int, line: bytes) -> None:
         self.show(stream, self.label, line)

@@ -183,7 +183,7 @@ class Pool:
             match message:
                 case Forked(worker_id, pid) if worker and worker.id == worker_id:
                     worker.pid = pid
-                    slot.output.label = f"worker-{worker_id} pid={pid}"
+                    slot.output.name(worker_id, pid)
                 case Unforked(worker_id, reason) if worker and worker.id == worker_id:
                     worker.reason, worker.cause = reason, cause.CROWDED
                     self._check_gone(worker, is_certain=True)
@@ -259,7 +259,7 @@ class Pool:
         worker.peer = peer
         worker.pid = hello.pid
         worker.start_timer.cancel()
-        worker.slot.output.label = f"worker-{worker.id} pid={worker.pid}"
+        worker.slot.output.name(worker.id, worker.pid)
         worker.slot.output.listen_to(peer)
         peer.on_messages = partial(self.hearing.hear, worker)
         peer.on_lost = partial(self._on_worker_lost, worker)

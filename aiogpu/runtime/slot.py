@@ -84,9 +84,8 @@ class LiveWorker(Caller):
         function = site.function
         payload = b"" if function.id in self.functions else function.payload
         resources = dict(site.resources)
-        messages.append(
-            Define(site.id, function.id, site.spec.name, resources, payload)
-        )
+        name, retried = site.spec.name, site.retried
+        messages.append(Define(site.id, function.id, name, resources, payload, retried))
         self.sites.add(site.id)
         self.functions.add(function.id)
         return messages

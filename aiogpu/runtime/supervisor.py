@@ -189,6 +189,7 @@ class Supervisor:
         store: Store,
         premises: Premises,
         answers: Mapping[str, Answer],
+        logs: str | None = None,
     ) -> Clients:
         """Let other programs join over a socket.
 
@@ -197,8 +198,10 @@ class Supervisor:
             store: of the node's values.
             premises: what they find here.
             answers: what they can ask of the node.
+            logs: directory for what their tasks print; None for no log of it.
         """
         from aiogpu.runtime.clients import Clients
+        from aiogpu.runtime.task_log import TaskLog
 
         assert self._parts is not None
         assert self.driver is not None
@@ -207,6 +210,8 @@ class Supervisor:
             self._loop, self.driver, self._nest, self._parts.zygotes, store, premises
         )
         self.clients.answers = answers
+        routes = self._parts.console.routes = self.clients.routes
+        routes.log = None if logs is None else TaskLog(logs)
         await self.clients.listen(listening)
         return self.clients
 
@@ -236,6 +241,7 @@ class Supervisor:
         if self.clients is not None:
             # Told by now how all of theirs has ended.
             self.clients.close()
+            await self.clients.routes.close()
         parts.limit.release()
         parts.pool.autopsy.close()
         if self._passage is not None:

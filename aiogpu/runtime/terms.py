@@ -1,21 +1,33 @@
 """What a task asks of its children's scheduler, as it travels: no hash, no class.
 
-Only builtins are pickled (and, on their own, exception classes of the user's), since
-a worker's hashes mean nothing in the driver.
+Only plain values are pickled, since a worker's hashes mean nothing in the driver. What
+is the user's stays pickled on its own: its exception classes, the face of its actors.
 """
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import astuple
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.where import Where
+from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.plain import Maybe, fits, load_plain, plain
 from aiogpu.runtime.program import PROGRAM
-from aiogpu.wire.payload import dump_whole, load_result
+
+_AMOUNTS: Final = [(str, int)]
+_SECONDS: Final = int | float | None
+_WHERE: Final = Maybe((int, (int, int), str))
+_ACTING: Final = Maybe(
+    (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
+)
+_FIELDS: Final = (
+    *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
+    *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
+)
 
 
 class Terms(NamedTuple):
@@ -63,7 +75,7 @@ class Terms(NamedTuple):
             cancel_grace=spec.cancel_grace,
             is_detached=spec.is_detached,
             is_coroutine=site.is_coroutine,
-            retried=dump_whole(site.retry_exceptions),
+            retried=site.retried,
             is_endless=spec.is_endless,
             retries_oom=spec.retries_oom,
             acting=None if site.actor is None else _acting(site.actor),
@@ -73,12 +85,18 @@ class Terms(NamedTuple):
 
     def pack(self) -> bytes:
         """The terms as bytes."""
-        return pickle.dumps(tuple(self), 5)
+        return pickle.dumps(plain(tuple(self)), 5)
 
     @classmethod
     def unpack(cls, data: bytes) -> Terms:
-        """The terms that `pack` has made."""
-        fields: tuple[Any, ...] = pickle.loads(data)
+        """The terms that `pack` has made.
+
+        Raises:
+            ProtocolError: these are none.
+        """
+        fields: Any = load_plain(data)
+        if not fits(fields, _FIELDS):
+            raise ProtocolError("what a site asks for is not said as it must be")
         return cls(*fields)
 
     def of_program(self, program: str) -> Terms:
@@ -87,12 +105,7 @@ class Terms(NamedTuple):
         return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
 
     def site(self, function: Function) -> Site:
-        """A site of this process with these terms.
-
-        Raises:
-            DeserializationError: an exception class cannot be imported here.
-        """
-        retry_exceptions: Any = load_result(self.retried)
+        """A site of this process with these terms."""
         request = Request(
             self.scalars,
             self.devices,
@@ -122,7 +135,7 @@ class Terms(NamedTuple):
             resources=request.as_numbers(),
             environ=dict(self.environment),
             is_coroutine=self.is_coroutine,
-            retry_exceptions=retry_exceptions,
+            retried=self.retried,
             actor=None if self.acting is None else _actor_terms(self.acting),
             window=self.window,
         )
@@ -136,7 +149,7 @@ def _acting(terms: ActorTerms) -> tuple[Any, ...]:
         tuple(terms.groups.items()),
         terms.max_task_retries,
         terms.keeps_cpus,
-        dump_whole(terms.face),
+        terms.packed_face(),
         tuple(terms.windows.items()),
     )
 
@@ -149,7 +162,7 @@ def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
         dict(groups),
         retries,
         keeps_cpus,
-        load_result(face),
+        face,
         dict(windows),
     )
 

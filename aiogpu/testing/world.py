@@ -13,8 +13,9 @@ from typing import Literal
 
 from aiogpu.core import events
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.core.ledger import Ledger
+from aiogpu.core.limits import Limits
 from aiogpu.core.pace import Pace
 from aiogpu.core.policy import Patience
 from aiogpu.core.resources import (
@@ -108,8 +109,13 @@ class World(Stage):
         is_endless: bool = False,
         is_lease: bool = False,
         needs: Sequence[str] | None = None,
+        client: int = OWN,
     ) -> None:
-        """Submit a task by a new name; `InfeasibleError` if it could never run."""
+        """Submit a task by a new name; `InfeasibleError` if it could never run.
+
+        `LimitError` if its program has as many as it may; that of a child is its
+        parent's.
+        """
         assert name not in self.tasks, f"{name!r} was submitted before"
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
         devices = {GPU: device_quantity("num_gpus", num_gpus)}
@@ -128,12 +134,26 @@ class World(Stage):
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
+        starter = self.scheduler.tasks.get(self.tasks[parent].id) if parent else None
+        whose = starter.client if starter else ClientId(client)
+        if self.scheduler.clients is not None:
+            self.scheduler.clients.admit(whose, request)
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
-        starter = self.tasks[parent].id if parent else None
+        by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
-        self._happen(events.Submitted(task.id, spec, starter, expected))
+        self._happen(events.Submitted(task.id, spec, by, expected, whose))
+
+    def join(
+        self, client: int, weight: float = 1.0, limits: Limits | None = None
+    ) -> None:
+        """A program joins the node, or has other terms from now on."""
+        self._happen(events.ClientJoined(ClientId(client), weight, limits or Limits()))
+
+    def leave(self, client: int) -> None:
+        """A program submits nothing any more."""
+        self._happen(events.ClientLeft(ClientId(client)))
 
     def supply(self, name: str) -> None:
         """All arguments of a task are there that were not."""

@@ -64,7 +64,6 @@ from aiogpu.wire.messages import (
     Forked,
     Hello,
     Imported,
-    Log,
     Message,
     Run,
     Signal,
@@ -74,6 +73,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.printing import Log, Printed
 from aiogpu.wire.sharing import (
     Discard,
     Fetch,
@@ -127,7 +127,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     CLIENT: frozenset(
         {
             *(Refused, Welcome, Close, Departed, Carried, Recycle),
-            *(ChildDone, ChildFailed, ChildItems),
+            *(ChildDone, ChildFailed, ChildItems, Printed),
         }
     ),
 }

@@ -12,6 +12,7 @@ import pickle
 from typing import Final
 
 from aiogpu.errors import (
+    ActorDiedError,
     DeserializationError,
     ObjectMemoryError,
     RemoteTraceback,
@@ -31,6 +32,9 @@ UNREADABLE: Final = "unreadable"
 """The function or its arguments could not be unpickled in the worker."""
 UNSENDABLE: Final = "unsendable"
 """The result could not be pickled."""
+DIED: Final = "died"
+"""The constructor of an actor has failed: the kind of that and the actor's name follow,
+each after a colon. Its exception is the cause of what is told."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
@@ -62,6 +66,9 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
         failed: what the worker sent.
         task_name: the task's name, for messages.
     """
+    kind, _, whose = failed.kind.partition(":")
+    if kind == DIED:
+        return _death(failed, *whose.partition(":")[::2])
     if failed.payload is not None:
         try:
             error = pickle.loads(failed.payload)
@@ -69,10 +76,10 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
             error = None
         if _may_travel(type(error)):
             return _with_trace(error, failed)
+    revived: Exception
     what = (
         f"{failed.type_name}: {failed.message}" if failed.message else failed.type_name
     )
-    revived: Exception
     if failed.kind == UNREADABLE:
         revived = DeserializationError(
             f"{task_name} could not start: the worker cannot load its function or "
@@ -80,8 +87,8 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
         )
     elif failed.kind == UNSENDABLE:
         has_room = failed.type_name != _NO_ROOM
-        kind = SerializationError if has_room else ObjectMemoryError
-        revived = kind(f"{task_name} ran, but {failed.message}")
+        unsendable = SerializationError if has_room else ObjectMemoryError
+        revived = unsendable(f"{task_name} ran, but {failed.message}")
     else:
         revived = TaskError(
             f"{task_name} failed with an exception that cannot be raised here: {what}",
@@ -89,6 +96,13 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
             failed.traceback,
         )
     return _with_trace(revived, failed)
+
+
+def _death(failed: Failed, kind: str, name: str) -> Exception:
+    what = f"its constructor raised {failed.type_name}: {failed.message}"
+    died = ActorDiedError(f"{name} is dead: {what}", name)
+    died.__cause__ = unpack_failure(failed._replace(kind=kind), name)
+    return died
 
 
 def _may_travel(kind: type) -> bool:

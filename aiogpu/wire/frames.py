@@ -13,7 +13,8 @@ from typing import Final
 import msgpack
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.messages import TAGS, Message, from_fields
+from aiogpu.wire.fields import from_fields
+from aiogpu.wire.messages import TAGS, Message
 from aiogpu.wire.streaming import ChildItems, Items
 
 HEADER: Final = 4

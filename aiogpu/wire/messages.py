@@ -1,16 +1,13 @@
 """The vocabulary: one small tuple per message, one table of tags.
 
-A message on the wire is a msgpack array, its tag first. `from_fields` accepts
-exactly the tags and field types of the table; ids are plain integers here.
+A message on the wire is a msgpack array, its tag first; see `wire.fields`. Ids are
+plain integers here.
 """
 
 from __future__ import annotations
 
-from itertools import product
-from types import NoneType
 from typing import Final, NamedTuple, get_args
 
-from aiogpu.errors import ProtocolError
 from aiogpu.wire.acting import Acting
 from aiogpu.wire.forking import (
     Check,
@@ -23,6 +20,7 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.joining import Joining, Refused
+from aiogpu.wire.printing import Log, Printed
 from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
@@ -102,7 +100,7 @@ class Define(NamedTuple):
     """Driver to worker: what calls of this site run.
 
     `site` stands for a function with its options, `function` for the function
-    alone. `payload` is empty when the function was sent before.
+    alone. `payload` is empty when the function was sent before. `retried`: see there.
     """
 
     site: int
@@ -110,6 +108,7 @@ class Define(NamedTuple):
     name: str
     resources: dict[str, float]
     payload: bytes
+    retried: bytes = b""
 
 
 class Forget(NamedTuple):
@@ -152,7 +151,10 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Worker to driver: the task has no result; see `wire.failure`."""
+    """Worker to driver: the task has no result; see `wire.failure`.
+
+    `is_retried`: its options want it tried again after that.
+    """
 
     task: int
     kind: str
@@ -160,6 +162,12 @@ class Failed(NamedTuple):
     message: str
     traceback: str
     payload: bytes | None
+    is_retried: bool = False
+
+    @property
+    def why(self) -> tuple[str, str, str, str, bytes | None]:
+        """What others are told of it: `kind` to `payload`."""
+        return self[1:6]
 
 
 class Skipped(NamedTuple):
@@ -231,17 +239,6 @@ class ChildFailed(NamedTuple):
     payload: bytes | None
 
 
-class Log(NamedTuple):
-    """Worker to driver: a line that the task printed; `stream` is 1 or 2.
-
-    `task` is 0 for output outside of any task.
-    """
-
-    task: int
-    stream: int
-    line: bytes
-
-
 class Imported(NamedTuple):
     """Worker to driver: what it has imported since it said so last, and the cost."""
 
@@ -289,66 +286,10 @@ Message = (
     | Sharing
     | Streaming
     | Joining
+    | Printed
 )
 
 TAGS: Final[dict[type[Message], int]] = {
     kind: tag for tag, kind in enumerate(get_args(Message), start=1)
 }
 """The tag of each message; a change here is a new `VERSION`."""
-
-
-# Evaluating the annotations would cost each start of a node 2 ms.
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "int": (int,),
-    "str": (str,),
-    "bool": (bool,),
-    "bytes": (bytes,),
-    "bytes | None": (bytes, NoneType),
-    "dict[str, str]": (dict,),
-    "dict[str, float]": (dict,),
-    "dict[str, int]": (dict,),
-    "dict[str, tuple[int | str, ...]]": (dict,),
-    "tuple[int, ...]": (tuple,),
-    "tuple[str, ...]": (tuple,),
-    "tuple[bytes, ...]": (tuple,),
-}
-
-
-def _wire_types(kind: type[Message]) -> frozenset[tuple[type, ...]]:
-    """All combinations of field types, the tag's first, that the kind accepts."""
-    hints = kind.__annotations__.values()
-    choices = [_TYPES[hint.__forward_arg__] for hint in hints]
-    return frozenset(product((int,), *choices))
-
-
-_KINDS: Final = {tag: (kind, _wire_types(kind)) for kind, tag in TAGS.items()}
-_new: Final = tuple.__new__
-
-
-def from_fields(fields: object) -> Message:
-    """Make the message that an unpacked array stands for.
-
-    Raises:
-        ProtocolError: the tag is unknown, or a field is missing, surplus or of
-            another type.
-    """
-    if type(fields) is tuple and fields and type(fields[0]) is int:
-        tag = fields[0]
-        if tag in _KINDS:
-            kind, accepted = _KINDS[tag]
-            if tuple(map(type, fields)) in accepted:
-                return _new(kind, fields[1:])  # `_make` would count them again
-    raise ProtocolError(_complaint(fields))
-
-
-def _complaint(fields: object) -> str:
-    """What is wrong; it shows no value, for a value may be of any size or depth."""
-    if type(fields) is not tuple or not fields:
-        return f"a frame holds a {type(fields).__name__}, not a message"
-    tag = fields[0]
-    if type(tag) is not int:
-        return f"a frame begins with a {type(tag).__name__}, not with a tag"
-    if tag not in _KINDS:
-        return f"a frame carries the unknown tag {tag}"
-    found = ", ".join(type(field).__name__ for field in fields[1:9])
-    return f"{_KINDS[tag][0].__name__} does not take ({found})"

@@ -196,6 +196,18 @@ def dump_function(name: str, function: object) -> bytes:
         raise _unpicklable(f"the function {name}", {name: function}, error) from error
 
 
+def dump_option(option: str, value: object) -> bytes:
+    """Pickle what an option says, by cloudpickle.
+
+    Raises:
+        SerializationError: with the path to what cannot be pickled.
+    """
+    try:
+        return _cloud_dumps(value)
+    except Exception as error:
+        raise _unpicklable(f"the option {option}", {option: value}, error) from error
+
+
 def dump_reference(module: str, qualname: str) -> bytes:
     """The payload of a function that the other side is to import by name."""
     return pickle.dumps((module, qualname), PROTOCOL)

@@ -9,6 +9,7 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.errors import GpuOutOfMemoryError, TaskError
 from aiogpu.wire.acting import Create, Invoke
 from aiogpu.wire.failure import (
     LEFT,
@@ -27,6 +28,7 @@ from aiogpu.worker.context import ActorExit, current
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
 from aiogpu.worker.poison import poisoned_by, tell
+from aiogpu.worker.retrying import Retrying
 
 if TYPE_CHECKING:
     from aiogpu.worker.channel import Channel
@@ -62,6 +64,8 @@ class Executor:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._coroutines: Coroutines | None = None
         self._raised: BaseException | None = None
+        self._retrying = Retrying()
+        self._has_run_out = False
         interrupts.spare(self._attempt.__code__, pour.__code__)
 
     def define(self, message: Define) -> None:
@@ -79,6 +83,7 @@ class Executor:
         self._sites.clear()
         self._payloads.clear()
         self._functions.clear()
+        self._retrying.forget()
 
     def run(self, message: Run) -> Done | Failed:
         """Run a task to its end; whatever it does, the answer is returned."""
@@ -96,10 +101,22 @@ class Executor:
         if isinstance(outcome, tuple):
             return outcome
         self._raised = outcome.error
+        self._has_run_out = False
         failed = self.describe(message.task, outcome)
+        if site.retried and failed.kind == RAISED:
+            is_retried = self._is_retried(site, outcome.error, failed)
+            failed = failed._replace(is_retried=is_retried)
         # It refers to this frame, and so to itself and to the arguments.
         del outcome
         return failed
+
+    def _is_retried(self, site: Define, error: BaseException, failed: Failed) -> bool:
+        told: list[type[BaseException]] = []
+        if failed.payload is None:
+            told.append(TaskError)
+        if self._has_run_out:
+            told.append(GpuOutOfMemoryError)
+        return self._retrying.wants(site, error, *told)
 
     def make(self, message: Create) -> object | Failed:
         """Make an actor, its class being known as a site; a failure is returned."""
@@ -170,6 +187,7 @@ class Executor:
         from aiogpu.worker.gpu_oom import has_run_out, peak_memory
 
         if has_run_out(error):
+            self._has_run_out = True
             self._channel.send(RanOut(task, peak_memory()))
 
     def exit_code(self) -> int:

@@ -128,7 +128,7 @@ class Shares:
             error = TaskCancelledError(f"{handle.task_name} was cancelled.")
         if error is not None:
             failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-            return self._lent(PutFailed(identity, *failed[1:]))
+            return self._lent(PutFailed(identity, *failed.why))
         loan = self._lent(Share(identity, handle.child, handle.part))
         due = self.due.setdefault(handle.child, [])
         due.append(_Due(loan, handle.part, handle.task_name))
@@ -139,7 +139,7 @@ class Shares:
         for due in self.due.pop(child, ()):
             error = TaskCancelledError(f"{due.name} was cancelled.")
             failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-            self._channel.send(PutFailed(due.loan.id, *failed[1:]))
+            self._channel.send(PutFailed(due.loan.id, *failed.why))
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
         loans = self._loans or current.loans

@@ -13,7 +13,7 @@ import sys
 from _thread import RLock
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.wire.messages import Log
+from aiogpu.wire.printing import Log
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 

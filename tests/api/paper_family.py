@@ -71,4 +71,4 @@ def done(child: int, value: object = None) -> ChildDone:
 
 
 def failed(child: int, error: BaseException) -> ChildFailed:
-    return ChildFailed(child, *pack_failure(0, RAISED, error, "")[1:])
+    return ChildFailed(child, *pack_failure(0, RAISED, error, "").why)

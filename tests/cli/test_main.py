@@ -27,9 +27,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands(arguments: list[str]) -> None:
     ran = run(*arguments)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "\n  demo    Compute a picture" in ran.stdout
-    assert "\n  doctor  Try which mechanisms" in ran.stdout
-    assert "\n  gpus    Show the GPUs" in ran.stdout
+    assert "\n  demo        Compute a picture" in ran.stdout
+    assert "\n  doctor      Try which mechanisms" in ran.stdout
+    assert "\n  gpus        Show the GPUs" in ran.stdout
 
 
 def test_version() -> None:

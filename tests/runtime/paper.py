@@ -102,6 +102,7 @@ class PaperConsole:
 
     def __init__(self) -> None:
         self.written = 0
+        self.routes = None
         self.lines: list[tuple[int, str]] = []
         self._after: list[tuple[int, Callable[[], None]]] = []
 

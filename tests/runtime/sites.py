@@ -13,15 +13,11 @@ def function() -> Function:
 
 def site(
     function_: Function | None = None,
-    *,
-    retry_exceptions: bool | tuple[type[BaseException], ...] = False,
 ) -> Site:
     request = Request.of({"CPU": UNIT}, {})
     spec = TaskSpec("train", Shape(request))
     known = function_ or function()
-    return Site(
-        new_site_id(), known, spec, request.as_numbers(), {}, False, retry_exceptions
-    )
+    return Site(new_site_id(), known, spec, request.as_numbers(), {}, False)
 
 
 def call(site_: Site | None = None) -> Call:

@@ -35,7 +35,6 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
-    Log,
     Run,
     Signal,
     Skipped,
@@ -43,6 +42,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
+from aiogpu.wire.printing import Log
 from tests.runtime import sites
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
 

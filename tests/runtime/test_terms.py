@@ -5,14 +5,17 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.errors import DeserializationError
-from aiogpu.runtime.call import Site, new_site_id
+from aiogpu.runtime.call import ActorTerms, Site, new_site_id
 from aiogpu.runtime.terms import Terms, new_function
+from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL
+from aiogpu.wire.payload import load_result
+from aiogpu.wire.retried import dump_retried
 from tests.program import environment
 from tests.runtime import sites
 
@@ -28,7 +31,7 @@ def site_of(**options: Any) -> Site:
         spec.shape.request.as_numbers(),
         dict(checked.runtime_env),
         options.get("name") == "coroutine",
-        checked.retry_exceptions,
+        retried=dump_retried(checked.retry_exceptions),
     )
 
 
@@ -52,7 +55,7 @@ def test_a_site_there_and_back(options: dict[str, Any]) -> None:
     assert hash(theirs.spec.shape) == hash(ours.spec.shape)
     assert theirs.spec.function == function.id != ours.spec.function
     assert theirs.id != ours.id
-    for name in ("resources", "environ", "is_coroutine", "retry_exceptions"):
+    for name in ("resources", "environ", "is_coroutine", "retried"):
         assert getattr(theirs, name) == getattr(ours, name), name
     names = ("name", "max_calls", "max_retries", "priority", "timeout", "is_detached")
     for name in (*names, "cancel_grace", "lane", "is_endless"):
@@ -102,7 +105,17 @@ def test_equal_terms_are_equal_keys() -> None:
     assert hash(one) == hash(two)
 
 
-def test_a_class_that_cannot_be_imported_here() -> None:
-    terms = Terms.of(site_of())._replace(retried=b"cno_such_module\nNoError\n.")
-    with pytest.raises(DeserializationError, match="no_such_module"):
-        terms.site(sites.function())
+def test_what_is_the_users_is_never_loaded() -> None:
+    unloadable = b"cno_such_module\nNoError\n."
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, face=unloadable)
+    ours = replace(site_of(), retried=unloadable, actor=acting)
+    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    assert theirs.retried == unloadable
+    assert theirs.actor == acting
+    assert theirs.actor is not None
+    assert theirs.actor.packed_face() == unloadable
+
+
+def test_the_programs_own_face_is_packed_for_others() -> None:
+    acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, face=["a", "face"])
+    assert load_result(acting.packed_face()) == ["a", "face"]

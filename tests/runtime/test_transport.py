@@ -11,7 +11,8 @@ import pytest
 from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
 from aiogpu.wire.connection import KEEPER, WORKER, greeting
 from aiogpu.wire.frames import encode
-from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Log, Message, Run
+from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Message, Run
+from aiogpu.wire.printing import Log
 from tests.runtime.paper import PaperTransport
 
 

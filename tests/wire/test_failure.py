@@ -9,6 +9,7 @@ import traceback
 import pytest
 
 from aiogpu.errors import (
+    ActorDiedError,
     DeserializationError,
     ObjectMemoryError,
     RemoteTraceback,
@@ -16,6 +17,7 @@ from aiogpu.errors import (
     TaskError,
 )
 from aiogpu.wire.failure import (
+    DIED,
     RAISED,
     STOPPED,
     UNREADABLE,
@@ -422,3 +424,35 @@ def test_a_failure_without_a_traceback_is_still_described():
     failed = pack_failure(7, RAISED, ValueError("never raised"), NO_FRAME)
     assert failed.traceback == "ValueError: never raised\n"
     assert pickle.loads(failed.payload).args == ("never raised",)
+
+
+def failed_maker(error, kind=RAISED):
+    failed = pack_failure(7, kind, error, "nothing")
+    return failed._replace(kind=f"{DIED}:{kind}:Counter: a")
+
+
+def test_why_an_actor_could_not_be_made():
+    died = unpack_failure(failed_maker(KeyError("x")), "Counter.add")
+    assert type(died) is ActorDiedError
+    assert died.actor == "Counter: a"
+    told = "Counter: a is dead: its constructor raised KeyError: 'x'"
+    assert str(died) == told
+    assert type(died.__cause__) is KeyError
+    assert type(died.__cause__.__cause__) is RemoteTraceback
+
+
+def test_a_maker_that_could_not_be_loaded():
+    died = unpack_failure(failed_maker(ImportError("no"), UNREADABLE), "Counter.add")
+    assert type(died.__cause__) is DeserializationError
+
+
+@pytest.mark.parametrize("kind", [DIED, f"{DIED}:", f"{DIED}:{DIED}:{DIED}:x"])
+def test_a_kind_that_was_made_up_upsets_nobody(kind):
+    failed = pack_failure(7, kind, KeyError("x"), "nothing")
+    assert type(unpack_failure(failed, "add")) is ActorDiedError
+
+
+def test_what_others_are_told_of_a_failure():
+    failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
+    assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
+    assert Failed(7, *failed.why) == failed._replace(is_retried=False)

@@ -13,8 +13,8 @@ from aiogpu.wire.messages import (
     Exit,
     Failed,
     Forked,
-    Log,
 )
+from aiogpu.wire.printing import Log
 
 
 def test_a_frame_is_a_length_and_an_array():

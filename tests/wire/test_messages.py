@@ -7,6 +7,7 @@ import pytest
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire import acting, messages, sharing, streaming
+from aiogpu.wire.fields import from_fields
 from aiogpu.wire.messages import (
     TAGS,
     Done,
@@ -16,7 +17,6 @@ from aiogpu.wire.messages import (
     Hello,
     Message,
     Run,
-    from_fields,
 )
 
 
@@ -56,10 +56,10 @@ def test_a_message_without_fields_is_its_tag():
 
 def test_an_optional_field_may_be_none_and_another_may_not():
     tag = TAGS[Failed]
-    assert from_fields((tag, 1, "k", "t", "m", "tb", None)).payload is None
-    assert from_fields((tag, 1, "k", "t", "m", "tb", b"p")).payload == b"p"
+    assert from_fields((tag, 1, "k", "t", "m", "tb", None, False)).payload is None
+    assert from_fields((tag, 1, "k", "t", "m", "tb", b"p", True)).payload == b"p"
     with pytest.raises(ProtocolError, match=r"Failed does not take \(NoneType, "):
-        from_fields((tag, None, "k", "t", "m", "tb", None))
+        from_fields((tag, None, "k", "t", "m", "tb", None, False))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_the_results_before_it_arrive():
     outcome = load_result(dump_result(Outcome([1, [2], LOCK, 4], 0.5, None)))
     assert outcome.values == [1, [2]]
     assert outcome.seconds == 0.5
-    _, kind, *_, message, _, _ = outcome.failure
+    _, kind, _, message, *_ = outcome.failure
     assert kind == UNSENDABLE
     assert "cannot be pickled: result (a lock)" in message
 

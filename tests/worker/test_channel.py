@@ -19,9 +19,9 @@ from aiogpu.wire.messages import (
     Forget,
     Fork,
     Hello,
-    Log,
     Run,
 )
+from aiogpu.wire.printing import Log
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd

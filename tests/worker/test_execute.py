@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Define, Done, Failed, Run
@@ -20,6 +21,7 @@ from aiogpu.wire.payload import (
     dump_reference,
     load_result,
 )
+from aiogpu.wire.retried import Retried, dump_retried
 from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
@@ -39,9 +41,18 @@ class Desk:
         self.executor = Executor(channel, interrupts, threads)
         self.interrupts = interrupts
 
-    def define(self, payload: bytes, site: int = 1, function: int = 1) -> None:
+    def define(
+        self,
+        payload: bytes,
+        site: int = 1,
+        function: int = 1,
+        retried: Retried = False,
+    ) -> None:
         resources = {"GPU": 0.5, "CPU": float(site)}
-        self.executor.define(Define(site, function, "train", resources, payload))
+        known = Define(
+            site, function, "train", resources, payload, dump_retried(retried)
+        )
+        self.executor.define(known)
 
     def knows(self, function: Callable[..., object]) -> None:
         self.define(dump_function("train", function))
@@ -283,3 +294,33 @@ def test_who_was_to_stop_has_not_run_out(
     assert (failed.kind, failed.message) == (STOPPED, "CUDA out of memory")
     channel.close()
     assert driver.rest() == []
+
+
+def test_whether_it_is_tried_again_is_said(desk: Desk) -> None:
+    def fail(kind: type[BaseException]) -> None:
+        raise kind
+
+    desk.knows(fail)
+    assert not desk.fail(OSError).is_retried
+    desk.define(b"", retried=(OSError,))
+    assert desk.fail(ConnectionError).is_retried
+    assert not desk.fail(KeyError).is_retried
+    desk.define(b"", retried=True)
+    assert desk.fail(SystemExit).is_retried
+    unreadable = desk.executor.run(Run(7, 1, b"garbage", False))
+    assert isinstance(unreadable, Failed)
+    assert not unreadable.is_retried, "it would be no better the next time"
+
+
+@pytest.mark.parametrize("kind", [GpuOutOfMemoryError, MemoryError, RuntimeError])
+def test_what_is_told_of_device_memory_counts_for_retries(
+    desk: Desk, context: Context, kind: type[Exception]
+) -> None:
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
+
+    desk.knows(fail)
+    desk.define(b"", retried=(kind,))
+    context.accelerators = {"GPU": (0,)}
+    assert desk.fail("CUDA out of memory").is_retried
+    assert desk.fail("another").is_retried is (kind is RuntimeError)

@@ -159,6 +159,10 @@ class InlineEngine:
         node = self._asked("handle.why()")
         return why_inline(node, task, node.clock())
 
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
+
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""
         if self._runner is not None:

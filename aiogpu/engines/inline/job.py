@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar
@@ -19,8 +20,9 @@ from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call, pass_on
 from aiogpu.runtime.values import unfinished_in
-from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.failure import RAISED, unpack_failure
 from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.retried import is_one_of
 from aiogpu.worker.context import take_kept
 from aiogpu.worker.outflow import Outflow
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
     from aiogpu.engines.inline.runner import Runner
 
+_log: Final = logging.getLogger(__name__)
 running_job: Final[ContextVar[Job | None]] = ContextVar("running_job", default=None)
 """The job whose code asks; the asyncio tasks that it starts inherit it."""
 acting_job: Final[ContextVar[Job | None]] = ContextVar("acting_job", default=None)
@@ -62,6 +65,7 @@ class Job:
         aside: what has begun on top of it and pauses, while its own code goes on.
         is_urgent: whether it runs on top of whatever runs, since an actor needs it.
         flow: the way out for its items, if it is a generator that has begun.
+        error: the last answer as an exception, if it was needed before it is told.
         worn: put on whenever its code runs, where other code runs in between.
     """
 
@@ -82,6 +86,7 @@ class Job:
     is_urgent: bool = False
     worn: Surroundings | None = None
     flow: Outflow | None = None
+    error: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name} {self.record.state.value}>"
@@ -146,7 +151,7 @@ class Job:
         if type(answer) is Done and call.receiver is not None:
             call.receiver.receive(answer.payload)
         elif type(answer) is Failed:
-            error = call.error or unpack_failure(answer, self.name)
+            error = self.error or unpack_failure(answer, self.name)
             outcome.show_frames(error)
             call.tell(error)
 
@@ -159,13 +164,24 @@ class Job:
 
     def is_retried(self, outcome: Outcome) -> bool:
         """Whether it is to be tried again after an attempt that ended so."""
-        call, answer, original = self.call, outcome.answer, outcome.original
-        call.error = None
+        answer, original = outcome.answer, outcome.original
+        self.error = None
         if type(answer) is not Failed or outcome.is_ctrl_c:
             return False
-        is_named = original is not None and call.is_retried(original)
-        call.error = None
-        return (call.is_retried(answer) or is_named) and may_retry(self.record)
+        is_named = original is not None and self._names(original)
+        return (self._names(answer) or is_named) and may_retry(self.record)
+
+    def _names(self, failed: Failed) -> bool:
+        """Whether its options name what was raised; that is kept, to be told."""
+        wanted = self.call.site.retry_exceptions
+        if wanted is False or failed.kind != RAISED:
+            return False
+        self.error = unpack_failure(failed, self.name)
+        try:
+            return is_one_of(wanted, self.error)
+        except Exception as error:  # noqa: BLE001 - a metaclass of the user's may raise
+            _log.warning("! %s is not retried: %r", self.name, error)
+            return False
 
     def pass_item(self, payload: bytes) -> None:
         """Give an item to who waits."""

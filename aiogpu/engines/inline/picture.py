@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 
 from aiogpu.core.holding import Holdings
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.shortage import find_shortages, tell_lacks
@@ -22,6 +23,8 @@ from aiogpu.core.snapshot import (
 from aiogpu.core.why import Why
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.node import InlineNode
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_listing import listed_actors
 
 
 def picture_inline(node: InlineNode, now: float) -> NodeStatus:
@@ -46,7 +49,16 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
         shape_count=len(turns.by_shape),
     )
     pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
-    return picture(node.ledger, workers, queue, pids, now, granted=leases.granted)
+    seen = picture(node.ledger, workers, queue, pids, now, granted=leases.granted)
+
+    def place_of(actor: Actor) -> tuple[int, int] | None:
+        life = node.actors.life(actor.id)
+        if life is None or actor.worker is None:
+            return None
+        return life.worker_id, os.getpid()
+
+    actors = listed_actors(node.actors.all(), place_of, lambda _: OWN)
+    return replace(seen, actors=actors)
 
 
 def _reason(node: InlineNode, job: Job, before: int) -> str:

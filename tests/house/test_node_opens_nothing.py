@@ -1,0 +1,36 @@
+"""A node has none of its programs' modules, so it unpickles nothing of theirs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import aiogpu.runtime
+
+OPENERS = {
+    "aiogpu.wire.payload": {"load", "load_arguments", "load_function", "load_result"},
+    "aiogpu.wire.failure": {"unpack_failure"},
+    "aiogpu.wire.retried": {"load_retried"},
+    "aiogpu.wire.pickler": {"load", "loads"},
+}
+"""What unpickles."""
+ALLOWED = {
+    ("process.py", "marshal"),  # writes code of its own
+    ("plain.py", "pickle"),  # reads values that are no objects of any class
+    ("terms.py", "pickle"),  # writes them
+    ("far.py", "unpack_failure"),  # of a refusal that the node itself has packed
+}
+
+
+def test_only_these_files_could() -> None:
+    found = set()
+    for path in Path(aiogpu.runtime.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+                found |= {(path.name, name) for name in names & {"pickle", "marshal"}}
+            elif isinstance(node, ast.ImportFrom):
+                openers = OPENERS.get(node.module or "", set())
+                names = {alias.name for alias in node.names} & openers
+                found |= {(path.name, name) for name in names}
+    assert found == ALLOWED
