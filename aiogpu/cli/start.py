@@ -24,6 +24,7 @@ from aiogpu.daemon.unit import unit
 from aiogpu.runtime.meeting import default_socket
 
 SWITCH: Final = click.Choice(["auto", "off"])
+FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 PATH: Final = click.Path(readable=False)
 """Whether it is fit is said later, with what to do."""
 NO_HEAD: Final = (
@@ -57,6 +58,13 @@ def options(command: Any) -> Any:
                 "--gpu-memory-enforce",
                 is_flag=True,
                 help="End tasks that use more GPU memory than they asked for.",
+            ),
+            click.option(
+                "--foreign",
+                type=FOREIGN,
+                default="ignore",
+                show_default=True,
+                help="GPUs on which processes outside of aiogpu are.",
             ),
             click.option("--mps", type=SWITCH, default="off", show_default=True),
             click.option("--cpu-affinity", type=SWITCH, default="auto"),

@@ -241,6 +241,7 @@ class World(Stage):
         num_gpus: float = 0,
         gpu_memory: int | str = 0,
         priority: int = 0,
+        client: int = 0,
     ) -> None:
         """Ask for a lease by a new name, as `submit` does for a task."""
         self.submit(
@@ -249,6 +250,7 @@ class World(Stage):
             num_gpus=num_gpus,
             gpu_memory=gpu_memory,
             priority=priority,
+            client=client,
             max_calls=1,
             max_retries=0,
             is_endless=True,

@@ -44,7 +44,12 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         *("--memory=4GiB", "--object-store-memory=1GiB", "--gpu-memory=80GiB"),
         *("--accelerator-type=A100", "--gpu-memory-enforce", "--mps=auto"),
         *("--cpu-affinity=off", "--preload=json,math", "--preload=auto"),
-        *("--cancel-grace=1", "--spare-workers=0", "--no-memory-guard"),
+        *(
+            "--foreign=wait",
+            "--cancel-grace=1",
+            "--spare-workers=0",
+            "--no-memory-guard",
+        ),
         *(f"--spill-directory={spill}", "--drain=3", f"--log-dir={tmp_path}"),
     )
     assert ran.exit_code == 0, ran.output
@@ -56,6 +61,7 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         "accelerator_type": "A100",
         "gpu_memory": 80 << 30,
         "gpu_memory_enforce": True,
+        "foreign": "wait",
         "mps": "auto",
         "cpu_affinity": "off",
         "preload": ("json", "math"),

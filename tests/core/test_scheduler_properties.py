@@ -342,6 +342,7 @@ class NodeMachine(RuleBasedStateMachine):
             optional={
                 "gpu_memory": st.sampled_from(["1GiB", "50GiB"]),
                 "priority": st.integers(-1, 1),
+                "client": st.integers(0, 3),
             },
         )
     )
