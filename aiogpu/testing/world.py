@@ -132,6 +132,16 @@ class World(Stage):
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
         )
+        self._enter(spec, parent, needs, client)
+
+    def _enter(
+        self,
+        spec: TaskSpec,
+        parent: str | None,
+        needs: Sequence[str] | None,
+        client: int,
+    ) -> None:
+        name, request = spec.name, spec.shape.request
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
         starter = self.scheduler.tasks.get(self.tasks[parent].id) if parent else None
@@ -233,7 +243,7 @@ class World(Stage):
         worker.drop_queue()
         self._happen(events.WorkerSpoilt(worker.id))
 
-    def lease(
+    def lease(  # noqa: PLR0913 - what a lease is asked for
         self,
         name: str,
         *,

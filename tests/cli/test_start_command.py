@@ -44,12 +44,8 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         *("--memory=4GiB", "--object-store-memory=1GiB", "--gpu-memory=80GiB"),
         *("--accelerator-type=A100", "--gpu-memory-enforce", "--mps=auto"),
         *("--cpu-affinity=off", "--preload=json,math", "--preload=auto"),
-        *(
-            "--foreign=wait",
-            "--cancel-grace=1",
-            "--spare-workers=0",
-            "--no-memory-guard",
-        ),
+        *("--cancel-grace=1", "--spare-workers=0", "--no-memory-guard"),
+        "--foreign=wait",
         *(f"--spill-directory={spill}", "--drain=3", f"--log-dir={tmp_path}"),
     )
     assert ran.exit_code == 0, ran.output
