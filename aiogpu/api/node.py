@@ -141,7 +141,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
 def _opening(address: object, ignore_reinit_error: object, **given: object) -> Opening:
     where = check_text("address", address) or default_address()
     shared = check_flag("ignore_reinit_error", ignore_reinit_error)
-    return Opening(where, check_node_options(**given), shared)  # type: ignore[arg-type]
+    return Opening(where, check_node_options(**given), shared)
 
 
 async def shutdown() -> None:

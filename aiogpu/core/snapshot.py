@@ -66,6 +66,12 @@ class TaskStatus:
     is_lease: bool = False
     pid: int = 0
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a worker, or is a lease that somebody has."""
+        is_leased = self.is_lease and self.state not in _HOLD_NOTHING
+        return is_leased or self.worker is not None
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeStatus:

@@ -167,7 +167,7 @@ def test_status_shows_who_holds_it():
     status = look_at(w)
     (task,) = status.tasks
     assert (task.name, task.state, task.worker) == ("train", "running", None)
-    assert (task.pid, task.is_lease) == (HOLDER, True)
+    assert (task.pid, task.is_lease, task.is_held) == (HOLDER, True, True)
     assert not status.workers
     (holder,) = status.devices[0].holders
     assert (holder.task, holder.pid, holder.share) == ("train", HOLDER, 0.5)
