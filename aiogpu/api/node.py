@@ -135,9 +135,12 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
         NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """
-    given = dict(locals())
-    where = check_text("address", given.pop("address")) or default_address()
-    shared = check_flag("ignore_reinit_error", given.pop("ignore_reinit_error"))
+    return _opening(**locals())
+
+
+def _opening(address: object, ignore_reinit_error: object, **given: object) -> Opening:
+    where = check_text("address", address) or default_address()
+    shared = check_flag("ignore_reinit_error", ignore_reinit_error)
     return Opening(where, check_node_options(**given), shared)
 
 

@@ -77,7 +77,7 @@ def picture(
 ) -> Iterator[Line | Callable[[], Line]]:
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
-    tasks = [task for task in status.tasks if task.worker is not None]
+    tasks = [task for task in status.tasks if task.is_held]
     parts = (
         (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
         (f"on workers: {len(tasks)}", held_table(status, tasks, order)),
@@ -115,7 +115,7 @@ def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -
     rows = [
         (
             *(str(one.id), one.name, state(one.state)),
-            *(pid(pids.get(one.worker or 0, 0)), program(one.client)),
+            *(pid(pids.get(one.worker or 0, one.pid)), program(one.client)),
             terms(one.request.items()),
             *_use(holders.get(one.worker or 0)),
             one.reason or "",

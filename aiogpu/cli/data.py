@@ -117,7 +117,7 @@ def task_data(task: TaskStatus, pids: dict[int, int]) -> Data:
         "state": task.state,
         "request": dict(task.request),
         "worker": task.worker,
-        "pid": pids.get(task.worker or 0) or None,
+        "pid": pids.get(task.worker or 0, task.pid) or None,
         "client": task.client,
         "reason": task.reason,
     }

@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
 
 def _held(status: Status) -> int:
-    return sum(task.worker is not None for task in status.tasks)
+    return sum(task.is_held for task in status.tasks)
 
 
 KINDS: Final[dict[str, Kind]] = {

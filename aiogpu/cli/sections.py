@@ -27,7 +27,7 @@ def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
         if device.aside is not None:
             told = printable(f"{device.kind} {device.id} is set aside: {device.aside}")
             yield [(cut(told, width), "bold red")]
-    tasks = [task for task in status.tasks if task.worker is not None]
+    tasks = [task for task in status.tasks if task.is_held]
     parts: tuple[tuple[str, Table, int], ...] = (
         ("", device_table(status.devices), len(status.devices)),
         ("on workers", task_table(tasks[:SHOWN], pids_of(status)), len(tasks)),

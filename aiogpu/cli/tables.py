@@ -48,7 +48,7 @@ def task_table(tasks: Iterable[TaskStatus], pids: Mapping[int, int]) -> Table:
     rows = [
         (
             *(str(one.id), one.name, state(one.state)),
-            pid(pids.get(one.worker or 0, 0)),
+            pid(pids.get(one.worker or 0, one.pid)),
             program(one.client),
             terms(one.request.items()),
             one.reason or "",

@@ -58,7 +58,7 @@ def _check_clients(node: Node) -> None:
     if clients is None:
         return
     held: Counter[tuple[ClientId, str]] = Counter()
-    for worker in node.workers:
+    for worker in node.holders:
         lease = worker.lease
         if lease is None or lease.stake is None:
             continue

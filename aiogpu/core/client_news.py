@@ -23,7 +23,7 @@ def _share(node: Node, clients: Clients) -> None:
     """From now on count who has what; costs as much as waits and runs."""
     for record in node.tasks.values():
         clients.of(record.client).unfinished += 1
-    for worker in node.workers:
+    for worker in node.holders:
         lease, task = worker.lease, worker.task
         if lease is not None and task is not None:
             clients.begin(task, lease)

@@ -91,7 +91,7 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
 
 
 def _leases(status: NodeStatus) -> Iterator[str]:
-    held = [task for task in status.tasks if task.is_lease and task.pid]
+    held = [task for task in status.tasks if task.is_lease and task.is_held]
     if held:
         yield "leases"
     rows = [

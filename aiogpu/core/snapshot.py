@@ -20,12 +20,12 @@ from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.observed import Observations
+from aiogpu.core.pausing import why_not_running
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
 from aiogpu.core.resources import CPU, Request
 from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
-from aiogpu.core.wording import listing
 
 DELAYED: Final = "has failed before, and is tried again in a while"
 EXPECTING: Final = "waits for results that are its arguments"
@@ -65,6 +65,12 @@ class TaskStatus:
     client: int = 0
     is_lease: bool = False
     pid: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a worker, or is a lease that somebody has."""
+        is_leased = self.is_lease and self.state not in _HOLD_NOTHING
+        return is_leased or self.worker is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +227,7 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
     held = [(record, holder) for holder in holders for record in _tasks_of(holder)]
     held.sort(key=lambda pair: pair[0].id)
     tasks = [
-        _task(record, numbers, _why_not_running(record, holder, pids), pids)
+        _task(record, numbers, why_not_running(record, holder, pids), pids)
         for record, holder in held
     ]
     tasks += [_task(record, numbers, reason, pids) for record, reason in queue.first]
@@ -330,25 +336,6 @@ def _task(
         is_lease,
         pids.get(worker.id, 0) if worker else 0,
     )
-
-
-def _why_not_running(
-    record: TaskRecord, worker: WorkerRecord, pids: Mapping[int, int]
-) -> str | None:
-    if record.spec.is_lease and record.state is TaskState.STOPPING:
-        return "is given back; processes that it was for have not ended yet"
-    if record.state is TaskState.STARTING:
-        return "a worker is being forked for it"
-    if record.state is TaskState.QUEUED:
-        before = worker.task.spec.name if worker.task else ""
-        return f"sent ahead to pid {pids.get(worker.id, 0)}, behind {before}"
-    if record.state is TaskState.BLOCKED and record.kin is not None:
-        children = record.kin.waits_for.values()
-        if not children:
-            return "waits for an actor"
-        names = (child.spec.name for child in children)
-        return f"waits for its children: {listing(names, len(children))}"
-    return None
 
 
 def _worker(record: WorkerRecord, pids: Mapping[int, int]) -> WorkerStatus:

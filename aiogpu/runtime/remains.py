@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.runtime.hierarchy import PROC
 
 AGAIN: Final = 1.0
-"""Seconds until it is looked again where an end cannot be seen on a pidfd."""
+"""Seconds until it is looked again where it cannot be, or no pidfd can be had."""
 
 
 def find_marked(mark: str, proc: Path = PROC) -> tuple[int, ...]:
@@ -91,12 +91,17 @@ class Remains:
         Thread(target=self._run, name="aiogpu-remains", daemon=True).start()
 
     def _run(self) -> None:
-        found = self._find(self._mark)
+        found: Collection[int] | None = None
+        with suppress(OSError):  # there are too many open files
+            found = self._find(self._mark)
         with suppress(RuntimeError):  # the loop may be closed meanwhile
             self._loop.call_soon_threadsafe(self._note, found)
 
-    def _note(self, found: Collection[int]) -> None:
+    def _note(self, found: Collection[int] | None) -> None:
         if self._on_gone is None:
+            return
+        if found is None:
+            self._timer = self._loop.call_later(AGAIN, self._look)
             return
         self.pids.update(found)
         unseen = [pid for pid in found if not self._watch(pid)]

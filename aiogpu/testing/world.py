@@ -131,6 +131,16 @@ class World(Stage):
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
         )
+        self._enter(spec, parent, needs, client)
+
+    def _enter(
+        self,
+        spec: TaskSpec,
+        parent: str | None,
+        needs: Sequence[str] | None,
+        client: int,
+    ) -> None:
+        name, request = spec.name, spec.shape.request
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
         by = self.tasks[parent].id if parent else None
@@ -238,7 +248,7 @@ class World(Stage):
         worker.drop_queue()
         self._happen(events.WorkerSpoilt(worker.id))
 
-    def lease(
+    def lease(  # noqa: PLR0913 - what a lease is asked for
         self,
         name: str,
         *,
@@ -246,6 +256,7 @@ class World(Stage):
         num_gpus: float = 0,
         gpu_memory: int | str = 0,
         priority: int = 0,
+        client: int = 0,
     ) -> None:
         """Ask for a lease by a new name, as `submit` does for a task."""
         self.submit(
@@ -254,6 +265,7 @@ class World(Stage):
             num_gpus=num_gpus,
             gpu_memory=gpu_memory,
             priority=priority,
+            client=client,
             max_calls=1,
             max_retries=0,
             is_endless=True,

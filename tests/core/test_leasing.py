@@ -167,7 +167,7 @@ def test_status_shows_who_holds_it():
     status = look_at(w)
     (task,) = status.tasks
     assert (task.name, task.state, task.worker) == ("train", "running", None)
-    assert (task.pid, task.is_lease) == (HOLDER, True)
+    assert (task.pid, task.is_lease, task.is_held) == (HOLDER, True, True)
     assert not status.workers
     (holder,) = status.devices[0].holders
     assert (holder.task, holder.pid, holder.share) == ("train", HOLDER, 0.5)
@@ -233,3 +233,15 @@ def test_what_there_never_will_be_is_refused():
     w = World(gpus=1)
     with pytest.raises(InfeasibleError):
         w.lease("lease", num_gpus=2)
+
+
+def test_what_a_program_has_leased_counts_for_its_share():
+    w = World(gpus=2)
+    w.lease("held", num_gpus=1, client=1)
+    w.submit("runs", num_gpus=1, client=2)
+    w.submit("again 2", num_gpus=1, client=2)
+    w.submit("again 1", num_gpus=1, client=1)
+    w.finish("runs")
+    assert w.running == {"again 2"}
+    w.give_back("held")
+    assert w.running == {"again 2", "again 1"}

@@ -67,6 +67,26 @@ async def test_where_an_end_cannot_be_seen_it_is_looked_again(
 
 
 @pytest.mark.either_loop
+async def test_where_it_cannot_be_looked_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds: list[tuple[int, ...]] = [()]
+
+    def find(_: str) -> tuple[int, ...]:
+        if len(told_off) < 2:
+            told_off.append("no")
+            raise OSError(24, "too many open files")
+        return rounds.pop()
+
+    told_off: list[str] = []
+    monkeypatch.setattr("aiogpu.runtime.remains.AGAIN", 0.0)
+    loop, told = asyncio.get_running_loop(), list[Collection[int]]()
+    Remains(loop, "A=1", told.append, find)
+    await until(lambda: told)
+    assert (told, told_off) == ([set()], ["no", "no"])
+
+
+@pytest.mark.either_loop
 async def test_who_is_not_waited_for_any_more_is_not_told_of(
     sleeper: subprocess.Popen[bytes],
 ) -> None:

@@ -1,0 +1,65 @@
+"""`docs/leases.md` shows what is printed, and names what there is."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import aiogpu
+from aiogpu.api.lease_options import OPTIONS
+from aiogpu.api.node_options import FOREIGN
+from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
+from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run
+from aiogpu.runtime.clearance import LIMIT
+from aiogpu.runtime.rounds import EACH
+from aiogpu.wire.leasing import MARK
+from tests.house.programs import printed_by
+
+PAGE = (Path(__file__).parents[2] / "docs" / "leases.md").read_text()
+FENCE = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def settled(text: str) -> str:
+    return re.sub(r"pid \w+, for [\d.]+ s", "pid N, for N s", text)
+
+
+def test_the_program_prints_what_stands_below_it(tmp_path):
+    _, program, output = FENCE.findall(PAGE)
+    assert (program[0], output[0]) == ("python run", "text")
+    assert settled(printed_by(program[1], tmp_path)) == settled(output[1])
+
+
+def test_it_names_every_option_of_the_command():
+    options = {option for each in run.params for option in each.opts}
+    named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--head"}
+    assert named == {o for o in options if o.startswith("--")} - {"--address"}
+
+
+def test_it_names_every_option_of_a_lease():
+    assert set(inspect.signature(aiogpu.lease).parameters) == set(OPTIONS)
+    assert all(f"`{option}`" in PAGE for option in OPTIONS)
+
+
+def test_it_names_what_a_lease_has():
+    public = {name for name in vars(aiogpu.Lease) if not name.startswith("_")}
+    assert all(re.search(rf"gpu\.{name}\b", PAGE) for name in public)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"then exit code {NOT_IN_TIME}",
+        f"{NOT_FOUND} is a command that is not there, {NOT_EXECUTABLE} one",
+        f"{FAILED} that no node could be asked",
+        ", ".join(s.name for s in SENT_ON[:-1]) + f" and {SENT_ON[-1].name}",
+        f"the variable `{MARK}`",
+        "(or two seconds)" if KILLED_AFTER == 2 else "",
+        "in ten seconds is set aside" if LIMIT == 10 else "",
+        "looked every second" if EACH == 1 else "",
+        *(f'| `"{value}"`' for value in FOREIGN),
+    ],
+)
+def test_its_words_are_those_of_the_code(words):
+    assert words
+    assert words in " ".join(PAGE.split())
