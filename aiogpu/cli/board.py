@@ -12,12 +12,14 @@ import aiogpu
 from aiogpu.cli.bars import device_lines
 from aiogpu.cli.grid import Column, Line, Table, cut, drawers, printable, within
 from aiogpu.cli.tables import (
+    Programs,
     actor_table,
+    client_table,
     failure_table,
     pid,
     pids_of,
-    program,
     shape_table,
+    shown_clients,
     state,
 )
 from aiogpu.cli.view import View
@@ -78,11 +80,13 @@ def picture(
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
     tasks = [task for task in status.tasks if task.worker is not None]
+    clients = shown_clients(status)
     parts = (
         (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
         (f"on workers: {len(tasks)}", held_table(status, tasks, order)),
-        (f"actors: {len(status.actors)}", actor_table(status.actors)),
-        ("failed lately", failure_table(status.failures)),
+        (f"programs: {len(clients)}", client_table(clients)),
+        (f"actors: {len(status.actors)}", actor_table(status.actors, status)),
+        ("failed lately", failure_table(status.failures, status)),
     )
     for title, table in parts:
         if table.rows:
@@ -100,13 +104,13 @@ def picture(
 def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -> Table:
     """The tasks on workers with what they hold, in one of the `ORDERS`."""
     holders = {h.worker: h for device in status.devices for h in device.holders}
-    pids = pids_of(status)
+    pids, programs = pids_of(status), Programs(status)
     columns = (
         Column("TASK", is_number=True),
         Column("NAME", least=10),
         Column("STATE"),
         Column("PID", is_number=True, rank=2),
-        Column("PROGRAM", is_number=True, rank=3),
+        Column("PROGRAM", least=8, rank=3),
         Column("HOLDS", least=12, rank=4),
         Column("FOR", is_number=True, rank=1),
         Column("MEMORY", is_number=True, rank=5),
@@ -115,7 +119,7 @@ def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -
     rows = [
         (
             *(str(one.id), one.name, state(one.state)),
-            *(pid(pids.get(one.worker or 0, 0)), program(one.client)),
+            *(pid(pids.get(one.worker or 0, 0)), programs[one.client]),
             terms(one.request.items()),
             *_use(holders.get(one.worker or 0)),
             one.reason or "",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import aiogpu
 from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
 from aiogpu.core.shortage import ReservationStatus
@@ -42,6 +43,7 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
             "first": [shape_data(one) for one in status.shapes],
         },
         "reservation": reservation_data(status.reservation),
+        "clients": [client_data(one) for one in status.clients],
         "actors": [actor_data(one) for one in status.actors],
         "failures": [failure_data(one) for one in status.failures],
     }
@@ -133,6 +135,7 @@ def shape_data(shape: ShapeStatus) -> Data:
         "count": shape.count,
         "first": shape.first,
         "seconds": shape.seconds,
+        "client": shape.client,
         "reason": shape.reason,
     }
 
@@ -147,6 +150,26 @@ def reservation_data(kept: ReservationStatus | None) -> Data | None:
         "devices": {kind: list(ids) for kind, ids in kept.devices.items()},
         "amounts": dict(kept.amounts),
         "seconds": kept.seconds,
+    }
+
+
+def client_data(client: ClientStatus) -> Data:
+    """One program that shares the node."""
+    limits = client.limits
+    return {
+        "id": client.id,
+        "name": client.name or None,
+        "pid": client.pid or None,
+        "weight": client.weight,
+        "running": client.running,
+        "waiting": client.waiting,
+        "holds": dict(client.holds),
+        "limits": {
+            "max_waiting": limits.max_waiting,
+            "max_amount": dict(limits.max_amount),
+            "max_share": dict(limits.max_share),
+        },
+        "left": client.has_left,
     }
 
 

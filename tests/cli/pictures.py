@@ -10,13 +10,17 @@ import pytest
 import aiogpu
 from aiogpu.cli import joining
 from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.limits import Limits
 from aiogpu.core.observed import OtherProcess
 from aiogpu.core.shortage import ReservationStatus
 from aiogpu.core.snapshot import NodeStatus, ShapeStatus, TaskStatus, WorkerStatus
 
 GIB = 2**30
+JOB = 1 << 26
+"""Number of a program that has joined."""
 IDLE = NodeStatus(
     total={"CPU": 4.0, "GPU": 0.0},
     available={"CPU": 4.0, "GPU": 0.0},
@@ -66,7 +70,7 @@ BUSY = NodeStatus(
     ),
     tasks=(
         TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None),
-        TaskStatus(7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, 1 << 26),
+        TaskStatus(7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, JOB),
         TaskStatus(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, 3, None),
         TaskStatus(
             *(12, "train", "waiting", {"CPU": 1.0, "GPU": 1.0}, None),
@@ -82,13 +86,21 @@ BUSY = NodeStatus(
     ),
     shape_count=1,
     reservation=ReservationStatus(12, "train", {"GPU": (1,)}, {"CPU": 1.0}, None),
+    clients=(
+        ClientStatus(0, "", 0, 1.0, 2, 0, {"CPU": 1.0, "GPU": 1.5}, Limits()),
+        ClientStatus(
+            *(JOB, "train.py", 4711, 2.0, 1, 3, {"CPU": 1.0, "GPU": 0.25}),
+            Limits(max_waiting=100, max_share={"GPU": 0.5}),
+        ),
+        ClientStatus(JOB + 9, "notebook", 4712, 1.0, 0, 0, {}, Limits(), has_left=True),
+    ),
     actors=(
         ActorStatus(1, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
-        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, 1 << 26),
+        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, JOB),
     ),
     failures=(
         FailureStatus(6, "load", "torch.OutOfMemoryError", "no room left", 2.0),
-        FailureStatus(5, "train", "ValueError", "no such key", 75.0, 1 << 26),
+        FailureStatus(5, "train", "ValueError", "no such key", 75.0, JOB),
     ),
 )
 

@@ -21,7 +21,7 @@ def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list
 
 
 def test_a_screen() -> None:
-    assert drawn(View(), 90, 27) == [
+    assert drawn(View(), 90, 34) == [
         "aiogpu  CPU 4/8, GPU 0.25/3; 4 workers; 3 running, 3 waiting",
         "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy",
         "       0.5 Model 'serve'  0.25 train  not ours: Xorg 13",
@@ -36,22 +36,31 @@ def test_a_screen() -> None:
         "kept for train: GPU 1 and CPU 1",
         "",
         "on workers: 3",
-        "TASK  NAME           STATE    PID   "
-        "PROGRAM  HOLDS                  FOR  MEMORY",
-        "   1  Model 'serve'  running  101            {GPU: 0.5}            60 s",
-        "   7  train          running  102  "
-        "67108864  {CPU: 1, GPU: 0.25}   12 s   7 GiB",
-        "   8  whole          running  103            {CPU: 1, GPU: 1}     3.0 s",
+        "TASK  NAME           STATE    PID  PROGRAM        HOLDS     "
+        "             FOR  MEMORY",
+        "   1  Model 'serve'  running  101                 {GPU: 0.5}            60 s",
+        "   7  train          running  102  train.py 4711  {CPU: 1, G"
+        "PU: 0.25}   12 s   7 GiB",
+        "   8  whole          running  103                 {CPU: 1, GPU: 1}     3.0 s",
+        "",
+        "programs: 3",
+        "PROGRAM             PID  RUN  WAIT  HOLDS              WEIGHT  MAY HAVE",
+        "the node's own p…          2     0  {CPU: 1, GPU: 1.…",
+        "train.py           4711    1     3  {CPU: 1, GPU: 0.…       "
+        "2  100 tasks, 50 % …",
+        "notebook           4712    0     0                          "
+        "                      has left",
         "",
         "actors: 2",
-        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS   PROGRAM",
+        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS  PROGRAM",
         "    1  serve  Model  alive    101        2      3",
-        "    9         Cache  pending             1         67108864",
+        "    9         Cache  pending             1         train.py 4711",
         "",
         "failed lately",
-        "  AGO  TASK  NAME    PROGRAM  ERROR             SAYS",
-        "2.0 s     6  load             OutOfMemoryError  no room left",
-        "q quit  p pause  s sort  j/k scroll  by number  1-25 of 26",
+        "  AGO  TASK  NAME   PROGRAM        ERROR             SAYS",
+        "2.0 s     6  load                  OutOfMemoryError  no room left",
+        " 75 s     5  train  train.py 4711  ValueError        no such key",
+        "q quit  p pause  s sort  j/k scroll  by number",
     ]
 
 
@@ -87,11 +96,11 @@ def test_it_says_that_it_is_paused_and_that_no_answer_comes() -> None:
 def test_scrolling_stays_within_the_picture() -> None:
     view = View()
     lines = list(plain(iter(board(LONG, view, 80, 12))))
-    assert lines[-1].endswith("1-10 of 123")
+    assert lines[-1].endswith("1-10 of 129")
     for key, offset in (
         *(("k", 0), ("j", 1), ("down", 2), ("up", 1), (" ", 11), ("page down", 21)),
-        *(("b", 11), ("page up", 1), ("G", 113), ("j", 113), ("home", 0), ("end", 113)),
-        *(("x", 113), ("g", 0)),
+        *(("b", 11), ("page up", 1), ("G", 119), ("j", 119), ("home", 0), ("end", 119)),
+        *(("x", 119), ("g", 0)),
     ):
         view.press(key)
         assert view.offset == offset, key
