@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.lease import Lease as Lease
+    from aiogpu.api.lease import lease as lease
     from aiogpu.api.map import Results as Results
     from aiogpu.api.method_decorator import method as method
     from aiogpu.api.node import available_resources as available_resources
@@ -88,6 +90,7 @@ _ROOMS = {
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
+    "api.lease": ("Lease", "lease"),
     "api.map": ("Results",),
     "api.method_decorator": ("method",),
     "api.node": (

@@ -96,6 +96,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     accelerator_type: str | None = None,
     gpu_memory: int | str | None = None,
     gpu_memory_enforce: bool = False,
+    foreign: Literal["avoid", "wait", "ignore"] = "ignore",
     mps: Literal["auto", "off"] = "off",
     cpu_affinity: Literal["auto", "off"] = "auto",
     preload: Sequence[str] = "auto",
@@ -117,6 +118,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
         accelerator_type, gpu_memory: of the GPUs ("A100", "80GiB") where not detected.
         gpu_memory_enforce: end a task that uses more than the `gpu_memory` it asked.
+        foreign: "avoid" devices with others' processes, or "wait" for these to go.
         mps, cpu_affinity: "auto" or "off"; shares limited by MPS, CPUs near the GPUs.
         preload: modules that workers are forked with; "auto": those that prove dear.
         log_to_driver: show what tasks print, line by line.

@@ -21,7 +21,10 @@ COMMANDS: Final = (
     "doctor",
     "gpus",
     "list",
+    "run",
+    "start",
     "status",
+    "stop",
     "top",
     "why",
 )

@@ -25,7 +25,7 @@ def check(node: Node) -> None:
     node.ledger.check()
     node.workers.check()
     _check_clients(node)
-    held = [worker.lease.id for worker in node.workers if worker.lease is not None]
+    held = [holder.lease.id for holder in node.holders if holder.lease is not None]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
     records = list(node.tasks.values())
     waiting = [record for record in records if record.state is TaskState.WAITING]
@@ -43,6 +43,13 @@ def check(node: Node) -> None:
         _check_kin(node, record)
     for worker in node.workers:
         _check_worker(worker)
+    for holder in node.granted.values():
+        assert node.workers.get(holder.id) is None, holder.id
+        leased, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (leased is None) == is_settling, holder.id
+        if leased is not None:
+            assert leased.worker is holder, holder.id
+            assert leased.spec.is_lease, holder.id
 
 
 def _check_clients(node: Node) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from aiogpu.core.departure import settle_all
 from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
+from aiogpu.core.leasing import end_all
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
@@ -34,6 +35,7 @@ def close(node: Node, at_once: bool, now: float, effects: list[Effect]) -> None:
 
 def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
     """Stop all that workers have, and tell who waits for it."""
+    end_all(node, now, effects)
     for worker in list(node.workers):
         for record in [worker.task, *worker.queue]:
             if record is not None and record.state is not TaskState.STOPPING:

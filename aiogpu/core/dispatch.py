@@ -12,6 +12,7 @@ from typing import Final
 from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
 from aiogpu.core.fairness import may_go_on
 from aiogpu.core.ids import TaskId
+from aiogpu.core.leasing import grant
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -35,10 +36,19 @@ _RUNNING: Final = TaskState.RUNNING
 def start(
     node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
 ) -> None:
-    """Find a worker for a task: an idle one that fits, or a new one."""
-    spec, workers = record.spec, node.workers
+    """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
     if node.clients is not None:
         node.clients.begin(record, lease)
+    if record.spec.is_lease:
+        grant(node, record, lease, now, effects)
+    else:
+        _find_worker(node, record, lease, now, effects)
+
+
+def _find_worker(
+    node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
+) -> None:
+    spec, workers = record.spec, node.workers
     environment = spec.shape.environment
     if spec.max_calls:
         node.spares.want()

@@ -171,6 +171,19 @@ class Well:
 
 
 @dataclass(slots=True)
+class Foreign:
+    """Processes that are none of the node's are on a device, and who; None: no more.
+
+    `is_avoided`: others are chosen before it; else it is given to nobody meanwhile.
+    """
+
+    kind: str
+    index: int
+    reason: str | None
+    is_avoided: bool = False
+
+
+@dataclass(slots=True)
 class Settled:
     """The devices of a worker that has gone are free.
 
@@ -187,6 +200,18 @@ class SetAside:
 
     worker: WorkerId
     reason: str
+
+
+@dataclass(slots=True)
+class LeaseReturned:
+    """All processes have ended for which a lease was granted to this holder.
+
+    `settles`: whether its devices are free is still to be seen; one of `Settled` and
+    `SetAside` follows, of that holder.
+    """
+
+    holder: WorkerId
+    settles: bool = False
 
 
 @dataclass(slots=True)
@@ -257,8 +282,10 @@ Event = (
     | Outgrown
     | Sick
     | Well
+    | Foreign
     | Settled
     | SetAside
+    | LeaseReturned
     | Recovered
     | Outdated
     | ClientJoined

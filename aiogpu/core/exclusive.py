@@ -72,7 +72,7 @@ def _may_be_free(node: Node, request: Request) -> bool:
     Whichever has served its share could serve it whole.
     """
     usable = node.ledger.device_sets[GPU].usable(UNIT, request)
-    for worker in node.workers:
+    for worker in node.holders:
         lease, task = worker.lease, worker.task
         if lease is not None and task is not None and task.spec.is_endless:
             held = zip(lease.request.devices, lease.shares, strict=True)

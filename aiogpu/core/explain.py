@@ -18,12 +18,19 @@ _PLAIN: Final = {
     "opening": "waits for its node, which is being opened",
     "delayed": "has failed before, and is tried again in a while",
 }
+_LEASED: Final = {
+    "running": "is held by",
+    "stopping": "is given back as soon as its processes have ended, asked for by",
+}
 
 
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
     if why.state == "waiting":
         return "\n".join(_waiting(why))
+    if why.is_lease and why.state in _LEASED:
+        told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
+        return f"{_who(why)} {told}."
     return f"{_who(why)} {_standing(why)}."
 
 

@@ -50,6 +50,7 @@ def report(status: NodeStatus) -> str:
         *device_rows(status.devices),
         *client_rows(status.clients),
         *_tasks(status),
+        *_leases(status),
         *_shapes(status),
         *_reservation(status),
         *_actors(status),
@@ -80,6 +81,22 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
         (
             *(str(task.id), task.name, task.state),
             pid_of(pids.get(task.worker or 0, 0)),
+            terms(task.request.items()),
+            task.reason or "",
+        )
+        for task in held[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(held) - SHOWN)
+
+
+def _leases(status: NodeStatus) -> Iterator[str]:
+    held = [task for task in status.tasks if task.is_lease and task.pid]
+    if held:
+        yield "leases"
+    rows = [
+        (
+            *(str(task.id), task.name, f"pid {task.pid}"),
             terms(task.request.items()),
             task.reason or "",
         )

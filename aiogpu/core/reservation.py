@@ -118,7 +118,7 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
 
 
 def _holds(node: Node) -> Iterator[Hold]:
-    for worker in node.workers:
+    for worker in node.holders:
         if worker.lease is not None:
             yield _hold(node, worker.task, worker.lease)
 

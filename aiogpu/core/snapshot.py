@@ -15,6 +15,7 @@ from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import NOBODY, ClientStatus, Program, clients_seen
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
+from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -32,6 +33,7 @@ LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
 
 
+NO_LEASES: Final[Mapping[WorkerId, WorkerRecord]] = {}
 _HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
 
 
@@ -49,6 +51,9 @@ class TaskStatus:
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None where it may.
         client: the program whose it is, 0 for the node's own.
+        is_lease: whether it is a lease, which processes hold that are no workers.
+        pid: process id of its worker or, of a lease, of the program that has asked for
+            it; 0 while it waits or its worker starts.
     """
 
     id: int
@@ -58,6 +63,8 @@ class TaskStatus:
     worker: int | None
     reason: str | None
     client: int = 0
+    is_lease: bool = False
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +120,10 @@ class NodeStatus:
         available: what is free of each.
         devices: the devices, and who holds them.
         workers: the worker processes.
-        tasks: all that have a worker, by number; then the first 100 of those that
-            wait, in the order in which their turns come if nothing else is submitted;
-            fewer, where thousands between them
-            were cancelled.
+        tasks: all that have a worker, and leases that are held, by number; then the
+            first 100 of those that wait, in the order in which their turns come if
+            nothing else is submitted; fewer, where thousands between them were
+            cancelled.
         waiting_count: how many wait, listed or not.
         shapes: what they ask for, in the order of the first one's turn; at most 100.
         shape_count: how many shapes there are, listed or not.
@@ -190,7 +197,11 @@ def snapshot(
         programs: who its clients are, by their numbers.
     """
     queue = _queue_of(node, now, programs)
-    return picture(node.ledger, node.workers, queue, pids, now, observed=observed)
+    return picture(
+        *(node.ledger, node.workers, queue, pids, now),
+        granted=node.granted,
+        observed=observed,
+    )
 
 
 def picture(  # noqa: PLR0913 - all that a node is, at one moment
@@ -200,19 +211,21 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
     pids: Mapping[int, int],
     now: float,
     *,
+    granted: Mapping[WorkerId, WorkerRecord] = NO_LEASES,
     observed: Observations = NOTHING,
 ) -> NodeStatus:
-    """Picture what has a ledger, workers and a queue."""
+    """Picture what has a ledger, workers, leases and a queue."""
     workers = list(workers)
+    holders = [*workers, *granted.values()]
     numbers = _Numbers()
-    held = [(record, worker) for worker in workers for record in _tasks_of(worker)]
+    held = [(record, holder) for holder in holders for record in _tasks_of(holder)]
     held.sort(key=lambda pair: pair[0].id)
     tasks = [
-        _task(record, numbers, _why_not_running(record, worker, pids))
-        for record, worker in held
+        _task(record, numbers, _why_not_running(record, holder, pids), pids)
+        for record, holder in held
     ]
-    tasks += [_task(record, numbers, reason) for record, reason in queue.first]
-    holdings = Holdings(workers, pids, now, observed)
+    tasks += [_task(record, numbers, reason, pids) for record, reason in queue.first]
+    holdings = Holdings(holders, pids, now, observed)
     return NodeStatus(
         total=ledger.totals(),
         available=ledger.available(),
@@ -233,7 +246,7 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
 
 def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
     ready, reasons = node.ready, _Reasons(node)
-    held = [record for worker in node.workers for record in _tasks_of(worker)]
+    held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
         count=len(node.tasks) - len(held),
         first=[
@@ -297,23 +310,33 @@ def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
     return [worker.task, *worker.queue] if worker.task is not None else []
 
 
-def _task(record: TaskRecord, numbers: _Numbers, reason: str | None) -> TaskStatus:
+def _task(
+    record: TaskRecord,
+    numbers: _Numbers,
+    reason: str | None,
+    pids: Mapping[int, int],
+) -> TaskStatus:
     held = numbers[record.spec.shape.request]
-    lease = record.worker.lease if record.worker else None
+    worker, is_lease = record.worker, record.spec.is_lease
+    lease = worker.lease if worker else None
     if lease is not None and lease.is_lent and record.spec.is_endless:
         held = {name: amount for name, amount in held.items() if name != CPU}
     return TaskStatus(
         *(record.id, record.spec.name, record.state.value),
         held,
-        record.worker.id if record.worker else None,
+        worker.id if worker and not is_lease else None,
         reason,
         record.client,
+        is_lease,
+        pids.get(worker.id, 0) if worker else 0,
     )
 
 
 def _why_not_running(
     record: TaskRecord, worker: WorkerRecord, pids: Mapping[int, int]
 ) -> str | None:
+    if record.spec.is_lease and record.state is TaskState.STOPPING:
+        return "is given back; processes that it was for have not ended yet"
     if record.state is TaskState.STARTING:
         return "a worker is being forked for it"
     if record.state is TaskState.QUEUED:

@@ -66,7 +66,8 @@ class Why:
         is_held_up: whether it waits so that another can run alone, for which memory
             ran out before.
         worker: id of its worker, None without one.
-        pid: process id of its worker, 0 without one or while it starts.
+        pid: process id of its worker or, of a lease, of the program that has asked for
+            it; 0 without one or while it starts.
         runs_for: seconds since its code began; None where that is not known.
         behind: names of the tasks that go before it on its worker, the one that
             runs first; at most eight.
@@ -77,6 +78,7 @@ class Why:
             ahead as it may be.
         outcome: how it has ended, in words: "it was cancelled"; None before.
         where: the conditions on its GPUs in words, while it waits for some.
+        is_lease: whether it is a lease, which processes hold that are no workers.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Why:
     rivals: tuple[str, ...] = ()
     rival_count: int = 0
     limit: str = ""
+    is_lease: bool = False
 
     def __str__(self) -> str:
         return explain(self)
@@ -135,7 +138,7 @@ def why(
     if record.state is TaskState.EXPECTING:
         return _expecting(node, record, now)
     if record.worker is None:
-        waiting = _waiting(node, record, Holdings(node.workers, pids, now))
+        waiting = _waiting(node, record, Holdings(node.holders, pids, now))
         return (
             waiting if node.clients is None else _among(node, record, programs, waiting)
         )
@@ -222,12 +225,13 @@ def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> 
         state=record.state.value,
         seconds=holdings.now - record.since,
         request=record.spec.shape.request.as_numbers(),
-        worker=worker.id,
+        worker=None if record.spec.is_lease else worker.id,
         pid=holdings.pids.get(worker.id, 0),
         runs_for=holdings.seconds_of(worker) if is_begun else None,
         behind=_names(before),
         children=_names(waits_for),
         count=len(before) + len(waits_for),
+        is_lease=record.spec.is_lease,
     )
 
 

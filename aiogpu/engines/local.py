@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.runtime.store import Store
     from aiogpu.wire.outgoing import Outgoing
 
@@ -76,6 +77,7 @@ class LocalEngine:
             )
             self._driver.guard.is_on = options.memory_guard
             self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
+            await self._supervisor.mind_foreign(options.foreign)
             self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()
@@ -113,6 +115,10 @@ class LocalEngine:
 
             check_arguments(site, payload)
         return driver.submit(site, payload, receiver)
+
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.submit(site, b"", receiver)
 
     def _check_actor(self, site: Site, payload: bytes) -> None:
         from aiogpu.engines.admission import check_arguments, check_site

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
+from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
+from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.joining import (
     AVAILABLE,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
 
 DECLARED: Final = 512
@@ -55,6 +58,7 @@ class RemoteEngine(Membership):
         self, path: str, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(path, options, loop)
+        self.leases = RemoteLeases(self)
         self._mark = object()
         self._declared = 0
         self._actors: RemoteActors | None = None
@@ -119,6 +123,10 @@ class RemoteEngine(Membership):
         terms = Terms.of(site).pack()
         self.send(Declare(site.id, site.spec.name, terms, site.function.payload))
 
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.leases.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if task in self._receivers:
@@ -129,6 +137,8 @@ class RemoteEngine(Membership):
         if self._receivers.pop(task, None) is not None:
             self.shares.withdraw(task)
             self.send(Withdraw(0, task))
+        else:
+            self.leases.give_back(task)
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
@@ -178,3 +188,8 @@ class RemoteEngine(Membership):
         answer = self._line.ask_now(question(number), is_answer)
         assert isinstance(answer, ChildDone | ChildFailed), answer
         return answer
+
+    def _end(self, error: NodeError) -> None:
+        self._mark = object()
+        super()._end(error)
+        self.leases.end(error)

@@ -39,6 +39,7 @@ from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_shortage import Shortages
+from aiogpu.runtime.leases import Leases
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.streams import Streams
@@ -78,6 +79,7 @@ class Driver:
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
         self.telling = Telling(self._calls, self.guard)
+        self.leases = Leases(loop, self._calls, assignment, clearance, self.feed)
         self._last_task = 0
         self._last_number = 0
         self._timers = scheduler.timers
@@ -98,13 +100,14 @@ class Driver:
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
+            **self.leases.ways,
             effects.Spawn: self._spawn,
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
             effects.Revoke: self._revoke,
             effects.Interrupt: self._interrupt,
-            effects.Retire: self._retire,
-            effects.Kill: self._kill,
+            effects.Retire: lambda effect: self._pool.retire(effect.worker),
+            effects.Kill: lambda effect: self._pool.kill(effect.worker),
             effects.Settle: self.telling.settle,
             effects.Expire: self.telling.expire,
             effects.Lose: self.telling.lose,
@@ -119,6 +122,7 @@ class Driver:
         self._clearance.on_begun = monitor.guard.begin
         self.telling.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
+        monitor.lessees = self.leases.roots_of
         monitor.begin(self.feed)
 
     def __repr__(self) -> str:
@@ -201,6 +205,7 @@ class Driver:
         """
         self.guard.close()
         self.feed(Closing())
+        self.leases.close()
         # Of those alone that have a worker: a million may wait.
         graces = (
             record.spec.cancel_grace or 0.0
@@ -340,9 +345,3 @@ class Driver:
         if site.actor is not None and self.scheduler.is_closing:
             task = self.actors.call_off(effect.worker, effect.attempt) or task
         self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
-
-    def _retire(self, effect: effects.Retire) -> None:
-        self._pool.retire(effect.worker)
-
-    def _kill(self, effect: effects.Kill) -> None:
-        self._pool.kill(effect.worker)

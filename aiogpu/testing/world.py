@@ -107,6 +107,7 @@ class World(Stage):
         parent: str | None = None,
         is_detached: bool = False,
         is_endless: bool = False,
+        is_lease: bool = False,
         needs: Sequence[str] | None = None,
         client: int = OWN,
     ) -> None:
@@ -129,7 +130,7 @@ class World(Stage):
         pace = self._paces.setdefault(function, Pace())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(cancel_grace, is_detached, is_endless, retries_oom, pace),
+            *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
@@ -232,6 +233,32 @@ class World(Stage):
         worker.drop_queue()
         self._happen(events.WorkerSpoilt(worker.id))
 
+    def lease(
+        self,
+        name: str,
+        *,
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        gpu_memory: int | str = 0,
+        priority: int = 0,
+    ) -> None:
+        """Ask for a lease by a new name, as `submit` does for a task."""
+        self.submit(
+            name,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            gpu_memory=gpu_memory,
+            priority=priority,
+            max_calls=1,
+            max_retries=0,
+            is_endless=True,
+            is_lease=True,
+        )
+
+    def give_back(self, name: str, *, settles: bool = False) -> None:
+        """All that a lease was granted for has ended."""
+        self._happen(events.LeaseReturned(self.leases[name], settles))
+
     def tell(self, event: events.Event) -> None:
         """Something else happens."""
         self._happen(event)
@@ -268,6 +295,11 @@ class World(Stage):
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:
                 self.finish(running[0].spec.name)
+            if self.leases:
+                name = next(iter(self.leases))
+                self.cancel(name)
+                self.give_back(name)
+                continue
             if (moment := self.scheduler.deadline()) is None:
                 return
             self._wake(moment)

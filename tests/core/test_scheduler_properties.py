@@ -336,6 +336,29 @@ class NodeMachine(RuleBasedStateMachine):
         self.w.took = took
         self.w.finish(name, retry=retry, ran_out=ran_out)
 
+    @rule(
+        asked=st.fixed_dictionaries(
+            {"num_cpus": st.sampled_from([0, 1]), "num_gpus": GPUS},
+            optional={
+                "gpu_memory": st.sampled_from(["1GiB", "50GiB"]),
+                "priority": st.integers(-1, 1),
+            },
+        )
+    )
+    def ask_for_a_lease(self, asked):
+        name = f"t{len(self.w.tasks)}"
+        try:
+            self.w.lease(name, **asked)
+        except InfeasibleError:
+            assert max(asked["num_gpus"], 1) > could_serve(asked), asked
+
+    @precondition(lambda self: self.w.leases)
+    @rule(data=st.data(), settles=st.booleans())
+    def give_a_lease_back(self, data, settles):
+        name = data.draw(st.sampled_from(sorted(self.w.leases)))
+        self.w.cancel(name)
+        self.w.give_back(name, settles=settles)
+
     @precondition(lambda self: self.w.running)
     @rule(took=st.sampled_from([1e-6, 3e-4]), count=st.integers(2, 30))
     def finish_many(self, took, count):
@@ -425,6 +448,14 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, len(TYPES) - 1))
     def get_well(self, index):
         self.w.tell(events.Well(GPU, index))
+
+    @rule(
+        index=st.integers(0, len(TYPES) - 1),
+        reason=st.sampled_from([None, "python"]),
+        is_avoided=st.booleans(),
+    )
+    def others_come_and_go(self, index, reason, is_avoided):
+        self.w.tell(events.Foreign(GPU, index, reason, is_avoided))
 
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
@@ -565,7 +596,8 @@ class NodeMachine(RuleBasedStateMachine):
                 record = self.w.scheduler.workers.get(worker.id)
                 assert record.lease is not None, record
         for worker in self.w.unsettled:
-            assert self.w.scheduler.workers.get(worker).lease is not None
+            holders = {holder.id: holder for holder in self.w.scheduler.holders}
+            assert holders[worker].lease is not None
 
     @invariant()
     def nobody_is_placed_on_what_was_set_aside(self):
@@ -589,6 +621,7 @@ class NodeMachine(RuleBasedStateMachine):
         for index in range(len(TYPES)):
             w.tell(events.Recovered(GPU, index))
             w.tell(events.Well(GPU, index))
+            w.tell(events.Foreign(GPU, index, None))
         for client in [*(scheduler.clients or ())]:
             w.join(client.id)
         w.run_dry()

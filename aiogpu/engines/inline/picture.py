@@ -32,21 +32,24 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
 
     One worker is there also when nothing runs.
     """
-    turns = node.turns
+    turns, leases = node.turns, node.leases
     workers = node.workers or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
     queue = Queue(
-        count=sum(len(jobs) for jobs in turns.by_shape.values()),
+        count=sum(len(jobs) for jobs in turns.by_shape.values()) + len(leases.waiting),
         first=[
-            (job.record, _reason(node, job, before))
-            for before, job in enumerate(islice(turns, LISTED))
+            *(
+                (job.record, _reason(node, job, before))
+                for before, job in enumerate(islice(turns, LISTED))
+            ),
+            *((record, tell_lacks(node, record)) for record in leases.waiting),
         ],
         shapes=[
             _shape(jobs, node, now) for jobs in islice(turns.by_shape.values(), LISTED)
         ],
         shape_count=len(turns.by_shape),
     )
-    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
-    seen = picture(node.ledger, workers, queue, pids, now)
+    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
+    seen = picture(node.ledger, workers, queue, pids, now, granted=leases.granted)
 
     def place_of(actor: Actor) -> tuple[int, int] | None:
         life = node.actors.life(actor.id)
@@ -76,6 +79,9 @@ def _shape(jobs: Mapping[TaskId, Job], node: InlineNode, now: float) -> ShapeSta
 
 def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     """Say what a task waits for, or that it runs; None if it has ended."""
+    leased = node.leases.why(TaskId(task), _holdings(node, now))
+    if leased is not None:
+        return leased
     turns, job = node.turns, node.jobs.get(TaskId(task))
     actor = node.actors.life(task)
     record = job.record if job else actor.record if actor else None
@@ -99,11 +105,16 @@ def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     )
 
 
+def _holdings(node: InlineNode, now: float) -> Holdings:
+    workers, leases = node.workers, node.leases
+    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
+    return Holdings([*workers, *leases.granted.values()], pids, now)
+
+
 def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
     """Say what of the resources that it asks for others hold."""
-    record, workers = job.record, node.workers
+    record = job.record
     alike = list(node.turns.by_shape[record.spec.shape])
-    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
     return Why(
         name=job.name,
         task=job.id,
@@ -113,6 +124,6 @@ def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
         where=str(record.spec.shape.request.where or ""),
         position=alike.index(job.id) + 1,
         of=len(alike),
-        reasons=tuple(find_shortages(node, record, Holdings(workers, pids, now))),
+        reasons=tuple(find_shortages(node, record, _holdings(node, now))),
         is_held_endlessly=not node.turns.running,
     )
