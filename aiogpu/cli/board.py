@@ -5,7 +5,7 @@ Pure: a picture and a view in, lines out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import aiogpu
@@ -17,7 +17,6 @@ from aiogpu.cli.tables import (
     client_table,
     failure_table,
     pid,
-    pids_of,
     shape_table,
     shown_clients,
     state,
@@ -25,7 +24,7 @@ from aiogpu.cli.tables import (
 from aiogpu.cli.view import View
 from aiogpu.core.device_report import amount
 from aiogpu.core.holding import Holder
-from aiogpu.core.report import summary
+from aiogpu.core.report import held_tasks, state_of, summary
 from aiogpu.core.snapshot import TaskStatus
 from aiogpu.core.wording import span, terms
 
@@ -79,11 +78,11 @@ def picture(
 ) -> Iterator[Line | Callable[[], Line]]:
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
-    tasks = [task for task in status.tasks if task.worker is not None]
+    tasks = held_tasks(status)
     clients = shown_clients(status)
     parts = (
         (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
-        (f"on workers: {len(tasks)}", held_table(status, tasks, order)),
+        (f"running and leased: {len(tasks)}", held_table(status, tasks, order)),
         (f"programs: {len(clients)}", client_table(clients)),
         (f"actors: {len(status.actors)}", actor_table(status.actors, status)),
         ("failed lately", failure_table(status.failures, status)),
@@ -103,8 +102,12 @@ def picture(
 
 def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -> Table:
     """The tasks on workers with what they hold, in one of the `ORDERS`."""
-    holders = {h.worker: h for device in status.devices for h in device.holders}
-    pids, programs = pids_of(status), Programs(status)
+    holders = {
+        (holder.pid, holder.task): holder
+        for device in status.devices
+        for holder in device.holders
+    }
+    programs = Programs(status)
     columns = (
         Column("TASK", is_number=True),
         Column("NAME", least=10),
@@ -118,10 +121,10 @@ def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -
     )
     rows = [
         (
-            *(str(one.id), one.name, state(one.state)),
-            *(pid(pids.get(one.worker or 0, 0)), programs[one.client]),
+            *(str(one.id), one.name, state(state_of(one))),
+            *(pid(one.pid), programs[one.client]),
             terms(one.request.items()),
-            *_use(holders.get(one.worker or 0)),
+            *_use(holders.get((one.pid, one.name))),
             one.reason or "",
         )
         for one in in_order(tasks, holders, order)
@@ -138,12 +141,14 @@ def _use(holder: Holder | None) -> tuple[str, str]:
 
 
 def in_order(
-    tasks: list[TaskStatus], holders: dict[int, Holder], order: str
+    tasks: list[TaskStatus],
+    holders: Mapping[tuple[int, str | None], Holder],
+    order: str,
 ) -> list[TaskStatus]:
     """The tasks as the view wants them; what is large, or old, comes first."""
 
     def size(task: TaskStatus) -> tuple[float, int]:
-        holder = holders.get(task.worker or 0)
+        holder = holders.get((task.pid, task.name))
         if holder is None:
             return 1.0, task.id
         much = holder.used if order == "memory" else holder.seconds

@@ -24,7 +24,6 @@ Data = dict[str, Any]
 
 def status_data(status: aiogpu.NodeStatus) -> Data:
     """All of it."""
-    pids = {worker.id: worker.pid for worker in status.workers}
     return {
         "version": VERSION,
         "aiogpu": aiogpu.__version__,
@@ -36,7 +35,7 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
         },
         "devices": [device_data(one) for one in status.devices],
         "workers": [worker_data(one) for one in status.workers],
-        "tasks": [task_data(one, pids) for one in status.tasks],
+        "tasks": [task_data(one) for one in status.tasks],
         "waiting": {
             "tasks": status.waiting_count,
             "shapes": status.shape_count,
@@ -111,16 +110,17 @@ def worker_data(worker: WorkerStatus) -> Data:
     }
 
 
-def task_data(task: TaskStatus, pids: dict[int, int]) -> Data:
-    """One task; `pids` by worker."""
+def task_data(task: TaskStatus) -> Data:
+    """One task, or a lease."""
     return {
         "id": task.id,
         "name": task.name,
         "state": task.state,
         "request": dict(task.request),
         "worker": task.worker,
-        "pid": pids.get(task.worker or 0) or None,
+        "pid": task.pid or None,
         "client": task.client,
+        "lease": task.is_lease,
         "reason": task.reason,
     }
 

@@ -13,6 +13,7 @@ import aiogpu
 from aiogpu.cli import data, joining, tables
 from aiogpu.cli.grid import Table
 from aiogpu.cli.screen import print_table
+from aiogpu.core.report import held_tasks, state_of
 
 Status = aiogpu.NodeStatus
 
@@ -37,17 +38,13 @@ class Kind(NamedTuple):
     names: Callable[[Any], Sequence[str | None]]
 
 
-def _held(status: Status) -> int:
-    return sum(task.worker is not None for task in status.tasks)
-
-
 KINDS: Final[dict[str, Kind]] = {
     "tasks": Kind(
         entries=lambda status: status.tasks,
-        count=lambda status: _held(status) + status.waiting_count,
+        count=lambda status: len(held_tasks(status)) + status.waiting_count,
         table=tables.task_table,
-        data=lambda one, status: data.task_data(one, tables.pids_of(status)),
-        state=lambda task: str(task.state),
+        data=lambda one, _: data.task_data(one),
+        state=state_of,
         names=lambda task: (task.name,),
     ),
     "actors": Kind(

@@ -16,7 +16,7 @@ from aiogpu.cli.tables import (
     shown_clients,
     task_table,
 )
-from aiogpu.core.report import overview
+from aiogpu.core.report import held_tasks, overview
 from aiogpu.core.wording import SHOWN, span
 
 
@@ -28,12 +28,12 @@ def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
         if device.aside is not None:
             told = printable(f"{device.kind} {device.id} is set aside: {device.aside}")
             yield [(cut(told, width), "bold red")]
-    tasks = [task for task in status.tasks if task.worker is not None]
+    tasks = held_tasks(status)
     clients = shown_clients(status)
     parts: tuple[tuple[str, Table, int], ...] = (
         ("", device_table(status.devices), len(status.devices)),
         ("programs", client_table(clients[:SHOWN]), len(clients)),
-        ("on workers", task_table(tasks[:SHOWN], status), len(tasks)),
+        ("running and leased", task_table(tasks[:SHOWN], status), len(tasks)),
         ("waiting", shape_table(status.shapes[:SHOWN]), status.shape_count),
         ("actors", actor_table(status.actors[:SHOWN], status), len(status.actors)),
         (

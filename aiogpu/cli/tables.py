@@ -14,12 +14,13 @@ from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus
 from aiogpu.core.ids import OWN
 from aiogpu.core.limits import Limits
+from aiogpu.core.report import state_of
 from aiogpu.core.resources import written
 from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
 from aiogpu.core.wording import span, terms
 
 STATE_STYLES: Final = {
-    **dict.fromkeys(("running", "busy", "alive"), "green"),
+    **dict.fromkeys(("running", "leased", "busy", "alive"), "green"),
     **dict.fromkeys(("waiting", "pending", "delayed", "expecting"), "yellow"),
     **dict.fromkeys(("stopping", "ending", "leaving"), "magenta"),
     **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
@@ -48,7 +49,7 @@ class Programs(dict[int, str]):
 
 def task_table(tasks: Iterable[TaskStatus], status: aiogpu.NodeStatus) -> Table:
     """Tasks that have not ended."""
-    pids, programs = pids_of(status), Programs(status)
+    programs = Programs(status)
     columns = (
         Column("TASK", is_number=True),
         Column("NAME", least=10),
@@ -60,8 +61,8 @@ def task_table(tasks: Iterable[TaskStatus], status: aiogpu.NodeStatus) -> Table:
     )
     rows = [
         (
-            *(str(one.id), one.name, state(one.state)),
-            pid(pids.get(one.worker or 0, 0)),
+            *(str(one.id), one.name, state(state_of(one))),
+            pid(one.pid),
             programs[one.client],
             terms(one.request.items()),
             one.reason or "",
@@ -267,8 +268,3 @@ def failure_table(
         for one in failures
     ]
     return Table(columns, rows)
-
-
-def pids_of(status: aiogpu.NodeStatus) -> dict[int, int]:
-    """The process of each worker."""
-    return {worker.id: worker.pid for worker in status.workers}

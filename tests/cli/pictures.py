@@ -65,13 +65,18 @@ BUSY = NodeStatus(
     workers=(
         WorkerStatus(1, 101, "busy", "Model 'serve'"),
         WorkerStatus(2, 102, "busy", "train"),
-        WorkerStatus(3, 103, "busy", "whole"),
         WorkerStatus(4, 104, "idle", None),
     ),
     tasks=(
-        TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None),
-        TaskStatus(7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, JOB),
-        TaskStatus(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, 3, None),
+        TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None, pid=101),
+        TaskStatus(
+            7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, JOB, pid=102
+        ),
+        TaskStatus(
+            *(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, None, None),
+            is_lease=True,
+            pid=103,
+        ),
         TaskStatus(
             *(12, "train", "waiting", {"CPU": 1.0, "GPU": 1.0}, None),
             "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",

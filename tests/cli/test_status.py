@@ -134,7 +134,7 @@ def test_a_terminal_sees_sections() -> None:
     assert told[:5] == [
         "CPU      4 of 8 free",
         "GPU      0.25 of 3 free",
-        "workers  3 busy, 1 idle",
+        "workers  2 busy, 1 idle",
         "tasks    20 running, 3 waiting",
         "GPU 2 is set aside: XID 79 (the GPU has fallen off the bus)",
     ]
@@ -148,7 +148,7 @@ def test_lists() -> None:
         "TASK  NAME           STATE    PID  PROGRAM        ASKS FOR             WHY",
         "   1  Model 'serve'  running  101                 {GPU: 0.5}",
         "   7  train          running  102  train.py 4711  {CPU: 1, GPU: 0.25}",
-        "   8  whole          running  103                 {CPU: 1, GPU: 1}",
+        "   8  whole          leased   103                 {CPU: 1, GPU: 1}",
         "  12  train          waiting                      {CPU: 1, GPU: 1}     "
         "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",
     ]
@@ -170,7 +170,6 @@ def test_lists() -> None:
         "WORKER  PID  STATE  TASK",
         "     1  101  busy   Model 'serve'",
         "     2  102  busy   train",
-        "     3  103  busy   whole",
         "     4  104  idle",
     ]
     assert ran("list", "gpus", "--state", "full").stdout.splitlines() == [

@@ -58,6 +58,7 @@ def test_what_is_on_the_screen_its_keys_and_the_way_out(terminal: Screen) -> Non
     terminal.resize(60, 12)
     terminal.until(lambda lines: len(lines) == 12 and "10-19 of 32" in lines[-1])
     terminal.send("q")
+    terminal.has(PROMPT)  # what is typed before is for nobody
     terminal.send("echo code=$?", "Enter")
     terminal.has("code=0")
     check_restored(terminal)
@@ -76,6 +77,7 @@ def test_ctrl_z_gives_the_shell_its_terminal_until_fg(terminal: Screen) -> None:
     terminal.send("fg", "Enter")
     terminal.has("q quit")
     terminal.send("C-c")
+    terminal.has(PROMPT)
     terminal.send("echo code=$?", "Enter")
     terminal.has("code=130")
     check_restored(terminal)
