@@ -14,8 +14,9 @@ from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.snapshot import TaskStatus, WorkerStatus
 
 VERSION: Final = 1
 

@@ -16,7 +16,8 @@ from aiogpu.core.ids import OWN
 from aiogpu.core.limits import Limits
 from aiogpu.core.report import state_of
 from aiogpu.core.resources import written
-from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.shape_status import ShapeStatus
+from aiogpu.core.snapshot import TaskStatus, WorkerStatus
 from aiogpu.core.wording import span, terms
 
 STATE_STYLES: Final = {

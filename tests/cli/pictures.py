@@ -15,8 +15,9 @@ from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
 from aiogpu.core.limits import Limits
 from aiogpu.core.observed import OtherProcess
+from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import NodeStatus, ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.snapshot import NodeStatus, TaskStatus, WorkerStatus
 
 GIB = 2**30
 JOB = 1 << 26
