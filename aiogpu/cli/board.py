@@ -5,25 +5,26 @@ Pure: a picture and a view in, lines out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import aiogpu
 from aiogpu.cli.bars import device_lines
 from aiogpu.cli.grid import Column, Line, Table, cut, drawers, printable, within
 from aiogpu.cli.tables import (
+    Programs,
     actor_table,
+    client_table,
     failure_table,
     pid,
-    pids_of,
-    program,
     shape_table,
+    shown_clients,
     state,
 )
 from aiogpu.cli.view import View
 from aiogpu.core.device_report import amount
 from aiogpu.core.holding import Holder
-from aiogpu.core.report import summary
+from aiogpu.core.report import held_tasks, state_of, summary
 from aiogpu.core.snapshot import TaskStatus
 from aiogpu.core.wording import span, terms
 
@@ -77,12 +78,14 @@ def picture(
 ) -> Iterator[Line | Callable[[], Line]]:
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
-    tasks = [task for task in status.tasks if task.is_held]
+    tasks = held_tasks(status)
+    clients = shown_clients(status)
     parts = (
         (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
-        (f"on workers: {len(tasks)}", held_table(status, tasks, order)),
-        (f"actors: {len(status.actors)}", actor_table(status.actors)),
-        ("failed lately", failure_table(status.failures)),
+        (f"running and leased: {len(tasks)}", held_table(status, tasks, order)),
+        (f"programs: {len(clients)}", client_table(clients)),
+        (f"actors: {len(status.actors)}", actor_table(status.actors, status)),
+        ("failed lately", failure_table(status.failures, status)),
     )
     for title, table in parts:
         if table.rows:
@@ -99,14 +102,18 @@ def picture(
 
 def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -> Table:
     """The tasks on workers with what they hold, in one of the `ORDERS`."""
-    holders = {h.worker: h for device in status.devices for h in device.holders}
-    pids = pids_of(status)
+    holders = {
+        (holder.pid, holder.task): holder
+        for device in status.devices
+        for holder in device.holders
+    }
+    programs = Programs(status)
     columns = (
         Column("TASK", is_number=True),
         Column("NAME", least=10),
         Column("STATE"),
         Column("PID", is_number=True, rank=2),
-        Column("PROGRAM", is_number=True, rank=3),
+        Column("PROGRAM", least=8, rank=3),
         Column("HOLDS", least=12, rank=4),
         Column("FOR", is_number=True, rank=1),
         Column("MEMORY", is_number=True, rank=5),
@@ -114,10 +121,10 @@ def held_table(status: aiogpu.NodeStatus, tasks: list[TaskStatus], order: str) -
     )
     rows = [
         (
-            *(str(one.id), one.name, state(one.state)),
-            *(pid(pids.get(one.worker or 0, one.pid)), program(one.client)),
+            *(str(one.id), one.name, state(state_of(one))),
+            *(pid(one.pid), programs[one.client]),
             terms(one.request.items()),
-            *_use(holders.get(one.worker or 0)),
+            *_use(holders.get((one.pid, one.name))),
             one.reason or "",
         )
         for one in in_order(tasks, holders, order)
@@ -134,12 +141,14 @@ def _use(holder: Holder | None) -> tuple[str, str]:
 
 
 def in_order(
-    tasks: list[TaskStatus], holders: dict[int, Holder], order: str
+    tasks: list[TaskStatus],
+    holders: Mapping[tuple[int, str | None], Holder],
+    order: str,
 ) -> list[TaskStatus]:
     """The tasks as the view wants them; what is large, or old, comes first."""
 
     def size(task: TaskStatus) -> tuple[float, int]:
-        holder = holders.get(task.worker or 0)
+        holder = holders.get((task.pid, task.name))
         if holder is None:
             return 1.0, task.id
         much = holder.used if order == "memory" else holder.seconds

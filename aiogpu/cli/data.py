@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import aiogpu
 from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.snapshot import TaskStatus, WorkerStatus
 
 VERSION: Final = 1
 
@@ -23,7 +25,6 @@ Data = dict[str, Any]
 
 def status_data(status: aiogpu.NodeStatus) -> Data:
     """All of it."""
-    pids = {worker.id: worker.pid for worker in status.workers}
     return {
         "version": VERSION,
         "aiogpu": aiogpu.__version__,
@@ -35,13 +36,14 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
         },
         "devices": [device_data(one) for one in status.devices],
         "workers": [worker_data(one) for one in status.workers],
-        "tasks": [task_data(one, pids) for one in status.tasks],
+        "tasks": [task_data(one) for one in status.tasks],
         "waiting": {
             "tasks": status.waiting_count,
             "shapes": status.shape_count,
             "first": [shape_data(one) for one in status.shapes],
         },
         "reservation": reservation_data(status.reservation),
+        "clients": [client_data(one) for one in status.clients],
         "actors": [actor_data(one) for one in status.actors],
         "failures": [failure_data(one) for one in status.failures],
     }
@@ -109,16 +111,17 @@ def worker_data(worker: WorkerStatus) -> Data:
     }
 
 
-def task_data(task: TaskStatus, pids: dict[int, int]) -> Data:
-    """One task; `pids` by worker."""
+def task_data(task: TaskStatus) -> Data:
+    """One task, or a lease."""
     return {
         "id": task.id,
         "name": task.name,
         "state": task.state,
         "request": dict(task.request),
         "worker": task.worker,
-        "pid": pids.get(task.worker or 0, task.pid) or None,
+        "pid": task.pid or None,
         "client": task.client,
+        "lease": task.is_lease,
         "reason": task.reason,
     }
 
@@ -133,6 +136,7 @@ def shape_data(shape: ShapeStatus) -> Data:
         "count": shape.count,
         "first": shape.first,
         "seconds": shape.seconds,
+        "client": shape.client,
         "reason": shape.reason,
     }
 
@@ -147,6 +151,26 @@ def reservation_data(kept: ReservationStatus | None) -> Data | None:
         "devices": {kind: list(ids) for kind, ids in kept.devices.items()},
         "amounts": dict(kept.amounts),
         "seconds": kept.seconds,
+    }
+
+
+def client_data(client: ClientStatus) -> Data:
+    """One program that shares the node."""
+    limits = client.limits
+    return {
+        "id": client.id,
+        "name": client.name or None,
+        "pid": client.pid or None,
+        "weight": client.weight,
+        "running": client.running,
+        "waiting": client.waiting,
+        "holds": dict(client.holds),
+        "limits": {
+            "max_waiting": limits.max_waiting,
+            "max_amount": dict(limits.max_amount),
+            "max_share": dict(limits.max_share),
+        },
+        "left": client.has_left,
     }
 
 

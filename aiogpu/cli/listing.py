@@ -1,4 +1,4 @@
-"""`aiogpu list`: the tasks, actors, workers or devices of the running node."""
+"""`aiogpu list`: tasks, actors, workers, devices or programs of the running node."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import aiogpu
 from aiogpu.cli import data, joining, tables
 from aiogpu.cli.grid import Table
 from aiogpu.cli.screen import print_table
+from aiogpu.core.report import held_tasks, state_of
 
 Status = aiogpu.NodeStatus
 
@@ -37,23 +38,19 @@ class Kind(NamedTuple):
     names: Callable[[Any], Sequence[str | None]]
 
 
-def _held(status: Status) -> int:
-    return sum(task.is_held for task in status.tasks)
-
-
 KINDS: Final[dict[str, Kind]] = {
     "tasks": Kind(
         entries=lambda status: status.tasks,
-        count=lambda status: _held(status) + status.waiting_count,
-        table=lambda them, status: tables.task_table(them, tables.pids_of(status)),
-        data=lambda one, status: data.task_data(one, tables.pids_of(status)),
-        state=lambda task: str(task.state),
+        count=lambda status: len(held_tasks(status)) + status.waiting_count,
+        table=tables.task_table,
+        data=lambda one, _: data.task_data(one),
+        state=state_of,
         names=lambda task: (task.name,),
     ),
     "actors": Kind(
         entries=lambda status: status.actors,
         count=lambda status: len(status.actors),
-        table=lambda them, _: tables.actor_table(them),
+        table=tables.actor_table,
         data=lambda one, _: data.actor_data(one),
         state=lambda actor: str(actor.state),
         names=lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
@@ -74,8 +71,16 @@ KINDS: Final[dict[str, Kind]] = {
         state=tables.device_state,
         names=lambda one: (one.name, one.type, str(one.id), tables.device_name(one)),
     ),
+    "clients": Kind(
+        entries=tables.shown_clients,
+        count=lambda status: len(tables.shown_clients(status)),
+        table=lambda them, _: tables.client_table(them),
+        data=lambda one, _: data.client_data(one),
+        state=lambda one: "left" if one.has_left else "there",
+        names=lambda one: (one.name, str(one.pid)),
+    ),
 }
-"""What there is to list; "gpus" are all devices, of whatever kind."""
+"""What there is to list: "gpus" are devices of any kind, "clients" the programs."""
 
 
 class Found(NamedTuple):
@@ -136,7 +141,7 @@ def list_command(  # noqa: PLR0913, PLR0917 - each an option of its own
     """List what the running node has: one on each line.
 
     Of tasks that wait, the first 100 are known one by one; `aiogpu status` tells of
-    all of them. "gpus" are all devices of the node.
+    all of them. "gpus" are devices of any kind, "clients" the programs that share it.
 
     \b
     Examples:

@@ -9,13 +9,14 @@ import aiogpu
 from aiogpu.cli.grid import Line, Table, cut, grid, printable
 from aiogpu.cli.tables import (
     actor_table,
+    client_table,
     device_table,
     failure_table,
-    pids_of,
     shape_table,
+    shown_clients,
     task_table,
 )
-from aiogpu.core.report import overview
+from aiogpu.core.report import held_tasks, overview
 from aiogpu.core.wording import SHOWN, span
 
 
@@ -27,13 +28,19 @@ def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
         if device.aside is not None:
             told = printable(f"{device.kind} {device.id} is set aside: {device.aside}")
             yield [(cut(told, width), "bold red")]
-    tasks = [task for task in status.tasks if task.is_held]
+    tasks = held_tasks(status)
+    clients = shown_clients(status)
     parts: tuple[tuple[str, Table, int], ...] = (
         ("", device_table(status.devices), len(status.devices)),
-        ("on workers", task_table(tasks[:SHOWN], pids_of(status)), len(tasks)),
+        ("programs", client_table(clients[:SHOWN]), len(clients)),
+        ("running and leased", task_table(tasks[:SHOWN], status), len(tasks)),
         ("waiting", shape_table(status.shapes[:SHOWN]), status.shape_count),
-        ("actors", actor_table(status.actors[:SHOWN]), len(status.actors)),
-        ("failed", failure_table(status.failures[:SHOWN]), len(status.failures)),
+        ("actors", actor_table(status.actors[:SHOWN], status), len(status.actors)),
+        (
+            "failed",
+            failure_table(status.failures[:SHOWN], status),
+            len(status.failures),
+        ),
     )
     for title, table, count in parts:
         yield from _section(title, table, count, width)

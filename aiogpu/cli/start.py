@@ -61,7 +61,7 @@ def options(command: Any) -> Any:
             ),
             click.option(
                 "--foreign",
-                type=click.Choice(["ignore", "avoid", "wait"]),
+                type=FOREIGN,
                 default="ignore",
                 show_default=True,
                 help="What to do with GPUs on which others' processes are.",

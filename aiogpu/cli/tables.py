@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import aiogpu
 from aiogpu.cli.grid import Cell, Column, Table
 from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import ClientStatus, Program, name_of
 from aiogpu.core.device_report import amount
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus
-from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.ids import OWN
+from aiogpu.core.limits import Limits
+from aiogpu.core.report import state_of
+from aiogpu.core.resources import written
+from aiogpu.core.shape_status import ShapeStatus
+from aiogpu.core.snapshot import TaskStatus, WorkerStatus
 from aiogpu.core.wording import span, terms
 
 STATE_STYLES: Final = {
-    **dict.fromkeys(("running", "busy", "alive"), "green"),
+    **dict.fromkeys(("running", "leased", "busy", "alive"), "green"),
     **dict.fromkeys(("waiting", "pending", "delayed", "expecting"), "yellow"),
     **dict.fromkeys(("stopping", "ending", "leaving"), "magenta"),
     **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
@@ -29,27 +35,36 @@ def state(word: str) -> Cell:
     return (word, STATE_STYLES.get(word, ""))
 
 
-def program(client: int) -> str:
-    """A program's number, nothing for the node's own."""
-    return str(client) if client else ""
+class Programs(dict[int, str]):
+    """What the programs of a node are called by, with their process ids."""
+
+    def __init__(self, status: aiogpu.NodeStatus) -> None:
+        super().__init__(
+            (one.id, f"{one.name} {one.pid}") for one in status.clients if one.name
+        )
+        self[OWN] = ""
+
+    def __missing__(self, client: int) -> str:
+        return str(client)
 
 
-def task_table(tasks: Iterable[TaskStatus], pids: Mapping[int, int]) -> Table:
+def task_table(tasks: Iterable[TaskStatus], status: aiogpu.NodeStatus) -> Table:
     """Tasks that have not ended."""
+    programs = Programs(status)
     columns = (
         Column("TASK", is_number=True),
         Column("NAME", least=10),
         Column("STATE"),
         Column("PID", is_number=True, rank=1),
-        Column("PROGRAM", is_number=True, rank=2),
+        Column("PROGRAM", least=8, rank=2),
         Column("ASKS FOR", least=12, rank=3),
         Column("WHY", least=16, rank=4),
     )
     rows = [
         (
-            *(str(one.id), one.name, state(one.state)),
-            pid(pids.get(one.worker or 0, one.pid)),
-            program(one.client),
+            *(str(one.id), one.name, state(state_of(one))),
+            pid(one.pid),
+            programs[one.client],
             terms(one.request.items()),
             one.reason or "",
         )
@@ -77,8 +92,9 @@ def worker_table(workers: Iterable[WorkerStatus]) -> Table:
     return Table(columns, rows)
 
 
-def actor_table(actors: Iterable[ActorStatus]) -> Table:
+def actor_table(actors: Iterable[ActorStatus], status: aiogpu.NodeStatus) -> Table:
     """Actors that have not ended."""
+    programs = Programs(status)
     columns = (
         Column("ACTOR", is_number=True),
         Column("NAME", least=8),
@@ -87,7 +103,7 @@ def actor_table(actors: Iterable[ActorStatus]) -> Table:
         Column("PID", is_number=True, rank=2),
         Column("HELD BY", is_number=True, rank=1),
         Column("CALLS", is_number=True, rank=3),
-        Column("PROGRAM", is_number=True, rank=4),
+        Column("PROGRAM", least=8, rank=4),
     )
     rows = [
         (
@@ -96,7 +112,7 @@ def actor_table(actors: Iterable[ActorStatus]) -> Table:
                 pid(one.pid),
                 str(one.holders),
                 str(one.calls or ""),
-                program(one.client),
+                programs[one.client],
             ),
         )
         for one in actors
@@ -109,6 +125,49 @@ def full_name(actor: ActorStatus) -> str:
     if actor.name is None:
         return ""
     return f"{actor.namespace}/{actor.name}" if actor.namespace else actor.name
+
+
+def client_table(clients: Iterable[ClientStatus]) -> Table:
+    """The programs that share the node."""
+    columns = (
+        Column("PROGRAM", least=8),
+        Column("PID", is_number=True, rank=1),
+        Column("RUN", is_number=True),
+        Column("WAIT", is_number=True),
+        Column("HOLDS", least=10),
+        Column("WEIGHT", is_number=True, rank=4),
+        Column("MAY HAVE", least=10, rank=5),
+        Column("", rank=3),
+    )
+    rows = [
+        (
+            name_of(one.id, {one.id: Program(one.name, one.pid)}),
+            *(pid(one.pid), str(one.running), str(one.waiting)),
+            terms(one.holds.items()) if one.holds else "",
+            "" if one.weight == 1 else f"{one.weight:g}",
+            ", ".join(bounds(one.limits)),
+            "has left" if one.has_left else "",
+        )
+        for one in clients
+    ]
+    return Table(columns, rows)
+
+
+def shown_clients(status: aiogpu.NodeStatus) -> list[ClientStatus]:
+    """The programs worth a line: the node's own only if it has tasks."""
+    return [
+        one for one in status.clients if one.id != OWN or one.running or one.waiting
+    ]
+
+
+def bounds(limits: Limits) -> Iterator[str]:
+    """What a program may have at most."""
+    if limits.max_waiting is not None:
+        yield f"{limits.max_waiting} tasks"
+    for name, most in limits.max_amount.items():
+        yield f"{name} {written(name, most)}"
+    for name, share in limits.max_share.items():
+        yield f"{share * 100:g} % of {name}"
 
 
 def device_state(device: DeviceStatus) -> str:
@@ -188,27 +247,25 @@ def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
     return Table(columns, rows)
 
 
-def failure_table(failures: Iterable[FailureStatus]) -> Table:
+def failure_table(
+    failures: Iterable[FailureStatus], status: aiogpu.NodeStatus
+) -> Table:
     """What has failed, the latest first."""
+    programs = Programs(status)
     columns = (
         Column("AGO", is_number=True),
         Column("TASK", is_number=True, rank=3),
         Column("NAME", least=8),
-        Column("PROGRAM", is_number=True, rank=2),
+        Column("PROGRAM", least=8, rank=2),
         Column("ERROR", least=12),
         Column("SAYS", least=16, rank=1),
     )
     rows = [
         (
-            *(span(one.seconds), str(one.task), one.name, program(one.client)),
+            *(span(one.seconds), str(one.task), one.name, programs[one.client]),
             (one.error.rpartition(".")[2], "red"),
             one.message,
         )
         for one in failures
     ]
     return Table(columns, rows)
-
-
-def pids_of(status: aiogpu.NodeStatus) -> dict[int, int]:
-    """The process of each worker."""
-    return {worker.id: worker.pid for worker in status.workers}

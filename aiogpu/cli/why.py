@@ -10,7 +10,7 @@ import aiogpu
 from aiogpu.cli import joining
 from aiogpu.cli.grid import printable, text_of
 from aiogpu.cli.screen import print_table
-from aiogpu.cli.tables import full_name, pids_of, task_table
+from aiogpu.cli.tables import full_name, task_table
 
 COMPLETED: Final = 1.0
 """Seconds that a node has to tell which tasks there are, when a shell asks."""
@@ -82,4 +82,4 @@ async def _of_name(node: joining.Node, name: str) -> None:
     if len(found) == 1:
         say(await node.why(found[0].id))
     else:
-        print_table(task_table(found, pids_of(status)))
+        print_table(task_table(found, status))

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.client_status import client_rows
 from aiogpu.core.device_report import device_rows, pid_of
+from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
 if TYPE_CHECKING:
     from aiogpu.core.failures import FailureStatus
-    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.snapshot import NodeStatus, TaskStatus
 
 _STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiting")
 
@@ -72,15 +73,30 @@ def overview(status: NodeStatus) -> Iterator[str]:
     yield from aligned(rows)
 
 
+def held_tasks(status: NodeStatus) -> list[TaskStatus]:
+    """The tasks that have a worker, and the leases that are held."""
+    waiting = {task.id for task in status.waiting}
+    return [
+        task
+        for task in status.tasks
+        if task.worker is not None or (task.is_lease and task.id not in waiting)
+    ]
+
+
+def state_of(task: TaskStatus) -> str:
+    """Its state in a word; of a lease that is held, that it is one."""
+    is_held = task.is_lease and task.state == TaskState.RUNNING.value
+    return "leased" if is_held else task.state
+
+
 def _tasks(status: NodeStatus) -> Iterator[str]:
-    pids = {worker.id: worker.pid for worker in status.workers}
     held = [task for task in status.tasks if task.worker is not None]
     if held:
         yield "on workers"
     rows = [
         (
             *(str(task.id), task.name, task.state),
-            pid_of(pids.get(task.worker or 0, 0)),
+            pid_of(task.pid),
             terms(task.request.items()),
             task.reason or "",
         )

@@ -25,6 +25,7 @@ from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
 from aiogpu.core.resources import CPU, Request
+from aiogpu.core.shape_status import ShapeStatus, shape_status
 from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
 
 DELAYED: Final = "has failed before, and is tried again in a while"
@@ -71,33 +72,6 @@ class TaskStatus:
         """Whether it has a worker, or is a lease that somebody has."""
         is_leased = self.is_lease and self.state not in _HOLD_NOTHING
         return is_leased or self.worker is not None
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeStatus:
-    """The waiting tasks that ask for the same.
-
-    Attributes:
-        request: what each of them asks for, `{"CPU": 1.0, "GPU": 0.25}`.
-        strategy: "pack" or "spread".
-        variables: names of the variables of their `runtime_env`.
-        count: how many they are.
-        first: name of the one whose turn it is.
-        seconds: for how long the oldest of them has waited.
-        reason: why the first one waits.
-        where: the conditions on their GPUs in words, "memory of 40GiB or more".
-        client: the program whose they are, 0 for the node's own.
-    """
-
-    request: Mapping[str, float]
-    strategy: str
-    variables: tuple[str, ...]
-    count: int
-    first: str
-    seconds: float
-    reason: str
-    where: str = ""
-    client: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,24 +266,6 @@ class _Numbers(dict[Request, Mapping[str, float]]):
     def __missing__(self, request: Request) -> Mapping[str, float]:
         numbers = self[request] = request.as_numbers()
         return numbers
-
-
-def shape_status(
-    first: TaskRecord, count: int, seconds: float, reason: str
-) -> ShapeStatus:
-    """Describe the waiting tasks of one shape, of which one is the first."""
-    shape = first.spec.shape
-    return ShapeStatus(
-        request=shape.request.as_numbers(),
-        strategy="spread" if shape.request.spread else "pack",
-        variables=tuple(name for name, _ in shape.environment),
-        count=count,
-        first=first.spec.name,
-        seconds=seconds,
-        reason=reason,
-        where=str(shape.request.where or ""),
-        client=first.client,
-    )
 
 
 def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:

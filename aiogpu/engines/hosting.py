@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from aiogpu.core.client_status import Program
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Ledger
 from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, WHY, WHY_TASK
@@ -15,7 +16,7 @@ from aiogpu.wire.setup import descriptor_path
 if TYPE_CHECKING:
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.client import Premises
-    from aiogpu.runtime.clients import Answer
+    from aiogpu.runtime.clients import Answer, Clients
 
 
 def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
@@ -48,6 +49,12 @@ def unpack_capacity(packed: bytes) -> Ledger:
     """A ledger of which nothing is taken, with what a node has to share out."""
     capacity, sets = pickle.loads(packed)
     return Ledger(capacity, [DeviceSet(kind, devices) for kind, devices in sets])
+
+
+def programs_of(clients: Clients | None) -> dict[int, Program]:
+    """Who has joined, by their numbers; None is for a node that nobody can join."""
+    found = {} if clients is None else clients.by_id
+    return {one.id: Program(one.name, one.pid) for one in found.values()}
 
 
 def answers_of(engine: LocalEngine) -> Mapping[str, Answer]:

@@ -160,11 +160,13 @@ class LocalEngine:
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
+        from aiogpu.engines.hosting import programs_of
         from aiogpu.runtime.actor_listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
         pids, telling = supervisor.pids, driver.telling
-        seen = snapshot(driver.scheduler, pids, now, supervisor.observed)
+        programs = programs_of(supervisor.clients)
+        seen = snapshot(driver.scheduler, pids, now, supervisor.observed, programs)
 
         def place_of(actor: Actor) -> tuple[int, int] | None:
             worker = actor.worker
@@ -179,12 +181,15 @@ class LocalEngine:
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
         from aiogpu.core.why import why
+        from aiogpu.engines.hosting import programs_of
 
         scheduler = self._open_driver.scheduler
         record = scheduler.tasks.get(TaskId(task))
         if record is None:
             return None
-        return why(scheduler, record, self._supervisor.pids, self._loop.time())
+        supervisor, now = self._supervisor, self._loop.time()
+        programs = programs_of(supervisor.clients)
+        return why(scheduler, record, supervisor.pids, now, programs)
 
     async def why_task(self, number: int) -> Why | None:
         """The same; see `Engine.why_task`."""

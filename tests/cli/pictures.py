@@ -10,13 +10,18 @@ import pytest
 import aiogpu
 from aiogpu.cli import joining
 from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.limits import Limits
 from aiogpu.core.observed import OtherProcess
+from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import NodeStatus, ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.snapshot import NodeStatus, TaskStatus, WorkerStatus
 
 GIB = 2**30
+JOB = 1 << 26
+"""Number of a program that has joined."""
 IDLE = NodeStatus(
     total={"CPU": 4.0, "GPU": 0.0},
     available={"CPU": 4.0, "GPU": 0.0},
@@ -61,13 +66,18 @@ BUSY = NodeStatus(
     workers=(
         WorkerStatus(1, 101, "busy", "Model 'serve'"),
         WorkerStatus(2, 102, "busy", "train"),
-        WorkerStatus(3, 103, "busy", "whole"),
         WorkerStatus(4, 104, "idle", None),
     ),
     tasks=(
-        TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None),
-        TaskStatus(7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, 1 << 26),
-        TaskStatus(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, 3, None),
+        TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None, pid=101),
+        TaskStatus(
+            7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, JOB, pid=102
+        ),
+        TaskStatus(
+            *(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, None, None),
+            is_lease=True,
+            pid=103,
+        ),
         TaskStatus(
             *(12, "train", "waiting", {"CPU": 1.0, "GPU": 1.0}, None),
             "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",
@@ -82,13 +92,21 @@ BUSY = NodeStatus(
     ),
     shape_count=1,
     reservation=ReservationStatus(12, "train", {"GPU": (1,)}, {"CPU": 1.0}, None),
+    clients=(
+        ClientStatus(0, "", 0, 1.0, 2, 0, {"CPU": 1.0, "GPU": 1.5}, Limits()),
+        ClientStatus(
+            *(JOB, "train.py", 4711, 2.0, 1, 3, {"CPU": 1.0, "GPU": 0.25}),
+            Limits(max_waiting=100, max_share={"GPU": 0.5}),
+        ),
+        ClientStatus(JOB + 9, "notebook", 4712, 1.0, 0, 0, {}, Limits(), has_left=True),
+    ),
     actors=(
         ActorStatus(1, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
-        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, 1 << 26),
+        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, JOB),
     ),
     failures=(
         FailureStatus(6, "load", "torch.OutOfMemoryError", "no room left", 2.0),
-        FailureStatus(5, "train", "ValueError", "no such key", 75.0, 1 << 26),
+        FailureStatus(5, "train", "ValueError", "no such key", 75.0, JOB),
     ),
 )
 

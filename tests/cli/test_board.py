@@ -21,8 +21,8 @@ def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list
 
 
 def test_a_screen() -> None:
-    assert drawn(View(), 90, 27) == [
-        "aiogpu  CPU 4/8, GPU 0.25/3; 4 workers; 3 running, 3 waiting",
+    assert drawn(View(), 90, 34) == [
+        "aiogpu  CPU 4/8, GPU 0.25/3; 3 workers; 3 running, 3 waiting",
         "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy",
         "       0.5 Model 'serve'  0.25 train  not ours: Xorg 13",
         "GPU 1  ████████████    1 held  ░░░░░░ 0/40 GiB   0 % busy",
@@ -31,27 +31,36 @@ def test_a_screen() -> None:
         "",
         "waiting: 3",
         "WAIT  ASK FOR           FIRST  SINCE  WHY",
-        "   3  {CPU: 1, GPU: 1}  train   75 s  "
-        "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: …",
+        "   3  {CPU: 1, GPU: 1}  train   75 s  waits for GPU 1 (free "
+        "by device: 0: 0.25, 1: 0, 2: …",
         "kept for train: GPU 1 and CPU 1",
         "",
-        "on workers: 3",
-        "TASK  NAME           STATE    PID   "
-        "PROGRAM  HOLDS                  FOR  MEMORY",
-        "   1  Model 'serve'  running  101            {GPU: 0.5}            60 s",
-        "   7  train          running  102  "
-        "67108864  {CPU: 1, GPU: 0.25}   12 s   7 GiB",
-        "   8  whole          running  103            {CPU: 1, GPU: 1}     3.0 s",
+        "running and leased: 3",
+        "TASK  NAME           STATE    PID  PROGRAM        HOLDS     "
+        "             FOR  MEMORY",
+        "   1  Model 'serve'  running  101                 {GPU: 0.5}            60 s",
+        "   7  train          running  102  train.py 4711  {CPU: 1, G"
+        "PU: 0.25}   12 s   7 GiB",
+        "   8  whole          leased   103                 {CPU: 1, GPU: 1}     3.0 s",
+        "",
+        "programs: 3",
+        "PROGRAM             PID  RUN  WAIT  HOLDS              WEIGHT  MAY HAVE",
+        "the node's own p…          2     0  {CPU: 1, GPU: 1.…",
+        "train.py           4711    1     3  {CPU: 1, GPU: 0.…       "
+        "2  100 tasks, 50 % …",
+        "notebook           4712    0     0                          "
+        "                      has left",
         "",
         "actors: 2",
-        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS   PROGRAM",
+        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS  PROGRAM",
         "    1  serve  Model  alive    101        2      3",
-        "    9         Cache  pending             1         67108864",
+        "    9         Cache  pending             1         train.py 4711",
         "",
         "failed lately",
-        "  AGO  TASK  NAME    PROGRAM  ERROR             SAYS",
-        "2.0 s     6  load             OutOfMemoryError  no room left",
-        "q quit  p pause  s sort  j/k scroll  by number  1-25 of 26",
+        "  AGO  TASK  NAME   PROGRAM        ERROR             SAYS",
+        "2.0 s     6  load                  OutOfMemoryError  no room left",
+        " 75 s     5  train  train.py 4711  ValueError        no such key",
+        "q quit  p pause  s sort  j/k scroll  by number",
     ]
 
 
@@ -87,11 +96,11 @@ def test_it_says_that_it_is_paused_and_that_no_answer_comes() -> None:
 def test_scrolling_stays_within_the_picture() -> None:
     view = View()
     lines = list(plain(iter(board(LONG, view, 80, 12))))
-    assert lines[-1].endswith("1-10 of 123")
+    assert lines[-1].endswith("1-10 of 129")
     for key, offset in (
         *(("k", 0), ("j", 1), ("down", 2), ("up", 1), (" ", 11), ("page down", 21)),
-        *(("b", 11), ("page up", 1), ("G", 113), ("j", 113), ("home", 0), ("end", 113)),
-        *(("x", 113), ("g", 0)),
+        *(("b", 11), ("page up", 1), ("G", 119), ("j", 119), ("home", 0), ("end", 119)),
+        *(("x", 119), ("g", 0)),
     ):
         view.press(key)
         assert view.offset == offset, key
@@ -114,12 +123,12 @@ def test_keys_pause_quit_and_sort() -> None:
 
 
 def test_tasks_are_sorted() -> None:
-    tasks = [task for task in BUSY.tasks if task.worker is not None]
-    holders: dict[int, Holder] = {
-        1: Holder(0.5, 1, 101, "x", 5.0, used=3),
-        3: Holder(0.5, 3, 103, "x", 9.0, used=7),
-    }
+    tasks = [task for task in BUSY.tasks if task.pid]
     named = [replace(task, name="cba"[n]) for n, task in enumerate(tasks)]
+    holders: dict[tuple[int, str | None], Holder] = {
+        (101, "c"): Holder(0.5, 1, 101, "c", 5.0, used=3),
+        (103, "a"): Holder(0.5, 3, 103, "a", 9.0, used=7),
+    }
     for order, ids in (
         ("number", [1, 7, 8]),
         ("name", [8, 7, 1]),

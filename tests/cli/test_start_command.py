@@ -61,7 +61,6 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         "accelerator_type": "A100",
         "gpu_memory": 80 << 30,
         "gpu_memory_enforce": True,
-        "foreign": "wait",
         "mps": "auto",
         "foreign": "avoid",
         "cpu_affinity": "off",

@@ -15,7 +15,7 @@ from aiogpu.cli.grid import plain
 from aiogpu.cli.main import cli
 from aiogpu.cli.sections import sections
 from aiogpu.core.snapshot import NodeStatus, TaskStatus
-from tests.cli.pictures import BUSY, IDLE, stand_in
+from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
 
 
 def ran(*arguments: str) -> Result:
@@ -46,7 +46,8 @@ def test_json_is_one_object_with_the_keys_in_their_order() -> None:
     told = json.loads(ran("status", "--json").stdout)
     assert list(told) == [
         *("version", "aiogpu", "healthy", "problems", "resources", "devices"),
-        *("workers", "tasks", "waiting", "reservation", "actors", "failures"),
+        *("workers", "tasks", "waiting", "reservation", "clients", "actors"),
+        "failures",
     ]
     assert told["version"] == 1
     assert told["resources"]["GPU"] == {"total": 3.0, "free": 0.25}
@@ -133,7 +134,7 @@ def test_a_terminal_sees_sections() -> None:
     assert told[:5] == [
         "CPU      4 of 8 free",
         "GPU      0.25 of 3 free",
-        "workers  3 busy, 1 idle",
+        "workers  2 busy, 1 idle",
         "tasks    20 running, 3 waiting",
         "GPU 2 is set aside: XID 79 (the GPU has fallen off the bus)",
     ]
@@ -144,23 +145,31 @@ def test_a_terminal_sees_sections() -> None:
 @pytest.mark.usefixtures("busy")
 def test_lists() -> None:
     assert ran("list", "tasks").stdout.splitlines() == [
-        "TASK  NAME           STATE    PID   PROGRAM  ASKS FOR             WHY",
-        "   1  Model 'serve'  running  101            {GPU: 0.5}",
-        "   7  train          running  102  67108864  {CPU: 1, GPU: 0.25}",
-        "   8  whole          running  103            {CPU: 1, GPU: 1}",
-        "  12  train          waiting                 {CPU: 1, GPU: 1}     "
+        "TASK  NAME           STATE    PID  PROGRAM        ASKS FOR             WHY",
+        "   1  Model 'serve'  running  101                 {GPU: 0.5}",
+        "   7  train          running  102  train.py 4711  {CPU: 1, GPU: 0.25}",
+        "   8  whole          leased   103                 {CPU: 1, GPU: 1}",
+        "  12  train          waiting                      {CPU: 1, GPU: 1}     "
         "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",
     ]
     assert ran("list", "actors").stdout.splitlines() == [
-        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS   PROGRAM",
+        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS  PROGRAM",
         "    1  serve  Model  alive    101        2      3",
-        "    9         Cache  pending             1         67108864",
+        "    9         Cache  pending             1         train.py 4711",
+    ]
+    assert ran("list", "clients").stdout.splitlines() == [
+        "PROGRAM                  PID  RUN  WAIT  HOLDS"
+        "                WEIGHT  MAY HAVE",
+        "the node's own program          2     0  {CPU: 1, GPU: 1.5}",
+        "train.py                4711    1     3  {CPU: 1, GPU: 0.25}       2  "
+        "100 tasks, 50 % of GPU",
+        "notebook                4712    0     0                               "
+        "                        has left",
     ]
     assert ran("list", "workers").stdout.splitlines() == [
         "WORKER  PID  STATE  TASK",
         "     1  101  busy   Model 'serve'",
         "     2  102  busy   train",
-        "     3  103  busy   whole",
         "     4  104  idle",
     ]
     assert ran("list", "gpus", "--state", "full").stdout.splitlines() == [
@@ -181,6 +190,8 @@ def test_lists() -> None:
         (["actors", "--name", "serve", "--state", "alive"], [1], 0),
         (["workers", "--state", "idle"], [4], 0),
         (["gpus", "--name", "GPU 2"], [2], 0),
+        (["clients", "--name", "*.py"], [JOB], 0),
+        (["clients", "--state", "left"], [JOB + 9], 0),
         (["gpus", "--state", "free"], [], 0),
     ],
 )

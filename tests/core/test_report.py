@@ -6,9 +6,10 @@ from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.ledger import Ledger
+from aiogpu.core.report import held_tasks, state_of
 from aiogpu.core.resources import UNIT
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import snapshot
+from aiogpu.core.snapshot import TaskStatus, snapshot
 from aiogpu.testing import World
 
 
@@ -137,3 +138,17 @@ def test_actors_and_failures_come_last():
         "  1.0 s ago  5  train  ValueError: no such key",
         "  70 s ago   6  load   MemoryError",
     ]
+
+
+def test_what_is_held_are_tasks_on_workers_and_leases():
+    asks = {"GPU": 1.0}
+    tasks = (
+        TaskStatus(1, "train", "running", asks, 7, None, pid=107),
+        TaskStatus(2, "train.py", "running", asks, None, None, 0, True, 200),
+        TaskStatus(3, "ends.py", "stopping", asks, None, "is given back", 0, True, 200),
+        TaskStatus(4, "waits.py", "waiting", asks, None, "waits for GPU 1", 0, True),
+        TaskStatus(5, "waits", "delayed", asks, None, "has failed before"),
+    )
+    status = replace(snapshot(World(cpus=2).scheduler, {}, 0.0), tasks=tasks)
+    told = [(task.id, state_of(task)) for task in held_tasks(status)]
+    assert told == [(1, "running"), (2, "leased"), (3, "stopping")]

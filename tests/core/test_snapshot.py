@@ -12,11 +12,11 @@ from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
 from aiogpu.core.resources import LARGEST, UNIT, Request
 from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
 from aiogpu.core.snapshot import (
     LISTED,
     NodeStatus,
-    ShapeStatus,
     TaskStatus,
     WorkerStatus,
     snapshot,

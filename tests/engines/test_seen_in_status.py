@@ -25,7 +25,7 @@ async def test_actors_are_listed_while_they_live() -> None:
         told = (first.name, first.class_name, first.state, first.is_detached)
         assert told == ("tally", "Counter", "alive", True)
         assert (first.holders, second.holders) == (2, 1)
-        assert (second.name, second.client, second.calls) == (None, 0, 0)
+        assert (second.name, second.client, second.calls) == (None, first.client, 0)
         assert [first.pid, second.pid] == pids
         aiogpu.kill(named)
         assert [one.id for one in (await aiogpu.status()).actors] == [second.id]

@@ -11,14 +11,13 @@ from aiogpu.core.holding import Holdings
 from aiogpu.core.ids import OWN, TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord
+from aiogpu.core.shape_status import ShapeStatus, shape_status
 from aiogpu.core.shortage import find_shortages, tell_lacks
 from aiogpu.core.snapshot import (
     LISTED,
     NodeStatus,
     Queue,
-    ShapeStatus,
     picture,
-    shape_status,
 )
 from aiogpu.core.why import Why
 from aiogpu.engines.inline.job import Job
