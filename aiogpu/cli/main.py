@@ -15,7 +15,7 @@ import click
 import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
-COMMANDS: Final = ("demo", "doctor", "gpus")
+COMMANDS: Final = ("demo", "doctor", "gpus", "logs")
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
