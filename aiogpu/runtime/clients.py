@@ -259,7 +259,7 @@ class Clients:
         child = Child(client, inquiry.child)
         number = inquiry.number
         if inquiry.what == WHY:
-            number = client.children.get(number) or client.asked.get(number, (0, 0))[0]
+            number = self._task_of(client, number)
         answer = self.answers.get(inquiry.what)
         if answer is None:
             child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
@@ -268,6 +268,13 @@ class Clients:
             child.receive(dump_whole(await answer(number)))
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
             child.fail(error)
+
+    def _task_of(self, client: Client, number: int) -> int:
+        """The task that a client means: its child's, or that of an actor."""
+        if number > 0:
+            return client.children.get(number, 0)
+        actor = self._driver.actors.get(number)
+        return 0 if actor is None else actor.id
 
     def _on_lost(self, client: Client) -> None:
         """Its connection has ended, and with it the program, as far as we know."""

@@ -81,6 +81,12 @@ class Descriptors:
         if descriptor is not None:
             os.close(descriptor)
 
+    def close_all(self) -> None:
+        """Nothing of it is used any more."""
+        for segment in list(self._arrived):
+            self.close(segment)
+        self.leave()
+
     def send(self, segment: Segment) -> None:
         """Send the driver a descriptor; it reads it when it hears of the segment.
 

@@ -312,6 +312,13 @@ class Loans:
         self._spill, self._page = spill, page
         self.descriptors.connect(path)
 
+    def close(self) -> None:
+        """Give up this process's hold on all of it; what is mapped stays until read."""
+        with self._lock:
+            if self._warm is not None:
+                self._warm.close()
+            self.descriptors.close_all()
+
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
         self.descriptors.leave()

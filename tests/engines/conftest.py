@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
-ENGINES: Final = ("local", "inline")
+from aiogpu.api import session
+from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.registry import create_engine
+from tests.engines import served as serving
+from tests.engines.served import ServedEngine
+
+ENGINES: Final = ("local", "inline", "node")
 LACKS: Final = {
     "local": {},
+    "node": {},
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
         "modules": "a task finds the modules that the program has imported",
@@ -29,7 +38,31 @@ def address(request: pytest.FixtureRequest) -> str:
         for ability in mark.args:
             if ability in LACKS[engine]:
                 pytest.skip(f"{engine}: {LACKS[engine][ability]}")
+    if engine == "node":
+        request.getfixturevalue("served")
     return engine
+
+
+@pytest.fixture(scope="session")
+def service_forker() -> Iterator[None]:
+    """Has a service forked for each test that wants one."""
+    serving.forker = serving.Forker()
+    yield
+    serving.forker.close()
+
+
+@pytest.fixture
+def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init(address="node")` starts a service of its own, and joins it."""
+
+    def create(
+        address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+    ) -> Engine:
+        if address == "node":
+            return ServedEngine(options, loop)
+        return create_engine(address, options, loop)
+
+    monkeypatch.setattr(session, "create_engine", create)
 
 
 @pytest.fixture
