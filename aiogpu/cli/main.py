@@ -15,8 +15,10 @@ import click
 import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
-COMMANDS: Final = ("demo", "doctor", "gpus", "logs")
+COMMANDS: Final = ("demo", "doctor", "gpus", "logs", "timeline")
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
+ELSEWHERE: Final = {"timeline": ("spans", "timeline")}
+"""Those whose module has another name: module and attribute."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
 """What shells report of a program that SIGINT ended: 128 + 2."""
@@ -33,7 +35,10 @@ class LateGroup(click.Group):
         """Import the command; None if there is none of that name."""
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"aiogpu.cli.{name}"), name)
+        module, attribute = ELSEWHERE.get(name, (name, name))
+        command: click.Command = getattr(
+            import_module(f"aiogpu.cli.{module}"), attribute
+        )
         return command
 
 

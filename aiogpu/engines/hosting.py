@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Ledger
-from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, WHY, WHY_TASK
+from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
@@ -61,10 +61,14 @@ def answers_of(engine: LocalEngine) -> Mapping[str, Answer]:
     async def status(_number: int) -> object:
         return await engine.status()
 
+    async def timeline(_number: int) -> object:
+        return [tuple(span) for span in engine.spans()]
+
     return {
         RESOURCES: total,
         AVAILABLE: available,
         STATUS: status,
         WHY: engine.why,
         WHY_TASK: engine.why,
+        TIMELINE: timeline,
     }

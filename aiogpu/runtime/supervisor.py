@@ -274,6 +274,12 @@ class Supervisor:
         """Process ids of the live workers, by worker id."""
         return self._parts.pool.pids if self._parts is not None else {}
 
+    @property
+    def pool(self) -> Pool:
+        """The workers."""
+        assert self._parts is not None
+        return self._parts.pool
+
     def enforce_gpu_memory(self, enforces: bool) -> None:
         """Whether to end who uses more device memory than it reserved."""
         if self._devices is not None:
