@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiogpu.api.actor import get_actor as get_actor
     from aiogpu.api.actor import kill as kill
     from aiogpu.api.actor import typed as typed
+    from aiogpu.api.asking import why as why
     from aiogpu.api.batch import batch as batch
     from aiogpu.api.blocking import get as get
     from aiogpu.api.completion import as_completed as as_completed
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from aiogpu.api.decorator import remote as remote
     from aiogpu.api.generator import RemoteGenerator as RemoteGenerator
     from aiogpu.api.handle import Handle as Handle
+    from aiogpu.api.lease import Lease as Lease
+    from aiogpu.api.lease import lease as lease
     from aiogpu.api.map import Results as Results
     from aiogpu.api.method_decorator import method as method
     from aiogpu.api.node import available_resources as available_resources
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import GpuOutOfMemoryError as GpuOutOfMemoryError
     from aiogpu.errors import InfeasibleError as InfeasibleError
     from aiogpu.errors import InternalError as InternalError
+    from aiogpu.errors import LimitError as LimitError
     from aiogpu.errors import MisuseError as MisuseError
     from aiogpu.errors import NodeClosedError as NodeClosedError
     from aiogpu.errors import NodeDiedError as NodeDiedError
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import NodeRunningError as NodeRunningError
     from aiogpu.errors import NodeStartError as NodeStartError
     from aiogpu.errors import NoLoopError as NoLoopError
+    from aiogpu.errors import NoSuchTaskError as NoSuchTaskError
     from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
@@ -78,12 +83,14 @@ _ROOMS = {
         "kill",
         "typed",
     ),
+    "api.asking": ("why",),
     "api.batch": ("batch",),
     "api.blocking": ("get",),
     "api.completion": ("as_completed", "wait"),
     "api.context": ("RuntimeContext", "get_gpu_ids", "get_runtime_context"),
     "api.generator": ("RemoteGenerator",),
     "api.handle": ("Handle",),
+    "api.lease": ("Lease", "lease"),
     "api.map": ("Results",),
     "api.method_decorator": ("method",),
     "api.node": (
@@ -113,6 +120,7 @@ _ROOMS = {
         "GpuOutOfMemoryError",
         "InfeasibleError",
         "InternalError",
+        "LimitError",
         "MisuseError",
         "NoLoopError",
         "NodeClosedError",
@@ -120,6 +128,7 @@ _ROOMS = {
         "NodeError",
         "NodeRunningError",
         "NodeStartError",
+        "NoSuchTaskError",
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",

@@ -31,6 +31,10 @@ class InfeasibleError(AiogpuError, RuntimeError):
     """The request asks for more than this node has even when it is idle."""
 
 
+class LimitError(AiogpuError, RuntimeError):
+    """This program has as many unfinished tasks as its node lets it have."""
+
+
 class NoLoopError(AiogpuError, RuntimeError):
     """`.remote()` or `init()` was called where no event loop is running."""
 
@@ -158,6 +162,10 @@ class ActorDiedError(AiogpuError, RuntimeError):
 
 class ActorNameError(AiogpuError, ValueError):
     """No actor has that name, or another one has it already."""
+
+
+class NoSuchTaskError(AiogpuError, LookupError):
+    """The node knows no task of that number, or knows it no more."""
 
 
 class OutOfMemoryError(WorkerDiedError, MemoryError):

@@ -96,6 +96,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     accelerator_type: str | None = None,
     gpu_memory: int | str | None = None,
     gpu_memory_enforce: bool = False,
+    foreign: Literal["avoid", "wait", "ignore"] = "ignore",
     mps: Literal["auto", "off"] = "off",
     cpu_affinity: Literal["auto", "off"] = "auto",
     preload: Sequence[str] = "auto",
@@ -117,6 +118,7 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.
         accelerator_type, gpu_memory: of the GPUs ("A100", "80GiB") where not detected.
         gpu_memory_enforce: end a task that uses more than the `gpu_memory` it asked.
+        foreign: "avoid" devices with others' processes, or "wait" for these to go.
         mps, cpu_affinity: "auto" or "off"; shares limited by MPS, CPUs near the GPUs.
         preload: modules that workers are forked with; "auto": those that prove dear.
         log_to_driver: show what tasks print, line by line.
@@ -152,7 +154,7 @@ async def cluster_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.cluster_resources()")).cluster_resources()
+    return await (await asked("aiogpu.cluster_resources()")).cluster_resources()
 
 
 async def available_resources() -> dict[str, float]:
@@ -161,7 +163,7 @@ async def available_resources() -> dict[str, float]:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.available_resources()")).available_resources()
+    return await (await asked("aiogpu.available_resources()")).available_resources()
 
 
 async def status() -> NodeStatus:
@@ -173,10 +175,10 @@ async def status() -> NodeStatus:
     Raises:
         NodeError: it was asked inside a task.
     """
-    return await (await _asked("aiogpu.status()")).status()
+    return await (await asked("aiogpu.status()")).status()
 
 
-async def _asked(what: str) -> Session:
+async def asked(what: str) -> Session:
     """The open session of this loop, for a program's question."""
     if current.worker and session_of(asyncio.get_running_loop()) is None:
         raise error_inside_task(what)

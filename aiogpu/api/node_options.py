@@ -15,6 +15,7 @@ from aiogpu.errors import OptionError
 
 MOST_SPARES: Final = 1024
 """Clean workers that may be asked for; each is a process."""
+FOREIGN: Final = ("ignore", "avoid", "wait")
 AUTO = "auto"
 """In `preload`: modules that workers import again and again, as they are learnt."""
 
@@ -27,6 +28,7 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
     accelerator_type: object,
     gpu_memory: object,
     gpu_memory_enforce: object,
+    foreign: object,
     mps: object,
     cpu_affinity: object,
     preload: object,
@@ -47,6 +49,7 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         accelerator_type=check_text("accelerator_type", accelerator_type),
         gpu_memory=_check_gpu_memory(gpu_memory),
         gpu_memory_enforce=check_flag("gpu_memory_enforce", gpu_memory_enforce),
+        foreign=_check_foreign(foreign),
         mps=_check_switch("mps", mps, "to use an MPS server where one runs"),
         cpu_affinity=_check_switch(
             "cpu_affinity", cpu_affinity, "to keep workers on CPUs near their GPUs"
@@ -84,6 +87,16 @@ def _check_gpus(value: object) -> int | None:
             f"int from 0 to {10**6}, or leave it out to detect them."
         )
     return value
+
+
+def _check_foreign(value: object) -> str:
+    if isinstance(value, str) and value in FOREIGN:
+        return value
+    raise OptionError(
+        f"init(foreign={value!r}): give 'ignore', 'avoid' or 'wait'. Where processes "
+        f"outside of aiogpu are on a device, 'avoid' has others chosen first, and "
+        f"'wait' waits until they have gone."
+    )
 
 
 def _check_spares(value: object) -> int:

@@ -2,7 +2,7 @@
 
 For a terminal that is wide enough a table, elsewhere lines, for programs JSON. What is
 seen, and how, is `aiogpu.engines.box`'s business. Who holds which share is known to the
-program that runs the node: `await aiogpu.status()`.
+node that programs share, if one runs, and to any other node's own program.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from aiogpu.cli.grid import printable
+from aiogpu.cli.shares import Shares, ask_shares
 from aiogpu.core.device_report import amount
 from aiogpu.core.observed import OtherProcess
 from aiogpu.engines.box import Box, Seen, look_around
@@ -28,7 +30,10 @@ SHOWN: Final = 4
 """Processes of a device that are named."""
 WIDE: Final = 10_000
 """Columns in which any table fits."""
-COLUMNS: Final = ("", "name", "memory", "busy", "linked to", "near", "processes")
+COLUMNS: Final = (
+    *("", "name", "held", "memory", "busy", "linked to", "near", "processes"),
+)
+NOTHING: Final = Shares()
 
 
 @click.command()
@@ -37,23 +42,32 @@ def gpus(as_json: bool) -> int:
     """Show the GPUs and other devices that a node would share out.
 
     A box without any is no failure: it is said why, and the exit code is 0. It is 2
-    if a variable, such as CUDA_VISIBLE_DEVICES, names what is not there.
-    """
+    if a variable, such as CUDA_VISIBLE_DEVICES, names what is not there. If the node
+    runs that `aiogpu start` has started, it is shown who holds what.
+
+    \b
+    Examples:
+      aiogpu gpus
+      aiogpu gpus --json
+    """  # noqa: D301 - click's mark for lines to be left as they are
     log = logging.getLogger("aiogpu")
     heard = Heard()
     log.addHandler(heard)
     try:
         box = heard.added_to(asyncio.run(look_around()))
+        shares = asyncio.run(ask_shares()) if box.seen else NOTHING
+        if shares.note:
+            box = box._replace(notes=(*box.notes, shares.note))
     finally:
         log.removeHandler(heard)
     if as_json:
-        click.echo(json.dumps(as_data(box), indent=1))
+        click.echo(json.dumps(as_data(box, shares), indent=1))
         return 0
     screen = Console(highlight=False)
-    if screen.is_terminal and has_room(box, screen):
-        show_table(box, screen)
+    if screen.is_terminal and has_room(box, screen, shares):
+        show_table(box, screen, shares)
     else:
-        click.echo("\n".join(lines(box)))
+        click.echo("\n".join(lines(box, shares)))
     return 0
 
 
@@ -78,10 +92,13 @@ class Heard(logging.Handler):
         return box._replace(notes=(*fresh, *box.notes))
 
 
-def as_data(box: Box) -> dict[str, Any]:
+def as_data(box: Box, shares: Shares = NOTHING) -> dict[str, Any]:
     """All that was seen, as JSON has it: bytes as they are, None for the unknown."""
     return {
-        "devices": [_device_data(seen) for seen in box.seen],
+        "devices": [
+            _device_data(seen) | shares.data(seen.kind, seen.device)
+            for seen in box.seen
+        ],
         "notes": list(box.notes),
     }
 
@@ -116,17 +133,17 @@ def _device_data(seen: Seen) -> dict[str, Any]:
     }
 
 
-def lines(box: Box) -> Iterator[str]:
+def lines(box: Box, shares: Shares = NOTHING) -> Iterator[str]:
     """Each device with its facts below it, a line each."""
     for seen in box.seen:
         name = seen.device.name or seen.device.type or "without a name"
         yield f"{seen.kind} {seen.device.id}  {name}"
-        for name, told in facts(seen, box):
+        for name, told in facts(seen, box, shares):
             yield f"  {name:<11} {told}"
     yield from box.notes
 
 
-def facts(seen: Seen, box: Box) -> Iterator[tuple[str, str]]:
+def facts(seen: Seen, box: Box, shares: Shares = NOTHING) -> Iterator[tuple[str, str]]:
     """What is known of a device, each fact with its name."""
     device, sample = seen.device, seen.sample
     busy = None if sample is None else sample.utilisation
@@ -137,6 +154,7 @@ def facts(seen: Seen, box: Box) -> Iterator[tuple[str, str]]:
         ("capability", capability and ".".join(map(str, capability))),
         ("pci", device.pci),
         ("part of", device.parent),
+        ("held", printable(shares.told(seen.kind, device))),
         ("memory", memory(seen)),
         ("busy", None if busy is None else f"{busy} %"),
         ("linked to", ", ".join(_ids_of(device.links, box))),
@@ -203,10 +221,10 @@ def _ids_of(uuids: frozenset[str], box: Box) -> list[str]:
     return [str(one.device.id) for one in box.seen if one.device.uuid in uuids]
 
 
-def show_table(box: Box, screen: Console) -> None:
+def show_table(box: Box, screen: Console, shares: Shares = NOTHING) -> None:
     """A row for each device, and below the table what has no room in it."""
     if box.seen:
-        screen.print(_table(box))
+        screen.print(_table(box, shares))
     for seen in box.seen:
         told = health(seen)
         style = "green" if told in ("well", "answers") else "red"
@@ -215,17 +233,21 @@ def show_table(box: Box, screen: Console) -> None:
         screen.print(note, markup=False)
 
 
-def has_room(box: Box, screen: Console) -> bool:
+def has_room(box: Box, screen: Console, shares: Shares = NOTHING) -> bool:
     """Whether the table's words are whole on that screen; lines are read anywhere."""
     if not box.seen:
         return True
     boundless = screen.options.update_width(WIDE)
-    return Measurement.get(screen, boundless, _table(box)).minimum <= screen.width
+    table = _table(box, shares)
+    return Measurement.get(screen, boundless, table).minimum <= screen.width
 
 
-def _table(box: Box) -> Table:
+def _table(box: Box, shares: Shares) -> Table:
     """Without the columns in which nothing would stand."""
-    rows = [[f"{seen.kind} {seen.device.id}", *_cells(seen, box)] for seen in box.seen]
+    rows = [
+        [f"{seen.kind} {seen.device.id}", *_cells(seen, box, shares)]
+        for seen in box.seen
+    ]
     table = Table(box=SIMPLE, pad_edge=False)
     columns = list(zip(*rows, strict=True))
     used = [any(column) for column in columns]
@@ -238,7 +260,7 @@ def _table(box: Box) -> Table:
     return table
 
 
-def _cells(seen: Seen, box: Box) -> tuple[str, ...]:
-    known = dict(facts(seen, box))
+def _cells(seen: Seen, box: Box, shares: Shares) -> tuple[str, ...]:
+    known = dict(facts(seen, box, shares))
     name = seen.device.name or seen.device.type or ""
     return (name, *(known.get(each, "") for each in COLUMNS[2:]))

@@ -15,10 +15,29 @@ import click
 import aiogpu
 from aiogpu.errors import AiogpuError, DeviceError, InfeasibleError, OptionError
 
-COMMANDS: Final = ("demo", "doctor", "gpus", "logs", "timeline")
+COMMANDS: Final = (
+    "completion",
+    "demo",
+    "doctor",
+    "gpus",
+    "list",
+    "logs",
+    "run",
+    "start",
+    "status",
+    "stop",
+    "timeline",
+    "top",
+    "why",
+)
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
-ELSEWHERE: Final = {"timeline": ("spans", "timeline")}
+ELSEWHERE: Final = {
+    "list": ("listing", "list_command"),
+    "timeline": ("spans", "timeline"),
+}
 """Those whose module has another name: module and attribute."""
+COMPLETE: Final = "_AIOGPU_COMPLETE"
+"""By this variable a shell asks what could be typed next; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)
 INTERRUPTED: Final = 130
 """What shells report of a program that SIGINT ended: 128 + 2."""
@@ -54,7 +73,7 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, complete_var=COMPLETE)
     except click.ClickException as error:
         error.show()
         code = error.exit_code

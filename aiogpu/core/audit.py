@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
+from aiogpu.core.ids import ClientId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources import CPU
 
 WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.EXPECTING, TaskState.DELAYED)
 ON_A_BUSY_ONE: Final = (
@@ -21,7 +24,8 @@ def check(node: Node) -> None:
     """Assert that the books of the node agree with each other."""
     node.ledger.check()
     node.workers.check()
-    held = [worker.lease.id for worker in node.workers if worker.lease is not None]
+    _check_clients(node)
+    held = [holder.lease.id for holder in node.holders if holder.lease is not None]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
     records = list(node.tasks.values())
     waiting = [record for record in records if record.state is TaskState.WAITING]
@@ -39,6 +43,35 @@ def check(node: Node) -> None:
         _check_kin(node, record)
     for worker in node.workers:
         _check_worker(worker)
+    for holder in node.granted.values():
+        assert node.workers.get(holder.id) is None, holder.id
+        leased, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (leased is None) == is_settling, holder.id
+        if leased is not None:
+            assert leased.worker is holder, holder.id
+            assert leased.spec.is_lease, holder.id
+
+
+def _check_clients(node: Node) -> None:
+    """What programs hold is what their leases say, and what wait are theirs."""
+    clients = node.clients
+    if clients is None:
+        return
+    held: Counter[tuple[ClientId, str]] = Counter()
+    for worker in node.workers:
+        lease = worker.lease
+        if lease is None or lease.stake is None:
+            continue
+        for name, parts in clients.amounts_of(lease.request):
+            if name != CPU or not lease.is_lent:
+                held[lease.stake.client.id, name] += parts
+        assert worker.task is None or worker.task.client == lease.stake.client.id
+    said = {(one.id, name): n for one in clients for name, n in one.held.items()}
+    assert said == {each: n for each, n in held.items() if n}, (said, held)
+    unfinished = Counter(record.client for record in node.tasks.values())
+    assert unfinished == {one.id: one.unfinished for one in clients if one.unfinished}
+    waiting = {record.client for record in node.ready}
+    assert waiting == {one.id for one in clients if one.is_waiting}, waiting
 
 
 def _check_task(record: TaskRecord) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from aiogpu.core.departure import settle_all
 from aiogpu.core.effects import Abandon, Effect, Kill
 from aiogpu.core.family import stop
+from aiogpu.core.leasing import end_all
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.stopping import doom
+from aiogpu.core.stopping import doom, retire_idle
 from aiogpu.core.timers import AlarmKind
 
 ABANDONED: Final = 500
@@ -18,8 +20,22 @@ ABANDON_EVERY: Final = 1e-3
 """Seconds between two such goes, in which the loop may do other things."""
 
 
+def close(node: Node, at_once: bool, now: float, effects: list[Effect]) -> None:
+    """Begin to close: nothing new starts, and nobody may idle any more."""
+    node.is_closing = True
+    node.most_idle = 0
+    node.reservation = None
+    settle_all(node)
+    abandon_running(node, now, effects)
+    if at_once:
+        kill_all(node, effects)
+    abandon_some(node, now, effects)
+    retire_idle(node, now, effects)
+
+
 def abandon_running(node: Node, now: float, effects: list[Effect]) -> None:
     """Stop all that workers have, and tell who waits for it."""
+    end_all(node, now, effects)
     for worker in list(node.workers):
         for record in [worker.task, *worker.queue]:
             if record is not None and record.state is not TaskState.STOPPING:

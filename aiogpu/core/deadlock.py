@@ -8,11 +8,13 @@ This is the banker's algorithm (Dijkstra, EWD 108) turned round.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from math import inf
 
 from aiogpu.core.expecting import with_expected
 from aiogpu.core.filling import Filling
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -34,7 +36,8 @@ def find_deadlocks(node: Node) -> list[tuple[TaskRecord, str]]:
         # wait for others as well.
         child = max(stuck, key=lambda record: record.id)
         if len(blocked) < most:
-            found[child.id] = child, _explain(child, blocked.values())
+            limit = node.clients.why_limited(child) if node.clients else ""
+            found[child.id] = child, _explain(child, blocked.values()) + limit
         else:
             found[child.id] = child, _explain_full(child, most)
     return list(found.values())
@@ -98,15 +101,22 @@ class _Rest:
             for kind, devices in ledger.device_sets.items()
         }
         self._known: dict[Request, bool] = {}
+        self._clients = node.clients
+        self._held: Counter[tuple[ClientId, str]] = Counter()
         for record in holders:
-            self._move(_lease(record), -1)
+            self._move(record, -1)
 
     def give_back(self, record: TaskRecord) -> None:
         self._known.clear()
-        self._move(_lease(record), 1)
+        self._move(record, 1)
 
-    def _move(self, lease: Lease, sign: int) -> None:
+    def _move(self, record: TaskRecord, sign: int) -> None:
+        lease = _lease(record)
         self._workers += sign
+        if self._clients is not None:
+            for name, parts in self._clients.amounts_of(lease.request):
+                if name != CPU:
+                    self._held[record.client, name] -= sign * parts
         for name, amount in lease.request.scalars:
             if name != CPU:
                 self._free[name] += sign * amount
@@ -116,13 +126,23 @@ class _Rest:
                 self._fillings[kind].move(index, part, memory, -sign)
 
     def fits(self, record: TaskRecord) -> bool:
-        if self._workers <= 0:
-            return False
         request = record.spec.shape.request
+        if self._workers <= 0 or not self._is_allowed(record.client, request):
+            return False
         known = self._known.get(request)
         if known is None:
             known = self._known[request] = self._try(request)
         return known
+
+    def _is_allowed(self, id_: ClientId, request: Request) -> bool:
+        """Whether a program may have that beside what those that wait hold."""
+        if self._clients is None:
+            return True
+        most = self._clients.of(id_).most
+        return all(
+            self._held[id_, name] + parts <= most.get(name, inf)
+            for name, parts in self._clients.amounts_of(request)
+        )
 
     def _try(self, request: Request) -> bool:
         if any(self._free.get(name, 0) < amount for name, amount in request.scalars):

@@ -115,7 +115,8 @@ def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
         node.ledger.give_back(lease)
     if worker.state is not WorkerState.STARTING:
         node.room.vain = 0
-    node.workers.remove(worker)
+    if node.granted.pop(worker.id, None) is None:
+        node.workers.remove(worker)
     node.room.leaving.discard(worker.id)
     return lease
 
@@ -171,7 +172,7 @@ def outgrow(worker: WorkerRecord, effects: list[Effect]) -> None:
 
 def _devices_returned(node: Node, worker_id: WorkerId) -> list[tuple[DeviceSet, int]]:
     """End the lease of a worker that settles; the devices that it was for, by index."""
-    worker = node.workers.get(worker_id)
+    worker = node.workers.get(worker_id) or node.granted.get(worker_id)
     if worker is None or worker.state is not WorkerState.SETTLING:
         return []
     lease = _remove(node, worker)
@@ -201,6 +202,6 @@ def set_aside(node: Node, event: SetAside) -> None:
 
 def settle_all(node: Node) -> None:
     """The node closes: nobody will ask for what is still unsettled."""
-    for worker in list(node.workers):
+    for worker in list(node.holders):
         if worker.state is WorkerState.SETTLING:
             _remove(node, worker)

@@ -1,4 +1,4 @@
-"""What is heard of devices: free again, stuck, sick or well, or short of memory.
+"""What is heard of devices: given back, free, stuck, sick or well, short of memory.
 
 Each of these changes who may be given what, so all that waits is looked at after it.
 """
@@ -13,6 +13,7 @@ from aiogpu.core.departure import outgrow, set_aside, settle, starve
 from aiogpu.core.effects import Effect
 from aiogpu.core.events import Event
 from aiogpu.core.ids import WorkerId
+from aiogpu.core.leasing import on_returned
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import WorkerRecord
@@ -37,11 +38,25 @@ def _on_recovered(node: Node, it: events.Recovered, *_: object) -> None:
 
 def _on_sick(node: Node, it: events.Sick, now: float, effects: list[Effect]) -> None:
     node.ledger.device_sets[it.kind].mark_sick(it.index, it.reason)
-    kept = node.reservation
-    if kept is not None and kept.barred.get(it.kind, 0) >> it.index & 1:
-        node.reservation = None  # made anew, and elsewhere, at once
+    _leave_unreserved(node, it.kind, it.index)
     _clear_off(node, effects)
     retire_bound(node, it.kind, it.index, now, effects)
+
+
+def _on_foreign(
+    node: Node, it: events.Foreign, _: float, effects: list[Effect]
+) -> None:
+    devices = node.ledger.device_sets[it.kind]
+    devices.note_foreign(it.index, it.reason, is_avoided=it.is_avoided)
+    _leave_unreserved(node, it.kind, it.index)
+    _clear_off(node, effects)
+
+
+def _leave_unreserved(node: Node, kind: str, index: int) -> None:
+    """Keep a device for nobody; what was kept is made anew, and elsewhere, at once."""
+    kept = node.reservation
+    if kept is not None and kept.barred.get(kind, 0) >> index & 1:
+        node.reservation = None
 
 
 def _clear_off(node: Node, effects: list[Effect]) -> None:
@@ -87,9 +102,11 @@ Handler = Callable[[Node, Any, float, list[Effect]], None]
 HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Settled: _on_settled,
     events.SetAside: _on_set_aside,
+    events.LeaseReturned: on_returned,
     events.Recovered: _on_recovered,
     events.Sick: _on_sick,
     events.Well: _on_well,
+    events.Foreign: _on_foreign,
     events.MemoryShort: _on_memory_short,
     events.Outgrown: _on_outgrown,
 }

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from aiogpu.core.aside import Aside
 from aiogpu.core.filling import Filling, named_bytes
 from aiogpu.core.links import Links
 from aiogpu.core.resources import GPU, UNIT, Request
@@ -62,7 +63,7 @@ class Device:
     parent: str | None = None
 
 
-class DeviceSet:
+class DeviceSet(Aside):
     """Shares of the devices of one kind, such as all GPUs of the node.
 
     Attributes:
@@ -71,13 +72,12 @@ class DeviceSet:
         filling: what is taken of each; others only read it.
         free: the free parts of each device, by index; others only read it.
         free_mask: the devices of which no part is taken; others only read it.
-        aside: why a device is given to nobody for now, by index; others only read it.
-        aside_mask: those devices.
         unverified: devices, by index, of which a share was given back although
             nobody could see that the memory behind it is free.
     """
 
     def __init__(self, kind: str, devices: Sequence[Device]) -> None:
+        super().__init__()
         self.kind = kind
         self.devices = tuple(devices)
         # What is asked of GPU memory says nothing of other kinds of devices.
@@ -97,10 +97,6 @@ class DeviceSet:
         # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
         self._combinable = self._mask(device.parent is None for device in self.devices)
         self.free_mask = sum(self._bits)
-        self.aside: dict[int, str] = {}
-        self.aside_mask = 0
-        self._unsettled: dict[int, str] = {}
-        self._sick: dict[int, str] = {}
         self.unverified: set[int] = set()
         # The rest, unless nothing is free of it: masks by free amount, none of them
         # empty, and the amounts in order.
@@ -189,6 +185,15 @@ class DeviceSet:
             barred: mask of devices that may not be used.
             warm: devices for each of which something is ready, and sets of them.
         """
+        if self.avoided_mask:
+            best = barred | self.avoided_mask
+            if found := self._choose(amount, request, best, warm):
+                return found
+        return self._choose(amount, request, barred, warm)
+
+    def _choose(
+        self, amount: int, request: Request, barred: int, warm: Warm
+    ) -> tuple[Share, ...] | None:
         # Of GPUs at once: most requests are for these.
         kind = request.accelerator_type
         kind = kind if self._has_memory else self.wanted_type(request)
@@ -237,38 +242,6 @@ class DeviceSet:
             whole.append((index, UNIT))
             mask ^= self._bits[index]
         return tuple(whole)
-
-    def set_aside(self, index: int, reason: str) -> None:
-        """Give a device to nobody until it is back; who has a share of it keeps it."""
-        self._unsettled[index] = reason
-        self._judge(index)
-
-    def put_back(self, index: int) -> None:
-        """Undo `set_aside`; nothing happens where it was not."""
-        self._unsettled.pop(index, None)
-        self._judge(index)
-
-    def mark_sick(self, index: int, reason: str) -> None:
-        """The same as `set_aside`, for a reason that comes and goes by itself."""
-        self._sick[index] = reason
-        self._judge(index)
-
-    def mark_well(self, index: int) -> None:
-        """Undo `mark_sick`; nothing happens where it was not."""
-        self._sick.pop(index, None)
-        self._judge(index)
-
-    def _judge(self, index: int) -> None:
-        """Put together why a device is given to nobody, if it is not."""
-        seen, sick = self._unsettled.get(index, ""), self._sick.get(index, "")
-        # Both may tell of one failure, in the same words.
-        fresh = [reason for reason in sick.split("; ") if reason not in seen]
-        if seen or sick:
-            self.aside[index] = "; ".join(filter(None, (seen, *fresh)))
-            self.aside_mask |= self._bits[index]
-        else:
-            self.aside.pop(index, None)
-            self.aside_mask &= ~self._bits[index]
 
     def take(self, shares: Iterable[Share], memory: int = 0) -> None:
         """Take shares that `choose` has named and nobody has taken since.
@@ -339,7 +312,5 @@ class DeviceSet:
         filed.pop(0, None)
         assert filed == self._at, (self.free, self._at)
         assert sorted(filed) == self._levels, (self.free, self._levels)
-        aside = [bit for index, bit in enumerate(self._bits) if index in self.aside]
-        assert sum(aside) == self.aside_mask, (self.aside, self.aside_mask)
-        assert self.aside.keys() == self._unsettled.keys() | self._sick.keys()
+        self.check_aside()
         self.filling.check()

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
+from aiogpu.core.fairness import may_go_on
 from aiogpu.core.ids import TaskId
+from aiogpu.core.leasing import grant
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
@@ -34,7 +36,18 @@ _RUNNING: Final = TaskState.RUNNING
 def start(
     node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
 ) -> None:
-    """Find a worker for a task: an idle one that fits, or a new one."""
+    """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
+    if node.clients is not None:
+        node.clients.begin(record, lease)
+    if record.spec.is_lease:
+        grant(node, record, lease, now, effects)
+    else:
+        _find_worker(node, record, lease, now, effects)
+
+
+def _find_worker(
+    node: Node, record: TaskRecord, lease: Lease, now: float, effects: list[Effect]
+) -> None:
     spec, workers = record.spec, node.workers
     environment = spec.shape.environment
     if spec.max_calls:
@@ -73,6 +86,23 @@ def refill_spares(node: Node, effects: list[Effect]) -> None:
         spare = node.workers.create(())
         node.workers.put_unclaimed(spare)
         effects.append(Spawn(spare.id))
+
+
+def welcome(
+    node: Node, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """A forked worker has connected: it begins with its task, or waits for one."""
+    node.spares.note_start(True)
+    node.room.vain = 0
+    record, lease = worker.task, worker.lease
+    if record is not None and lease is not None:
+        record.starts_failed = 0
+        effects.append(assign(node, record, worker, lease, now))
+    elif worker.is_stale:
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+    else:
+        node.workers.put_idle(worker)
 
 
 def assign(
@@ -137,7 +167,9 @@ def take_turn(
         # It was known to have begun before the answer of the one before it came.
         interrupt(node, record, now, effects)
     if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
-        bucket = node.ready.by_shape.get(record.spec.shape)
+        shape = record.spec.shape
+        line = shape if node.clients is None else (record.client, shape)
+        bucket = node.ready.by_shape.get(line)
         if bucket is not None and may_follow(node, worker, bucket):
             ahead: list[TaskId] = []
             refill(node, worker, bucket, now, ahead)
@@ -185,6 +217,8 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
     if ledger.is_overdrawn:
+        return False
+    if node.clients is not None and not may_go_on(node, lease, bucket):
         return False
     if node.room.refused:
         # Whoever comes first may need this worker's place, whatever it holds.

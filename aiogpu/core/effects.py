@@ -35,6 +35,26 @@ class Assign:
 
 
 @dataclass(slots=True)
+class Granted:
+    """Tell who has asked for a lease that he has it, and under which holder's id."""
+
+    task: TaskId
+    holder: WorkerId
+    lease: Lease
+
+
+@dataclass(slots=True)
+class Reclaim:
+    """Nobody may hold this lease any more; answer with `LeaseReturned`.
+
+    That is when the processes have ended that it was for.
+    """
+
+    task: TaskId
+    holder: WorkerId
+
+
+@dataclass(slots=True)
 class Ahead:
     """Send these tasks to a worker, to be run in order, after what it has.
 
@@ -140,6 +160,8 @@ class Forget:
 Effect = (
     Spawn
     | Assign
+    | Granted
+    | Reclaim
     | Ahead
     | Revoke
     | Interrupt

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.limits import Limits
 from aiogpu.core.specs import Environment, TaskSpec
 
 
@@ -170,6 +171,19 @@ class Well:
 
 
 @dataclass(slots=True)
+class Foreign:
+    """Processes that are none of the node's are on a device, and who; None: no more.
+
+    `is_avoided`: others are chosen before it; else it is given to nobody meanwhile.
+    """
+
+    kind: str
+    index: int
+    reason: str | None
+    is_avoided: bool = False
+
+
+@dataclass(slots=True)
 class Settled:
     """The devices of a worker that has gone are free.
 
@@ -189,6 +203,18 @@ class SetAside:
 
 
 @dataclass(slots=True)
+class LeaseReturned:
+    """All processes have ended for which a lease was granted to this holder.
+
+    `settles`: whether its devices are free is still to be seen; one of `Settled` and
+    `SetAside` follows, of that holder.
+    """
+
+    holder: WorkerId
+    settles: bool = False
+
+
+@dataclass(slots=True)
 class Recovered:
     """A device that was set aside is free again."""
 
@@ -201,6 +227,26 @@ class Outdated:
     """Clean workers of this environment were forked from what is old by now."""
 
     environment: Environment
+
+
+@dataclass(slots=True)
+class ClientJoined:
+    """Another program submits tasks too; told again, it has other terms.
+
+    `weight`: how much it gets where one of weight 1 gets 1. From the first of these on
+    the node is fair between programs; without any it knows of none.
+    """
+
+    client: ClientId
+    weight: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True)
+class ClientLeft:
+    """A program submits nothing any more; what it has submitted goes on."""
+
+    client: ClientId
 
 
 @dataclass(slots=True)
@@ -236,10 +282,14 @@ Event = (
     | Outgrown
     | Sick
     | Well
+    | Foreign
     | Settled
     | SetAside
+    | LeaseReturned
     | Recovered
     | Outdated
+    | ClientJoined
+    | ClientLeft
     | TimePassed
     | Closing
 )

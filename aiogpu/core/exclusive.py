@@ -50,12 +50,20 @@ def try_exclusively(node: Node, record: TaskRecord) -> bool:
         return False
     before = record.spec
     record.spec = spec
-    if not _may_be_free(node, spec.shape.request) or _would_deadlock(node, record):
+    if _is_beyond_limits(node, record) or _would_deadlock(node, record):
         record.spec = before
         return False
     record.is_outgrown = record.is_starved = False
     node.wait_again(record)
     return True
+
+
+def _is_beyond_limits(node: Node, record: TaskRecord) -> bool:
+    """Whether it would never get what it asks for now."""
+    request, clients = record.spec.shape.request, node.clients
+    if clients is not None and not clients.allows(record.client, request):
+        return True
+    return not _may_be_free(node, request)
 
 
 def _may_be_free(node: Node, request: Request) -> bool:
@@ -64,7 +72,7 @@ def _may_be_free(node: Node, request: Request) -> bool:
     Whichever has served its share could serve it whole.
     """
     usable = node.ledger.device_sets[GPU].usable(UNIT, request)
-    for worker in node.workers:
+    for worker in node.holders:
         lease, task = worker.lease, worker.task
         if lease is not None and task is not None and task.spec.is_endless:
             held = zip(lease.request.devices, lease.shares, strict=True)

@@ -18,12 +18,19 @@ _PLAIN: Final = {
     "opening": "waits for its node, which is being opened",
     "delayed": "has failed before, and is tried again in a while",
 }
+_LEASED: Final = {
+    "running": "is held by",
+    "stopping": "is given back as soon as its processes have ended, asked for by",
+}
 
 
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
     if why.state == "waiting":
         return "\n".join(_waiting(why))
+    if why.is_lease and why.state in _LEASED:
+        told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
+        return f"{_who(why)} {told}."
     return f"{_who(why)} {_standing(why)}."
 
 
@@ -82,9 +89,13 @@ def _waiting(why: Why) -> Iterator[str]:
     if why.is_held_up:
         yield f"{begin}: another is to run alone first, since memory ran out with it"
         return
+    if why.limit:
+        yield f"{begin} for its program's own limit: it holds {why.limit}"
+        return
     if not why.reasons:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"
+        yield from _rivals(why)
         if why.bound:
             held = ", each held without end" if why.is_held_endlessly else ""
             yield (
@@ -96,6 +107,7 @@ def _waiting(why: Why) -> Iterator[str]:
         yield f"{begin}, as number {why.position} of {why.of} that ask for {request}"
     else:
         yield f"{begin} for {request}"
+    yield from _rivals(why)
     for shortage in why.reasons:
         yield f"  {_shortage(shortage)}"
         yield from _aside(shortage.devices)
@@ -107,6 +119,13 @@ def _waiting(why: Why) -> Iterator[str]:
         if len(holders) > SHOWN:
             yield f"    and {len(holders) - SHOWN} more"
     yield from _reservation(why)
+
+
+def _rivals(why: Why) -> Iterator[str]:
+    """Which other programs' tasks go before it."""
+    if why.rivals:
+        rivals = listing(why.rivals, why.rival_count)
+        yield f"  tasks of other programs go before it: {rivals}"
 
 
 def _aside(devices: Sequence[DeviceStatus]) -> Iterator[str]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
 from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, written
+
+if TYPE_CHECKING:
+    from aiogpu.core.stake import Stake
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +30,14 @@ class Lease:
         request: what was asked for.
         shares: device shares by kind, in the order of `request.devices`.
         is_lent: whether its CPUs are given back for as long as its task waits.
+        stake: on whose account it is, None where nobody counts.
     """
 
     id: LeaseId
     request: Request
     shares: tuple[tuple[Share, ...], ...] = ()
     is_lent: bool = False
+    stake: Stake | None = None
 
 
 class Ledger:
@@ -137,6 +143,8 @@ class Ledger:
             self.free[name] += amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             self.device_sets[kind].give_back(shares, lease.request.gpu_memory)
+        if lease.stake is not None:
+            lease.stake.end()
 
     def keep_devices(self, lease: Lease) -> None:
         """Give back all of a lease but its devices, which are not free yet."""
@@ -145,6 +153,8 @@ class Ledger:
         for name, amount in lease.request.scalars:
             self.free[name] += amount
         lease.request = replace(lease.request, scalars=())
+        if lease.stake is not None:
+            lease.stake.keep_devices(self.device_sets)
 
     def lend(self, lease: Lease) -> None:
         """Give back the CPUs of a lease whose task waits for others; nothing else."""
@@ -152,6 +162,8 @@ class Ledger:
         for name, amount in lease.request.scalars:
             if name == CPU:
                 self.free[name] += amount
+        if lease.stake is not None:
+            lease.stake.lend()
 
     def resume(self, lease: Lease) -> None:
         """Undo `lend`, at once: there may be less than nothing free afterwards."""
@@ -159,6 +171,8 @@ class Ledger:
         for name, amount in lease.request.scalars:
             if name == CPU:
                 self.free[name] -= amount
+        if lease.stake is not None:
+            lease.stake.resume()
 
     @property
     def is_overdrawn(self) -> bool:

@@ -6,15 +6,24 @@ State without decisions: those are made in `dispatch`, `watch`, `stopping`,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.devices import COLD
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.records import Kin, TaskRecord, binding_of, limit_of, move_task
+from aiogpu.core.records import (
+    Kin,
+    TaskRecord,
+    WorkerRecord,
+    binding_of,
+    limit_of,
+    move_task,
+)
 from aiogpu.core.restart import Restarts
 from aiogpu.core.room import Room
 from aiogpu.core.solitude import Solitude
@@ -24,6 +33,7 @@ from aiogpu.core.timers import AlarmKind, Timers
 from aiogpu.core.workers import Workers
 
 if TYPE_CHECKING:
+    from aiogpu.core.clients import Clients
     from aiogpu.core.reservation import Reservation
 
 _ENDED: Final = TaskState.ENDED
@@ -36,6 +46,8 @@ class Node:
         delayed: tasks that have failed and will wait again some time later.
         expecting: tasks whose arguments are not all there yet, and whose results
             those are, as far as they are tasks of this node.
+        granted: who stands for the holders of leases, by id; also of such as were
+            given back, while their devices were not seen free.
         restarts: of what is endless.
         blocked: tasks that wait for others, and some that did so a moment ago.
         reservation: what is kept for a task that has waited long, None for none.
@@ -43,25 +55,33 @@ class Node:
         spares: how many clean workers are kept ready.
         most_idle: workers that may wait for work.
         room: how many workers there may be.
+        clients: the programs that share the node, None while it is one's alone.
     """
 
     def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
         self.ledger = ledger
         self.patience = patience or Patience()
-        self.ready = ReadyQueue()
+        self.ready: ReadyQueue = ReadyQueue()
         self.workers = Workers()
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
+        self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.is_closing = False
+        self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
         self.solitude = Solitude()
         self.room = Room()
         self.spares = Spares(self.patience.spare_workers)
         self.most_idle = self.patience.idle_workers + self.spares.target
+
+    @property
+    def holders(self) -> Iterable[WorkerRecord]:
+        """All who may hold something: the workers, and who stands for others."""
+        return chain(self.workers, self.granted.values())
 
     @property
     def holds_back(self) -> bool:
@@ -82,6 +102,8 @@ class Node:
         return None
 
     def _take(self, record: TaskRecord) -> Lease | None:
+        if self.clients is not None and self.clients.bars(record):
+            return None
         if self.solitude.is_wanted and self.solitude.bars(record):
             return None
         reservation = self.reservation
@@ -102,6 +124,8 @@ class Node:
         if len(self.workers) < self.room.now:
             return True
         spec = record.spec
+        if spec.is_lease:
+            return True
         if self.workers.spares(spec.shape.environment):
             return True
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
@@ -131,6 +155,8 @@ class Node:
         move_task(record, _ENDED)
         if self.tasks.young.pop(record.id, None) is None:
             self.tasks.pop(record.id)
+        if self.clients is not None:
+            self.clients.exit(record)
         if self.solitude.is_wanted:
             self.solitude.leave(record)
         if record.spec.timeout is not None:

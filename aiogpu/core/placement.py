@@ -47,7 +47,7 @@ def place(
             heappop(turns)
             make_way(node, now, effects)
             if node.reservation is None:
-                node.reservation = _reserve(node, group, before, now)
+                node.reservation = keep_for(node, group, before, now)
             continue
         ready.pop(bucket)
         yield record, lease
@@ -60,7 +60,9 @@ def place(
 
 def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
     """A task does not fit: if it is the first of its group, count from now on."""
-    group = node.ready.by_request[record.spec.shape.request]
+    request = record.spec.shape.request
+    is_shared = node.clients is not None
+    group = node.ready.by_request[(record.client, request) if is_shared else request]
     if group.stuck is not record:
         first = group.first()
         if first is not None and first[1] is record:
@@ -68,7 +70,7 @@ def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
             group.reserve_at = now + node.patience.reserve_after
 
 
-def _reserve(
+def keep_for(
     node: Node,
     group: Group,
     before: Reservation | None,

@@ -8,10 +8,11 @@ one of them does not fit, none does. This file knows the order, not what fits.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace, merge
 from operator import itemgetter
 
+from aiogpu.core.ids import OWN, ClientId
 from aiogpu.core.lane import WaitingLane
 from aiogpu.core.records import TaskRecord, lane_of
 from aiogpu.core.resources import Request
@@ -19,6 +20,10 @@ from aiogpu.core.specs import Lane, Shape
 
 Precedence = tuple[Lane, int]
 """Sorts what goes first: lane, then task id."""
+Line = Shape | tuple[ClientId, Shape]
+"""What tasks of one bucket have in common; where programs share a node, theirs too."""
+Ask = Request | tuple[ClientId, Request]
+"""The same of the buckets of one group."""
 
 
 def precedence(record: TaskRecord) -> Precedence:
@@ -30,12 +35,14 @@ class Bucket:
     """The waiting tasks of one shape.
 
     Attributes:
+        line: by what the queue knows it.
         size: how many wait.
         turn: the place of its head, or of an earlier one, among those of its group.
     """
 
-    def __init__(self, shape: Shape, group: Group) -> None:
+    def __init__(self, shape: Shape, group: Group, line: Line | None = None) -> None:
         self.shape = shape
+        self.line: Line = shape if line is None else line
         self.group = group
         self.size = 0
         self.turn: Precedence | None = None
@@ -131,13 +138,17 @@ class Group:
     the entry is corrected when it comes up; only an earlier head is entered anew.
 
     Attributes:
+        client: the program whose they are, where there are several.
+        ask: by what the queue knows it.
         size: how many buckets there are.
         stuck: the first of its tasks, when it last did not fit.
         reserve_at: when something is to be kept for that one.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, client: ClientId | None = None) -> None:
         self.request = request
+        self.client = OWN if client is None else client
+        self.ask: Ask = request if client is None else (client, request)
         self.size = 0
         self.stuck: TaskRecord | None = None
         self.reserve_at = 0.0
@@ -202,8 +213,8 @@ class ReadyQueue:
     """
 
     def __init__(self) -> None:
-        self.by_shape: dict[Shape, Bucket] = {}
-        self.by_request: dict[Request, Group] = {}
+        self.by_shape: dict[Line, Bucket] = {}
+        self.by_request: dict[Ask, Group] = {}
 
     def __len__(self) -> int:
         return sum(bucket.size for bucket in self.by_shape.values())
@@ -242,12 +253,16 @@ class ReadyQueue:
         if bucket.size == 0:
             self._drop(bucket)
 
+    def bucket_of(self, record: TaskRecord) -> Bucket:
+        """Where a waiting task stands."""
+        return self.by_shape[record.spec.shape]
+
     def _drop(self, bucket: Bucket) -> None:
         bucket.turn = None
-        del self.by_shape[bucket.shape]
+        del self.by_shape[bucket.line]
         bucket.group.size -= 1
         if bucket.group.size == 0:
-            del self.by_request[bucket.group.request]
+            del self.by_request[bucket.group.ask]
 
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
@@ -269,9 +284,7 @@ class ReadyQueue:
 
     def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
         """Each shape with its first task, in the order of those."""
-        groups = [group.in_turn() for group in self.by_request.values()]
-        for _, head, bucket in merge(*groups, key=itemgetter(0)):
-            yield head, bucket
+        return heads_in_turn(self.by_request.values())
 
     def in_turn(self) -> Iterator[TaskRecord]:
         """Tasks in the order of their turn; the first few cost little.
@@ -279,20 +292,7 @@ class ReadyQueue:
         They are all of them, but for those far behind in a long line: so it costs
         little too where hundreds of thousands have left the midst of it.
         """
-        heads = self.heads_in_turn()
-        coming = next(heads, None)
-        line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
-        while coming or line:
-            if coming and (not line or precedence(coming[0]) < line[0][0]):
-                rest = coming[1].near()
-                coming = next(heads, None)
-                record = next(rest, None)
-            else:
-                _, first, rest = heappop(line)
-                yield first
-                record = next(rest, None)
-            if record is not None:
-                heappush(line, (precedence(record), record, rest))
+        return tasks_in_turn(self.heads_in_turn())
 
     def some(self) -> TaskRecord | None:
         """Any task that waits, the first of its shape; None without one."""
@@ -303,3 +303,27 @@ class ReadyQueue:
     def __iter__(self) -> Iterator[TaskRecord]:
         for bucket in self.by_shape.values():
             yield from bucket
+
+
+def heads_in_turn(groups: Iterable[Group]) -> Iterator[tuple[TaskRecord, Bucket]]:
+    """The buckets of some groups with their first tasks, in the order of those."""
+    heads = [group.in_turn() for group in groups]
+    for _, head, bucket in merge(*heads, key=itemgetter(0)):
+        yield head, bucket
+
+
+def tasks_in_turn(heads: Iterator[tuple[TaskRecord, Bucket]]) -> Iterator[TaskRecord]:
+    """The tasks of buckets, which come in the order of their heads, in order."""
+    coming = next(heads, None)
+    line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
+    while coming or line:
+        if coming and (not line or precedence(coming[0]) < line[0][0]):
+            rest = coming[1].near()
+            coming = next(heads, None)
+            record = next(rest, None)
+        else:
+            _, first, rest = heappop(line)
+            yield first
+            record = next(rest, None)
+        if record is not None:
+            heappush(line, (precedence(record), record, rest))

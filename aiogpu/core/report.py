@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.client_status import client_rows
 from aiogpu.core.device_report import device_rows, pid_of
 from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
 if TYPE_CHECKING:
+    from aiogpu.core.failures import FailureStatus
     from aiogpu.core.snapshot import NodeStatus
 
 _STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiting")
@@ -44,16 +46,21 @@ def _counts(status: NodeStatus) -> str:
 def report(status: NodeStatus) -> str:
     """Everything, in a table."""
     rows = [
-        *_resources(status),
+        *overview(status),
         *device_rows(status.devices),
+        *client_rows(status.clients),
         *_tasks(status),
+        *_leases(status),
         *_shapes(status),
         *_reservation(status),
+        *_actors(status),
+        *_failures(status),
     ]
     return "\n".join(rows)
 
 
-def _resources(status: NodeStatus) -> Iterator[str]:
+def overview(status: NodeStatus) -> Iterator[str]:
+    """How much is free of each resource, and how many workers and tasks there are."""
     rows = [
         (name, f"{written(name, free)} of {written(name, total)} free")
         for name, free, total in _worth_telling(status)
@@ -74,6 +81,22 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
         (
             *(str(task.id), task.name, task.state),
             pid_of(pids.get(task.worker or 0, 0)),
+            terms(task.request.items()),
+            task.reason or "",
+        )
+        for task in held[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(held) - SHOWN)
+
+
+def _leases(status: NodeStatus) -> Iterator[str]:
+    held = [task for task in status.tasks if task.is_lease and task.pid]
+    if held:
+        yield "leases"
+    rows = [
+        (
+            *(str(task.id), task.name, f"pid {task.pid}"),
             terms(task.request.items()),
             task.reason or "",
         )
@@ -104,3 +127,36 @@ def _reservation(status: NodeStatus) -> Iterator[str]:
     if kept is not None:
         when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
         yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+
+
+def _actors(status: NodeStatus) -> Iterator[str]:
+    if status.actors:
+        yield "actors"
+    rows = [
+        (
+            *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+            pid_of(actor.pid) if actor.worker is not None else "",
+            f"held by {actor.holders}",
+            f"{actor.calls} calls" if actor.calls else "",
+        )
+        for actor in status.actors[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(status.actors) - SHOWN)
+
+
+def _failures(status: NodeStatus) -> Iterator[str]:
+    if status.failures:
+        yield "failed"
+    rows = [
+        (f"{span(one.seconds)} ago", str(one.task), one.name, told_failure(one))
+        for one in status.failures[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(status.failures) - SHOWN)
+
+
+def told_failure(failure: FailureStatus) -> str:
+    """What has failed it, "ValueError: no such key"."""
+    said = f": {failure.message}" if failure.message else ""
+    return f"{failure.error}{said}"

@@ -19,7 +19,7 @@ from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Precedence, precedence
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import TaskRecord, lane_of
 from aiogpu.core.resources import UNIT, Request
 
 STANDS: Final = 0.05
@@ -63,7 +63,12 @@ class Reservation:
 
     def lets_pass(self, record: TaskRecord) -> bool:
         """Whether a task may take what is kept."""
-        if record is self.record or precedence(record) < self.turn:
+        if record.client != self.record.client:
+            # Whose turn it is among programs changes; what is kept is kept.
+            is_before = lane_of(record)[0] < self.turn[0][0]
+        else:
+            is_before = precedence(record) < self.turn
+        if is_before or record is self.record:
             return True
         kin = record.kin
         if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
@@ -113,7 +118,7 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
 
 
 def _holds(node: Node) -> Iterator[Hold]:
-    for worker in node.workers:
+    for worker in node.holders:
         if worker.lease is not None:
             yield _hold(node, worker.task, worker.lease)
 

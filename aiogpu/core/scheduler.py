@@ -12,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiogpu.core import device_news, events
+from aiogpu.core import client_news, device_news, events
 from aiogpu.core.alarms import ring
 from aiogpu.core.audit import check
-from aiogpu.core.closing import abandon_running, abandon_some, kill_all
-from aiogpu.core.departure import depart, settle_all
+from aiogpu.core.closing import close
+from aiogpu.core.departure import depart
 from aiogpu.core.dispatch import (
-    assign,
     hand_over,
     refill_spares,
     release,
     reside,
     start,
     take_turn,
+    welcome,
 )
 from aiogpu.core.effects import (
     NOTHING,
@@ -32,11 +32,11 @@ from aiogpu.core.effects import (
     Disown,
     Effect,
     Forget,
-    Retire,
     Settle,
 )
 from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
+from aiogpu.core.fairness import place_fairly
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
 from aiogpu.core.finish import Failure, end_specially
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
@@ -45,11 +45,11 @@ from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.placement import note_stuck, place
 from aiogpu.core.policy import Patience
+from aiogpu.core.ready import Line
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.specs import TaskSpec
 from aiogpu.core.stopping import (
     interrupt,
-    let_end,
     make_way,
     retire_clean,
     retire_idle,
@@ -59,6 +59,7 @@ from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import on_revoked, on_skipped, spoil
 
 _RUNNING: Final = TaskState.RUNNING
+_NEWS: Final = {**device_news.HANDLERS, **client_news.HANDLERS}
 
 
 class Scheduler(Node):
@@ -82,7 +83,7 @@ class Scheduler(Node):
             events.Outdated: self._on_outdated,
             events.TimePassed: self._on_time_passed,
             events.Closing: self._on_closing,
-            **dict.fromkeys(device_news.HANDLERS, self._on_device_news),
+            **dict.fromkeys(_NEWS, self._on_news),
         }
 
     def __repr__(self) -> str:
@@ -99,6 +100,8 @@ class Scheduler(Node):
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """Take in what happened; answer what is to be done, in order."""
+        if self.clients is not None:
+            self.clients.now = now
         return self._ways[type(event)](event, now)
 
     def _on_submitted(self, e: events.Submitted, now: float) -> Sequence[Effect]:
@@ -123,13 +126,17 @@ class Scheduler(Node):
                 return [Disown(task), Forget(task)]
             adopt(starter, record)
         self.tasks[task] = record
+        line: Line = spec.shape
+        if self.clients is not None:
+            self.clients.enter(record, now)
+            line = record.client, spec.shape
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
         if needs is not None:
             expect(self, record, needs)
             return NOTHING
         effects: list[Effect] = []
-        bucket = self.ready.by_shape.get(spec.shape)
+        bucket = self.ready.by_shape.get(line)
         # Where others of its shape wait, it must wait as well; where they do not,
         # nobody who waits could use what it takes.
         if bucket is None and (lease := self.take(record)):
@@ -167,8 +174,11 @@ class Scheduler(Node):
         if worker is None or record is None or record.id != task:
             return NOTHING
         effects: list[Effect] = []
-        spec = record.spec
-        state = record.state
+        spec, state = record.spec, record.state
+        line: Line = spec.shape
+        if self.clients is not None:
+            self.clients.now = now
+            line = record.client, spec.shape
         record.worker = worker.task = None
         if took:
             spec.pace.note(took)
@@ -185,14 +195,14 @@ class Scheduler(Node):
             effects.append(Settle(task))
         if spec.max_calls:
             worker.calls[spec.function] = worker.calls.get(spec.function, 0) + 1
-        self._go_on(worker, spec, now, effects)
+        self._go_on(worker, line, now, effects)
         if is_special:
             # It may wait again, and what it had started may have held something.
             self._place(now, effects)
         return effects
 
     def _go_on(
-        self, worker: WorkerRecord, spec: TaskSpec, now: float, effects: list[Effect]
+        self, worker: WorkerRecord, line: Line, now: float, effects: list[Effect]
     ) -> None:
         """Give a worker that has ended a task its next one, or let it rest."""
         if worker.queue:
@@ -201,7 +211,7 @@ class Scheduler(Node):
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
-            bucket = by_shape.get(spec.shape)
+            bucket = by_shape.get(line)
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
                 return
         release(self, worker, now, effects)
@@ -276,17 +286,9 @@ class Scheduler(Node):
         worker = self.workers.get(event.worker)
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
-        self.spares.note_start(True)
-        self.room.vain = 0
-        record, lease = worker.task, worker.lease
-        if record is not None and lease is not None:
-            record.starts_failed = 0
-            return [assign(self, record, worker, lease, now)]
-        if worker.is_stale:
-            let_end(self, worker, now)
-            return [Retire(worker.id)]
-        self.workers.put_idle(worker)
-        return self._place(now, [])
+        effects: list[Effect] = []
+        welcome(self, worker, now, effects)
+        return effects or self._place(now, effects)
 
     def _on_worker_gone(self, event: events.WorkerGone, now: float) -> Sequence[Effect]:
         worker = self.workers.get(event.worker)
@@ -296,9 +298,9 @@ class Scheduler(Node):
         depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
-    def _on_device_news(self, event: Event, now: float) -> Sequence[Effect]:
+    def _on_news(self, event: Event, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
-        device_news.HANDLERS[type(event)](self, event, now, effects)
+        _NEWS[type(event)](self, event, now, effects)
         return self._place(now, effects)
 
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
@@ -315,16 +317,8 @@ class Scheduler(Node):
         return self._place(now, effects)
 
     def _on_closing(self, event: events.Closing, now: float) -> Sequence[Effect]:
-        self.is_closing = True
-        self.most_idle = 0
-        self.reservation = None
-        settle_all(self)
         effects: list[Effect] = []
-        abandon_running(self, now, effects)
-        if event.at_once:
-            kill_all(self, effects)
-        abandon_some(self, now, effects)
-        retire_idle(self, now, effects)
+        close(self, event.at_once, now, effects)
         return effects
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
@@ -335,7 +329,8 @@ class Scheduler(Node):
             make_way(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                for record, lease in place(self, now, effects):
+                places = place if self.clients is None else place_fairly
+                for record, lease in places(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
             self.reservation = None

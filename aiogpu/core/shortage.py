@@ -207,6 +207,8 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
     """In one line what a waiting task waits for."""
     if node.solitude.bars(record):
         return "waits until another has run alone, for which memory ran out before"
+    if node.clients is not None and (limit := node.clients.why_barred(record)):
+        return f"waits for its program's own limit: it holds {limit}"
     if lacks := tell_lacks(node, record):
         return lacks
     if most := find_bound(node):

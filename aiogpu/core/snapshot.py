@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.client_status import NOBODY, ClientStatus, Program, clients_seen
+from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
+from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -29,6 +33,7 @@ LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
 
 
+NO_LEASES: Final[Mapping[WorkerId, WorkerRecord]] = {}
 _HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
 
 
@@ -46,6 +51,9 @@ class TaskStatus:
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None where it may.
         client: the program whose it is, 0 for the node's own.
+        is_lease: whether it is a lease, which processes hold that are no workers.
+        pid: process id of its worker or, of a lease, of the program that has asked for
+            it; 0 while it waits or its worker starts.
     """
 
     id: int
@@ -55,6 +63,8 @@ class TaskStatus:
     worker: int | None
     reason: str | None
     client: int = 0
+    is_lease: bool = False
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class ShapeStatus:
         seconds: for how long the oldest of them has waited.
         reason: why the first one waits.
         where: the conditions on their GPUs in words, "memory of 40GiB or more".
+        client: the program whose they are, 0 for the node's own.
     """
 
     request: Mapping[str, float]
@@ -80,6 +91,7 @@ class ShapeStatus:
     seconds: float
     reason: str
     where: str = ""
+    client: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +120,19 @@ class NodeStatus:
         available: what is free of each.
         devices: the devices, and who holds them.
         workers: the worker processes.
-        tasks: all that have a worker, by number; then the first 100 of those that
-            wait, in the order of their turn; fewer, where thousands between them
-            were cancelled.
+        tasks: all that have a worker, and leases that are held, by number; then the
+            first 100 of those that wait, in the order in which their turns come if
+            nothing else is submitted; fewer, where thousands between them were
+            cancelled.
         waiting_count: how many wait, listed or not.
         shapes: what they ask for, in the order of the first one's turn; at most 100.
         shape_count: how many shapes there are, listed or not.
         reservation: what is kept for a task that has waited long, None if nothing.
+        clients: the programs that share the node, by number; empty where it is one's
+            alone.
+        actors: all that have a process; then the first 100 of the others.
+        failures: the last 100 that have failed, the latest first; none are kept by a
+            node without processes.
     """
 
     total: Mapping[str, float]
@@ -126,6 +144,9 @@ class NodeStatus:
     shapes: tuple[ShapeStatus, ...]
     shape_count: int
     reservation: ReservationStatus | None
+    clients: tuple[ClientStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -156,6 +177,7 @@ class Queue:
     shapes: Iterable[ShapeStatus]
     shape_count: int
     reservation: ReservationStatus | None = None
+    clients: tuple[ClientStatus, ...] = ()
 
 
 def snapshot(
@@ -163,6 +185,7 @@ def snapshot(
     pids: Mapping[int, int],
     now: float,
     observed: Observations = NOTHING,
+    programs: Mapping[int, Program] = NOBODY,
 ) -> NodeStatus:
     """Picture a node.
 
@@ -171,9 +194,14 @@ def snapshot(
         pids: the process id of each live worker.
         now: the time.
         observed: what was last seen on its devices.
+        programs: who its clients are, by their numbers.
     """
-    queue = _queue_of(node, now)
-    return picture(node.ledger, node.workers, queue, pids, now, observed=observed)
+    queue = _queue_of(node, now, programs)
+    return picture(
+        *(node.ledger, node.workers, queue, pids, now),
+        granted=node.granted,
+        observed=observed,
+    )
 
 
 def picture(  # noqa: PLR0913 - all that a node is, at one moment
@@ -183,19 +211,21 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
     pids: Mapping[int, int],
     now: float,
     *,
+    granted: Mapping[WorkerId, WorkerRecord] = NO_LEASES,
     observed: Observations = NOTHING,
 ) -> NodeStatus:
-    """Picture what has a ledger, workers and a queue."""
+    """Picture what has a ledger, workers, leases and a queue."""
     workers = list(workers)
+    holders = [*workers, *granted.values()]
     numbers = _Numbers()
-    held = [(record, worker) for worker in workers for record in _tasks_of(worker)]
+    held = [(record, holder) for holder in holders for record in _tasks_of(holder)]
     held.sort(key=lambda pair: pair[0].id)
     tasks = [
-        _task(record, numbers, _why_not_running(record, worker, pids))
-        for record, worker in held
+        _task(record, numbers, _why_not_running(record, holder, pids), pids)
+        for record, holder in held
     ]
-    tasks += [_task(record, numbers, reason) for record, reason in queue.first]
-    holdings = Holdings(workers, pids, now, observed)
+    tasks += [_task(record, numbers, reason, pids) for record, reason in queue.first]
+    holdings = Holdings(holders, pids, now, observed)
     return NodeStatus(
         total=ledger.totals(),
         available=ledger.available(),
@@ -210,14 +240,15 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
         shapes=tuple(queue.shapes),
         shape_count=queue.shape_count,
         reservation=queue.reservation,
+        clients=queue.clients,
     )
 
 
-def _queue_of(node: Node, now: float) -> Queue:
+def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
     ready, reasons = node.ready, _Reasons(node)
-    held = sum(len(_tasks_of(worker)) for worker in node.workers)
+    held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
-        count=len(node.tasks) - held,
+        count=len(node.tasks) - len(held),
         first=[
             *((one, reasons.of(one)) for one in islice(ready.in_turn(), LISTED)),
             *((one, DELAYED) for one in islice(node.delayed.values(), LISTED)),
@@ -229,6 +260,7 @@ def _queue_of(node: Node, now: float) -> Queue:
         ],
         shape_count=len(ready.by_shape),
         reservation=describe(node, node.reservation, now),
+        clients=clients_seen(node.clients, held, programs),
     )
 
 
@@ -237,11 +269,11 @@ class _Reasons:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._known: dict[tuple[Request, Reservation | None], str] = {}
+        self._known: dict[tuple[int, Request, Reservation | None], str] = {}
 
     def of(self, record: TaskRecord) -> str:
         request = record.spec.shape.request
-        key = request, rival_of(self._node, record)
+        key = record.client, request, rival_of(self._node, record)
         reason = self._known.get(key)
         if reason is None:
             reason = self._known[key] = why_waiting(self._node, record)
@@ -270,6 +302,7 @@ def shape_status(
         seconds=seconds,
         reason=reason,
         where=str(shape.request.where or ""),
+        client=first.client,
     )
 
 
@@ -277,23 +310,33 @@ def _tasks_of(worker: WorkerRecord) -> list[TaskRecord]:
     return [worker.task, *worker.queue] if worker.task is not None else []
 
 
-def _task(record: TaskRecord, numbers: _Numbers, reason: str | None) -> TaskStatus:
+def _task(
+    record: TaskRecord,
+    numbers: _Numbers,
+    reason: str | None,
+    pids: Mapping[int, int],
+) -> TaskStatus:
     held = numbers[record.spec.shape.request]
-    lease = record.worker.lease if record.worker else None
+    worker, is_lease = record.worker, record.spec.is_lease
+    lease = worker.lease if worker else None
     if lease is not None and lease.is_lent and record.spec.is_endless:
         held = {name: amount for name, amount in held.items() if name != CPU}
     return TaskStatus(
         *(record.id, record.spec.name, record.state.value),
         held,
-        record.worker.id if record.worker else None,
+        worker.id if worker and not is_lease else None,
         reason,
         record.client,
+        is_lease,
+        pids.get(worker.id, 0) if worker else 0,
     )
 
 
 def _why_not_running(
     record: TaskRecord, worker: WorkerRecord, pids: Mapping[int, int]
 ) -> str | None:
+    if record.spec.is_lease and record.state is TaskState.STOPPING:
+        return "is given back; processes that it was for have not ended yet"
     if record.state is TaskState.STARTING:
         return "a worker is being forked for it"
     if record.state is TaskState.QUEUED:

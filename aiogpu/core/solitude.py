@@ -57,6 +57,8 @@ class Solitude:
         if self._current is not None or not self._waiting or not _is_quiet(node):
             return None
         record = self._waiting[0]
+        if node.clients is not None and node.clients.bars(record):
+            return None
         lease = node.ledger.take(record.spec.shape.request)
         if lease is None:
             return None

@@ -66,6 +66,8 @@ class TaskSpec:
         retries_oom: whether a task that has run out of device memory is tried once
             more, with a device of its own.
         pace: how long its tasks take; shared and kept up to date by all of them.
+        is_lease: whether it is a lease for others' processes and has no worker. It is
+            endless as well, and its `max_calls` is 1, so that it follows nobody.
         lane: of tasks that no other task has started.
     """
 
@@ -81,6 +83,7 @@ class TaskSpec:
     is_endless: bool = False
     retries_oom: bool = False
     pace: Pace = field(default_factory=Pace, repr=False)
+    is_lease: bool = False
     lane: Lane = field(init=False, repr=False, default=(0, 0))
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.effects import Effect, Forget, Interrupt, Kill, Retire
+from aiogpu.core.leasing import reclaim
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import (
@@ -44,6 +45,8 @@ def withdraw(node: Node, record: TaskRecord, now: float, effects: list[Effect]) 
         assert record.worker is not None, record
         move_task(record, TaskState.STOPPING)
         revoke(record.worker, effects)
+    elif record.state is not TaskState.STOPPING and record.spec.is_lease:
+        reclaim(record, effects)
     elif record.state is not TaskState.STOPPING:
         assert record.worker is not None, record
         move_task(record, TaskState.STOPPING)

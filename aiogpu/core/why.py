@@ -7,9 +7,11 @@ for each task that waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
+from typing import Final
 
+from aiogpu.core.client_status import NOBODY, Program, name_of
 from aiogpu.core.expecting import awaited_results
 from aiogpu.core.explain import explain
 from aiogpu.core.holding import Holdings
@@ -27,6 +29,9 @@ from aiogpu.core.shortage import (
 )
 from aiogpu.core.wording import SHOWN
 
+LOOKED_AT: Final = 100
+"""Tasks in the order of turns among which a task's rivals are looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Why:
@@ -42,10 +47,15 @@ class Why:
             arguments, and not there yet), "stopping" or "ended".
         seconds: since it was submitted; None where the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
-        position: its place among those that wait for the same, 1 for the first;
+        position: its place among those of its program that wait for the same, 1 for
+            the first;
             beyond some thousands, those that left before it may still count. None
             unless it waits.
-        of: how many wait for the same.
+        of: how many of its program wait for the same.
+        rivals: names of other programs whose tasks go before it, at most eight.
+        rival_count: how many such programs there are.
+        limit: what its program holds of what it may, if that is why it waits:
+            "2 of at most 2 GPU".
         reasons: for a waiting task, one for each resource that is short.
         reservation: what is kept for it, since it has waited long; or for another,
             where that is why it waits.
@@ -56,7 +66,8 @@ class Why:
         is_held_up: whether it waits so that another can run alone, for which memory
             ran out before.
         worker: id of its worker, None without one.
-        pid: process id of its worker, 0 without one or while it starts.
+        pid: process id of its worker or, of a lease, of the program that has asked for
+            it; 0 without one or while it starts.
         runs_for: seconds since its code began; None where that is not known.
         behind: names of the tasks that go before it on its worker, the one that
             runs first; at most eight.
@@ -67,6 +78,7 @@ class Why:
             ahead as it may be.
         outcome: how it has ended, in words: "it was cancelled"; None before.
         where: the conditions on its GPUs in words, while it waits for some.
+        is_lease: whether it is a lease, which processes hold that are no workers.
     """
 
     name: str
@@ -90,12 +102,22 @@ class Why:
     is_ahead: bool = False
     outcome: str | None = None
     where: str = ""
+    rivals: tuple[str, ...] = ()
+    rival_count: int = 0
+    limit: str = ""
+    is_lease: bool = False
 
     def __str__(self) -> str:
         return explain(self)
 
 
-def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> Why:
+def why(
+    node: Node,
+    record: TaskRecord,
+    pids: Mapping[int, int],
+    now: float,
+    programs: Mapping[int, Program] = NOBODY,
+) -> Why:
     """Say why a task that has not ended is where it is.
 
     Args:
@@ -103,6 +125,7 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
         record: the task.
         pids: process ids of the live workers.
         now: the moment for which it is said.
+        programs: who the clients of the node are, by their numbers.
     """
     if record.state is TaskState.DELAYED:
         return Why(
@@ -115,7 +138,10 @@ def why(node: Node, record: TaskRecord, pids: Mapping[int, int], now: float) -> 
     if record.state is TaskState.EXPECTING:
         return _expecting(node, record, now)
     if record.worker is None:
-        return _waiting(node, record, Holdings(node.workers, pids, now))
+        waiting = _waiting(node, record, Holdings(node.holders, pids, now))
+        return (
+            waiting if node.clients is None else _among(node, record, programs, waiting)
+        )
     return _on_worker(record, record.worker, Holdings((), pids, now))
 
 
@@ -133,7 +159,7 @@ def _expecting(node: Node, record: TaskRecord, now: float) -> Why:
 
 
 def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
-    bucket = node.ready.by_shape[record.spec.shape]
+    bucket = node.ready.bucket_of(record)
     reasons = tuple(find_shortages(node, record, holdings))
     bound = 0 if reasons else find_bound(node)
     # A device that is set aside comes back some time, though nobody knows when.
@@ -155,6 +181,24 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         reservation=describe(node, _concerning(node, record), holdings.now),
         is_held_endlessly=(is_endless and reserve(node, record, holdings.now) is None)
         or (bound > 0 and all(map(_is_endless, node.workers))),
+    )
+
+
+def _among(
+    node: Node, record: TaskRecord, programs: Mapping[int, Program], why: Why
+) -> Why:
+    """The same where programs share the node: which of them go before it."""
+    assert node.clients is not None, node
+    first = islice(node.ready.in_turn(), LOOKED_AT)
+    before = takewhile(lambda other: other is not record, first)
+    rivals = dict.fromkeys(
+        other.client for other in before if other.client != record.client
+    )
+    return replace(
+        why,
+        rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
+        rival_count=len(rivals),
+        limit=node.clients.why_barred(record),
     )
 
 
@@ -181,12 +225,13 @@ def _on_worker(record: TaskRecord, worker: WorkerRecord, holdings: Holdings) -> 
         state=record.state.value,
         seconds=holdings.now - record.since,
         request=record.spec.shape.request.as_numbers(),
-        worker=worker.id,
+        worker=None if record.spec.is_lease else worker.id,
         pid=holdings.pids.get(worker.id, 0),
         runs_for=holdings.seconds_of(worker) if is_begun else None,
         behind=_names(before),
         children=_names(waits_for),
         count=len(before) + len(waits_for),
+        is_lease=record.spec.is_lease,
     )
 
 

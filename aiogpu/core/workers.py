@@ -53,6 +53,11 @@ class Workers:
         self._records[record.id] = record
         return record
 
+    def stand_in(self) -> WorkerRecord:
+        """A record with an id of its own, which counts as no worker of the node."""
+        self._last_id += 1
+        return WorkerRecord(WorkerId(self._last_id), state=WorkerState.BUSY)
+
     def take_bound(self, binding: Binding) -> WorkerRecord | None:
         """Remove an idle worker with that binding, the most recently used one."""
         stack = self._by_binding.get(binding)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
     from aiogpu.worker.loans import Loans
     from aiogpu.worker.shares import Shares
@@ -28,6 +29,8 @@ class NodeOptions(NamedTuple):
         accelerator_type: declared for all devices of a logical node.
         gpu_memory: bytes declared for each of them.
         gpu_memory_enforce: whether a task is ended that outgrows what it reserved.
+        foreign: "avoid" to place on devices with processes that are none of the node's
+            only where nothing else fits, "wait" to wait until these have gone.
         mps: "auto" to use an MPS server where one runs.
         cpu_affinity: "auto" to pin workers to the CPUs near their GPUs.
         preload: modules that the zygote imports.
@@ -48,6 +51,7 @@ class NodeOptions(NamedTuple):
     accelerator_type: str | None = None
     gpu_memory: int | None = None
     gpu_memory_enforce: bool = False
+    foreign: str = "ignore"
     mps: str = "off"
     cpu_affinity: str = "auto"
     preload: Sequence[str] = ()
@@ -263,6 +267,14 @@ class Engine(Protocol):
         """
         ...
 
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; gives its id, with which `cancel` gives it up, or back.
+
+        Raises:
+            InfeasibleError: there will never be enough for it.
+        """
+        ...
+
     def demand(self, task: int, limit: int) -> None:
         """Let a task that is a stream yield so many items in all."""
         ...
@@ -285,6 +297,10 @@ class Engine(Protocol):
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits, or what it does; None if it is not known any more."""
+        ...
+
+    async def why_task(self, number: int) -> Why | None:
+        """The same by the number that `status` shows, whoever has started it."""
         ...
 
     async def close(self) -> None:

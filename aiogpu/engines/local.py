@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.engines.recording import Recording
     from aiogpu.observe.recorder import Span
+    from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.runtime.store import Store
     from aiogpu.wire.outgoing import Outgoing
 
@@ -76,6 +80,7 @@ class LocalEngine:
             )
             self._driver.guard.is_on = options.memory_guard
             self._supervisor.enforce_gpu_memory(options.gpu_memory_enforce)
+            await self._supervisor.mind_foreign(options.foreign)
             self._driver.actors.check = self._check_actor
         except BaseException:
             await self._supervisor.stop()
@@ -113,6 +118,10 @@ class LocalEngine:
 
             check_arguments(site, payload)
         return driver.submit(site, payload, receiver)
+
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.submit(site, b"", receiver)
 
     def _check_actor(self, site: Site, payload: bytes) -> None:
         from aiogpu.engines.admission import check_arguments, check_site
@@ -154,10 +163,21 @@ class LocalEngine:
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
+        from aiogpu.runtime.actor_listing import listed_actors
 
-        supervisor, now = self._supervisor, self._loop.time()
-        scheduler = self._open_driver.scheduler
-        return snapshot(scheduler, supervisor.pids, now, supervisor.observed)
+        supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
+        pids, telling = supervisor.pids, driver.telling
+        seen = snapshot(driver.scheduler, pids, now, supervisor.observed)
+
+        def place_of(actor: Actor) -> tuple[int, int] | None:
+            worker = actor.worker
+            return None if worker is None else (worker.id, pids.get(worker.id, 0))
+
+        return replace(
+            seen,
+            actors=listed_actors(driver.actors.all(), place_of, telling.client_of),
+            failures=telling.failures.at(time.monotonic()),
+        )
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
@@ -168,6 +188,10 @@ class LocalEngine:
         if record is None:
             return None
         return why(scheduler, record, self._supervisor.pids, self._loop.time())
+
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
 
     async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
         """Let other programs of this user join the node, which is open.

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.membership import Membership
+from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
+from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms
 from aiogpu.wire.joining import (
     AVAILABLE,
@@ -21,6 +23,7 @@ from aiogpu.wire.joining import (
     STATUS,
     TIMELINE,
     WHY,
+    WHY_TASK,
     Inquire,
 )
 from aiogpu.wire.messages import (
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.observe.recorder import Span
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
 
 DECLARED: Final = 512
@@ -56,6 +60,7 @@ class RemoteEngine(Membership):
         self, path: str, options: NodeOptions, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(path, options, loop)
+        self.leases = RemoteLeases(self)
         self._mark = object()
         self._declared = 0
         self._actors: RemoteActors | None = None
@@ -120,6 +125,10 @@ class RemoteEngine(Membership):
         terms = Terms.of(site).pack()
         self.send(Declare(site.id, site.spec.name, terms, site.function.payload))
 
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self.leases.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if task in self._receivers:
@@ -130,6 +139,8 @@ class RemoteEngine(Membership):
         if self._receivers.pop(task, None) is not None:
             self.shares.withdraw(task)
             self.send(Withdraw(0, task))
+        else:
+            self.leases.give_back(task)
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
@@ -157,6 +168,11 @@ class RemoteEngine(Membership):
 
         return [Span(*one) for one in await self._inquire(TIMELINE)]
 
+    async def why_task(self, number: int) -> Why | None:
+        """Why a task waits, whosever it is; see `Engine.why_task`."""
+        found: Why | None = await self._inquire(WHY_TASK, number)
+        return found
+
     async def _inquire(self, what: str, number: int = 0) -> Any:
         self.check_open()
         told = Told(self.loop.create_future())
@@ -180,3 +196,8 @@ class RemoteEngine(Membership):
         answer = self._line.ask_now(question(number), is_answer)
         assert isinstance(answer, ChildDone | ChildFailed), answer
         return answer
+
+    def _end(self, error: NodeError) -> None:
+        self._mark = object()
+        super()._end(error)
+        self.leases.end(error)

@@ -19,6 +19,7 @@ from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Created
+from aiogpu.wire.failure import LEFT
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import dump_whole
 
@@ -266,10 +267,12 @@ class Actors(Register):
     def _told_of(self, worker: int, actor: Actor, failed: Failed) -> Failed:
         """What is told of a call that has failed."""
         shortages, call = self._driver.shortages, actor.calls.get(failed.task)
-        if not (shortages and shortages.concerns(worker, failed)):
-            return failed
         name = f"{actor.name}.{call.method}" if call is not None else actor.name
-        return shortages.told(worker, name, failed)
+        if shortages and shortages.concerns(worker, failed):
+            failed = shortages.told(worker, name, failed)
+        if call is not None and call.receiver is not None and failed.kind != LEFT:
+            self._driver.telling.note_call(actor.id, name, failed)
+        return failed
 
     def _on_idle(self, actor: Actor) -> None:
         if actor.state is ActorState.PENDING:

@@ -149,6 +149,7 @@ class Call:
 
     Attributes:
         receiver: None once it has been told how the task ended.
+        client: the program that has submitted it.
         worker: id of the worker that it was sent to last.
         number: under which it was sent.
         answer: what that worker said.
@@ -159,6 +160,7 @@ class Call:
     site: Site
     payload: bytes
     receiver: Receiver | None
+    client: int = 0
     worker: int = 0
     number: int = 0
     answer: Done | Failed | None = None

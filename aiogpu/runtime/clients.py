@@ -22,6 +22,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, NodeError, ProtocolError
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
@@ -67,6 +68,7 @@ class Client(Caller):
         is_joined: whether it has said what its workers begin with.
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
+        leases: those that it has asked for and not given back, by its own numbers.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
 
@@ -78,6 +80,7 @@ class Client(Caller):
     is_slow: bool = False
     pidfd: int = -1
     departing: set[TaskId] = field(default_factory=set)
+    leases: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +218,7 @@ class Clients:
             self._depart(client)
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
-        else:
+        elif not hear_of_leases(client, message, self._driver, self.is_draining):
             self._nest.on_message(client, message)
 
     def _refuse(self, client: Client, message: Message) -> None:
@@ -272,7 +275,7 @@ class Clients:
     def _task_of(self, client: Client, number: int) -> int:
         """The task that a client means: its child's, or that of an actor."""
         if number > 0:
-            return client.children.get(number, 0)
+            return client.children.get(number) or client.leases.get(number, 0)
         actor = self._driver.actors.get(number)
         return 0 if actor is None else actor.id
 
@@ -295,6 +298,7 @@ class Clients:
 
     def _give_up(self, client: Client) -> None:
         """Stop what is a client's own."""
+        give_back_all(client, self._driver)
         for number in list(client.asked):
             self._nest.far.withdraw(client, number)
         client.fetched.clear()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from aiogpu.core.events import Event, Sick, Well
+from aiogpu.core.events import Event, Foreign, Sick, Well
 from aiogpu.core.observed import Observed
+from aiogpu.core.wording import listing
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import DeviceHealth
 from aiogpu.runtime.device_thread import DeviceThread
@@ -26,6 +28,8 @@ _log: Final = logging.getLogger(__name__)
 SILENT: Final = 15.0
 """Seconds after which a driver that was asked counts as one that hangs; as long as
 the devices of an ended worker are waited for."""
+IGNORE: Final = "ignore"
+AVOID: Final = "avoid"
 LISTENS: Final = 3
 """How often in that time it is looked whether one does."""
 
@@ -35,6 +39,9 @@ class DeviceMonitor:
 
     Attributes:
         guard: watches over reserved memory.
+        foreign: what follows from processes that are not ours: "ignore", "avoid" or
+            "wait"; see `mind_foreign`.
+        lessees: the programs that have a lease of a device, each with the holder's id.
         observed: what was seen on each device; empty until each was looked at once,
             and where there is none to look at.
     """
@@ -56,6 +63,10 @@ class DeviceMonitor:
                 them, each with the worker's id.
         """
         self.guard = guard
+        self.foreign = IGNORE
+        self._has_looked = loop.create_future()
+        self._occupied: dict[Key, str] = {}
+        self.lessees: Callable[[Key], Mapping[int, int]] = _nobody
         self.observed: dict[Key, Observed] = {}
         self._loop = loop
         self._thread = thread
@@ -109,7 +120,8 @@ class DeviceMonitor:
         when = self._loop.time() - (time.monotonic() - seen.when)
         roots = self._roots() if seen.origins else {}
         for key, sample in seen.samples.items():
-            found = self._owners.sort(key[0], sample, seen.origins, roots)
+            known = {**self.lessees(key), **roots}
+            found = self._owners.sort(key[0], sample, seen.origins, known)
             self.observed[key] = Observed(
                 seen=when,
                 used=sample.used,
@@ -119,6 +131,7 @@ class DeviceMonitor:
                 outgrown=self.guard.check(key, found.workers, self._feed),
                 unknown=found.unknown,
             )
+            self._note_others(key)
         for key, health in seen.health.items():
             self._health[key].note(seen.samples[key], health, seen.when)
             self._conclude(key)
@@ -127,6 +140,37 @@ class DeviceMonitor:
                 {pid for each in seen.samples.values() for pid in each.processes or ()}
             )
             self.guard.tidy()
+
+    async def mind_foreign(self, foreign: str) -> None:
+        """Place on devices with others' processes last ("avoid"), or not ("wait").
+
+        Returns when it is known on which these are: tasks may come at once.
+        """
+        self.foreign = foreign
+        if foreign != IGNORE and self._health and self._thread.is_alive:
+            await asyncio.wait([self._has_looked], timeout=SILENT)
+            for key in self.observed:
+                self._note_others(key)
+
+    def _note_others(self, key: Key) -> None:
+        """Tell of the processes on a device that are not ours, when they change."""
+        if not self._has_looked.done():
+            self._has_looked.set_result(None)
+        if self.foreign == IGNORE or self._feed is None:
+            return
+        # This program is one of those who share; it would wait for itself.
+        others = [
+            process
+            for process in self.observed[key].others or ()
+            if process.pid != os.getpid()
+        ]
+        told = ""
+        if others:
+            names = (f"{each.name} (pid {each.pid})".lstrip() for each in others)
+            told = f"others' processes are on it: {listing(names, len(others))}"
+        if told != self._occupied.get(key, ""):
+            self._occupied[key] = told
+            self._feed(Foreign(*key, told or None, self.foreign == AVOID))
 
     def _conclude(self, key: Key) -> None:
         """Tell of a device that is sick, or for another reason, or well."""
@@ -149,6 +193,10 @@ class DeviceMonitor:
         """Nobody looks any more: what was seen is no news."""
         self.close()
         self.observed.clear()
+
+
+def _nobody(_key: Key) -> Mapping[int, int]:
+    return {}
 
 
 def _ignore(_seen: Round) -> None:

@@ -39,6 +39,7 @@ from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_shortage import Shortages
+from aiogpu.runtime.leases import Leases
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.streams import Streams
@@ -80,6 +81,7 @@ class Driver:
         self.telling = Telling(self._calls, self.guard)
         self._last_task = self._last_number = 0
         self.on_end: Callable[[int, Done | Failed], None] | None = None
+        self.leases = Leases(loop, self._calls, assignment, clearance, self.feed)
         self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
@@ -98,13 +100,14 @@ class Driver:
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
+            **self.leases.ways,
             effects.Spawn: self._spawn,
             effects.Assign: self._assign,
             effects.Ahead: self._send_ahead,
             effects.Revoke: self._revoke,
             effects.Interrupt: self._interrupt,
-            effects.Retire: self._retire,
-            effects.Kill: self._kill,
+            effects.Retire: lambda effect: self._pool.retire(effect.worker),
+            effects.Kill: lambda effect: self._pool.kill(effect.worker),
             effects.Settle: self.telling.settle,
             effects.Expire: self.telling.expire,
             effects.Lose: self.telling.lose,
@@ -119,6 +122,7 @@ class Driver:
         self._clearance.on_begun = monitor.guard.begin
         self.telling.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
+        monitor.lessees = self.leases.roots_of
         monitor.begin(self.feed)
 
     def __repr__(self) -> str:
@@ -135,7 +139,7 @@ class Driver:
         """Start a task; gives its id, with which it can be cancelled."""
         self._last_task += 1
         task = TaskId(self._last_task)
-        self._calls[task] = Call(site, payload, receiver)
+        self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
         needs = None if supply is None else supply.tasks
@@ -201,6 +205,7 @@ class Driver:
         """
         self.guard.close()
         self.feed(Closing())
+        self.leases.close()
         # Of those alone that have a worker: a million may wait.
         graces = (
             record.spec.cancel_grace or 0.0
@@ -342,9 +347,3 @@ class Driver:
         if site.actor is not None and self.scheduler.is_closing:
             task = self.actors.call_off(effect.worker, effect.attempt) or task
         self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)
-
-    def _retire(self, effect: effects.Retire) -> None:
-        self._pool.retire(effect.worker)
-
-    def _kill(self, effect: effects.Kill) -> None:
-        self._pool.kill(effect.worker)

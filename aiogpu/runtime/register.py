@@ -46,6 +46,10 @@ class Register:
         """An actor to which somebody holds a handle."""
         return self._actors.get(actor)
 
+    def all(self) -> list[Actor]:
+        """All that live, or to which somebody holds a handle, each once."""
+        return [one for known_as, one in self._actors.items() if known_as == one.id]
+
     def held(self, actor: int, _name: str = "") -> Actor:
         """See `ActorsPort.held`."""
         if not self.hold(actor):

@@ -271,8 +271,9 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the live workers, by worker id."""
-        return self._parts.pool.pids if self._parts is not None else {}
+        """Process ids of the live workers, by worker id, and of holders of leases."""
+        held = self.driver.leases.pids if self.driver is not None else {}
+        return held | self._parts.pool.pids if self._parts is not None else {}
 
     @property
     def pool(self) -> Pool:
@@ -284,6 +285,11 @@ class Supervisor:
         """Whether to end who uses more device memory than it reserved."""
         if self._devices is not None:
             self._devices.monitor.guard.enforces = enforces
+
+    async def mind_foreign(self, foreign: str) -> None:
+        """What follows from others' processes on devices; see `NodeOptions`."""
+        if self._devices is not None:
+            await self._devices.monitor.mind_foreign(foreign)
 
     def _roots(self) -> dict[int, int]:
         """The processes whose descendants are a worker's, with the worker's id."""

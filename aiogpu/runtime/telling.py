@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
-from aiogpu.core.ids import WorkerId
+from aiogpu.core.failures import Failures
+from aiogpu.core.ids import OWN, TaskId, WorkerId
+from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.runtime.death import Death, describe_death
+from aiogpu.wire.failure import STOPPED
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
@@ -22,11 +26,13 @@ class Telling:
     Attributes:
         deaths: how workers have ended of which the core is being told.
         gpu_guard: knows whom it has ended for device memory; None until there is one.
+        failures: the last that have failed.
     """
 
     def __init__(self, calls: Table[Call], guard: MemoryGuard) -> None:
         self.deaths: dict[WorkerId, Death] = {}
         self.gpu_guard: GpuMemoryGuard | None = None
+        self.failures = Failures()
         self._calls = calls
         self._guard = guard
 
@@ -38,12 +44,18 @@ class Telling:
         assert receiver is not None, call
         if type(answer) is Done:
             receiver.receive(answer.payload)
-        elif type(answer) is Failed:
+            return
+        if type(answer) is Failed:
+            if answer.kind != STOPPED:
+                self.note(task, call, answer.type_name, answer.message)
             receiver.reject(answer)
 
     def expire(self, effect: effects.Expire) -> None:
         """Its time is up."""
-        self._calls[effect.task].tell_timeout()
+        call = self._calls[effect.task]
+        timeout = call.site.spec.timeout or 0.0
+        self.note(effect.task, call, TaskTimeoutError.__name__, f"{timeout:g} s")
+        call.tell_timeout()
 
     def abandon(self, effect: effects.Abandon) -> None:
         """The node closes."""
@@ -56,6 +68,7 @@ class Telling:
         error = self.cause_of(effect.task, name, effect.worker, death)
         if effect.note:
             error.add_note(effect.note)
+        self.note(effect.task, call, type(error).__name__, str(error))
         call.tell(error)
 
     def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
@@ -69,7 +82,9 @@ class Telling:
 
     def deadlock(self, effect: effects.Deadlock) -> None:
         """The wait for it could never end."""
-        self._calls.pop(effect.task).tell_deadlock(effect.reason)
+        call = self._calls.pop(effect.task)
+        self.note(effect.task, call, DeadlockError.__name__, effect.reason)
+        call.tell_deadlock(effect.reason)
 
     def disown(self, effect: effects.Disown) -> None:
         """Who has started it has ended."""
@@ -78,3 +93,20 @@ class Telling:
     def forget(self, effect: effects.Forget) -> None:
         """Nobody waits for it."""
         del self._calls[effect.task]
+
+    def note_call(self, actor: int, name: str, failed: Failed) -> None:
+        """Remember the failure of a call of an actor."""
+        client, now = self.client_of(actor), time.monotonic()
+        told = failed.type_name, failed.message
+        self.failures.note(now, actor, name, *told, client)
+
+    def client_of(self, task: int) -> int:
+        """The program whose a task is that has not ended, or an actor."""
+        call = self._calls.get(TaskId(task))
+        return OWN if call is None else call.client
+
+    def note(self, task: int, call: Call, error: str, message: str) -> None:
+        """Remember a failure that somebody is told of."""
+        if call.receiver is not None:
+            now, name = time.monotonic(), call.site.spec.name
+            self.failures.note(now, task, name, error, message, call.client)

@@ -53,6 +53,7 @@ class Terms(NamedTuple):
     retries_oom: bool = False
     acting: tuple[Any, ...] | None = None
     window: int = 0
+    is_lease: bool = False
 
     @classmethod
     def of(cls, site: Site) -> Terms:
@@ -79,6 +80,7 @@ class Terms(NamedTuple):
             retries_oom=spec.retries_oom,
             acting=None if site.actor is None else _acting(site.actor),
             window=site.window,
+            is_lease=spec.is_lease,
         )
 
     def pack(self) -> bytes:
@@ -124,6 +126,7 @@ class Terms(NamedTuple):
             is_detached=self.is_detached,
             is_endless=self.is_endless,
             retries_oom=self.retries_oom,
+            is_lease=self.is_lease,
         )
         return Site(
             id=new_site_id(),

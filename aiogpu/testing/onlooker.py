@@ -21,12 +21,14 @@ class Onlooker:
         scheduler: the scheduler under test.
         tasks: all tasks ever submitted, by name.
         workers: the workers that are not gone, by id.
+        leases: the holders of leases that were granted and not given back, by name.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.tasks: dict[str, PaperTask] = {}
         self.workers: dict[WorkerId, PaperWorker] = {}
+        self.leases: dict[str, WorkerId] = {}
         self._by_id: list[PaperTask] = []
 
     @property
@@ -58,7 +60,7 @@ class Onlooker:
     def unsettled(self) -> list[WorkerId]:
         """Workers that have gone and whose devices were not seen free yet."""
         settling = WorkerState.SETTLING
-        return [one.id for one in self.scheduler.workers if one.state is settling]
+        return [one.id for one in self.scheduler.holders if one.state is settling]
 
     def _in_state(self, state: TaskState) -> set[str]:
         return {r.spec.name for r in self.scheduler.tasks.values() if r.state is state}
@@ -100,17 +102,18 @@ class Onlooker:
     def check(self) -> None:
         """Assert that the scheduler's picture is sound, and agrees with this one."""
         self.scheduler.check()
-        known_workers = {worker.id for worker in self.scheduler.workers}
-        assert known_workers == {*self.workers, *self.unsettled}
+        held = set(self.leases.values())
+        known_workers = {holder.id for holder in self.scheduler.holders}
+        assert known_workers == {*self.workers, *held, *self.unsettled}
         states = (
             *(TaskState.QUEUED, TaskState.RUNNING, TaskState.BLOCKED),
             TaskState.STOPPING,
         )
         known = set().union(*map(self._in_state, states))
         seen = [t for w in self.workers.values() for t in (*w.sent, *w.void)]
-        names = {task.spec.name for task in seen}
+        names = {task.spec.name for task in seen} | self.leases.keys()
         assert known == names, (known, names)
-        assert len(seen) == len(names), "a task was sent to two workers"
+        assert len(seen) + len(held) == len(names), "a task was sent to two workers"
         for task in self._by_id:
             is_over = task.is_forgotten or task.news in ENDS
             assert is_over == (task.id not in self.scheduler.tasks), task

@@ -84,6 +84,10 @@ class Stage(Onlooker):
                 known = self.workers[worker]
                 assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
+            case effects.Granted():
+                self._grant(effect)
+            case effects.Reclaim(task, holder):
+                assert self.leases[self._by_id[task].spec.name] == holder, effect
             case effects.Retire(worker):
                 assert not self.workers[worker].sent, effect
                 self.retired.append(worker)
@@ -93,6 +97,12 @@ class Stage(Onlooker):
                 self._leave(self.workers[worker])
             case _:
                 self._tell(effect)
+
+    def _grant(self, granted: effects.Granted) -> None:
+        task, lease = self._by_id[granted.task], granted.lease
+        assert not self.scheduler.ledger.drains(lease), granted
+        task.gpus = dict(binding_of(task.spec, lease)[1]).get(GPU, ())
+        self.leases[task.spec.name] = granted.holder
 
     def _fork(self, worker: WorkerId, environment: Environment) -> None:
         self.workers[worker] = PaperWorker(worker, environment)
@@ -109,6 +119,7 @@ class Stage(Onlooker):
             task = self._by_id[effect.task]
             assert not task.is_forgotten, effect
             task.is_forgotten = True
+            self.leases.pop(task.spec.name, None)
             return
         owner = self._by_id[effect.task]  # type: ignore[union-attr]
         assert owner.news is None, (effect, owner)

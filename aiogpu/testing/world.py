@@ -13,8 +13,9 @@ from typing import Literal
 
 from aiogpu.core import events
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId
+from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.core.ledger import Ledger
+from aiogpu.core.limits import Limits
 from aiogpu.core.pace import Pace
 from aiogpu.core.policy import Patience
 from aiogpu.core.resources import (
@@ -106,9 +107,15 @@ class World(Stage):
         parent: str | None = None,
         is_detached: bool = False,
         is_endless: bool = False,
+        is_lease: bool = False,
         needs: Sequence[str] | None = None,
+        client: int = OWN,
     ) -> None:
-        """Submit a task by a new name; `InfeasibleError` if it could never run."""
+        """Submit a task by a new name; `InfeasibleError` if it could never run.
+
+        `LimitError` if its program has as many as it may; that of a child is its
+        parent's.
+        """
         assert name not in self.tasks, f"{name!r} was submitted before"
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
         devices = {GPU: device_quantity("num_gpus", num_gpus)}
@@ -123,16 +130,30 @@ class World(Stage):
         pace = self._paces.setdefault(function, Pace())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
-            *(cancel_grace, is_detached, is_endless, retries_oom, pace),
+            *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
+        starter = self.scheduler.tasks.get(self.tasks[parent].id) if parent else None
+        whose = starter.client if starter else ClientId(client)
+        if self.scheduler.clients is not None:
+            self.scheduler.clients.admit(whose, request)
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[name] = task
         self._by_id.append(task)
-        starter = self.tasks[parent].id if parent else None
+        by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
-        self._happen(events.Submitted(task.id, spec, starter, expected))
+        self._happen(events.Submitted(task.id, spec, by, expected, whose))
+
+    def join(
+        self, client: int, weight: float = 1.0, limits: Limits | None = None
+    ) -> None:
+        """A program joins the node, or has other terms from now on."""
+        self._happen(events.ClientJoined(ClientId(client), weight, limits or Limits()))
+
+    def leave(self, client: int) -> None:
+        """A program submits nothing any more."""
+        self._happen(events.ClientLeft(ClientId(client)))
 
     def supply(self, name: str) -> None:
         """All arguments of a task are there that were not."""
@@ -212,6 +233,32 @@ class World(Stage):
         worker.drop_queue()
         self._happen(events.WorkerSpoilt(worker.id))
 
+    def lease(
+        self,
+        name: str,
+        *,
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        gpu_memory: int | str = 0,
+        priority: int = 0,
+    ) -> None:
+        """Ask for a lease by a new name, as `submit` does for a task."""
+        self.submit(
+            name,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            gpu_memory=gpu_memory,
+            priority=priority,
+            max_calls=1,
+            max_retries=0,
+            is_endless=True,
+            is_lease=True,
+        )
+
+    def give_back(self, name: str, *, settles: bool = False) -> None:
+        """All that a lease was granted for has ended."""
+        self._happen(events.LeaseReturned(self.leases[name], settles))
+
     def tell(self, event: events.Event) -> None:
         """Something else happens."""
         self._happen(event)
@@ -248,6 +295,11 @@ class World(Stage):
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:
                 self.finish(running[0].spec.name)
+            if self.leases:
+                name = next(iter(self.leases))
+                self.cancel(name)
+                self.give_back(name)
+                continue
             if (moment := self.scheduler.deadline()) is None:
                 return
             self._wake(moment)

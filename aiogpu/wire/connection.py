@@ -42,6 +42,7 @@ from aiogpu.wire.joining import (
     Inquire,
     Join,
     Refused,
+    TakeLease,
     Welcome,
 )
 from aiogpu.wire.messages import (
@@ -106,7 +107,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ),
     CLIENT: frozenset(
         {
-            *(Join, Depart, Inquire, Declare, Submit, Withdraw, ChildDemand),
+            *(Join, Depart, Inquire, Declare, Submit, TakeLease, Withdraw, ChildDemand),
             *(Make, Find, Ask, Hold, Release, Carry, Stop),
             *(Returned, Put, PutFailed, Share, Fetch, Discard),
         }

@@ -89,6 +89,16 @@ class Carried(NamedTuple):
     actors: tuple[int, ...]
 
 
+class TakeLease(NamedTuple):
+    """Client to node: I want a lease of what this site, which I declared, asks for.
+
+    `ChildDone` grants it, with a `leasing.Grant`; `Withdraw` gives it up, or back.
+    """
+
+    child: int
+    site: int
+
+
 class Depart(NamedTuple):
     """Client to node: stop all that is mine, and tell me when it has stopped."""
 
@@ -97,5 +107,5 @@ class Departed(NamedTuple):
     """Node to client: nothing of yours is left."""
 
 
-Joining = Join | Welcome | Inquire | Carried | Depart | Departed
+Joining = Join | Welcome | Inquire | Carried | TakeLease | Depart | Departed
 """Everything that concerns clients, but for `Refused`."""

@@ -21,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "accelerator_type": None,
     "gpu_memory": None,
     "gpu_memory_enforce": False,
+    "foreign": "ignore",
     "mps": "off",
     "cpu_affinity": "auto",
     "preload": "auto",

@@ -32,6 +32,9 @@ def test_a_short_life_shows_every_effect():
     w.submit("disowned", parent="parent")
     w.finish("parent")
     w.finish("disowned")
+    w.lease("reclaimed", num_gpus=1)
+    w.cancel("reclaimed")
+    w.give_back("reclaimed")
     w.took = 1e-5
     for number in range(8):
         w.submit(f"abandoned {number}")

@@ -1,6 +1,10 @@
 """A node's status as people read it."""
 
+from dataclasses import replace
+
+from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.failures import FailureStatus
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import UNIT
 from aiogpu.core.scheduler import Scheduler
@@ -111,4 +115,25 @@ def test_a_device_is_told_with_its_name_and_its_memory():
         "GPU 0      1 free  NVIDIA A100-SXM4-80GB  80 GiB",
         "GPU MIG-2  1 free                         512 MiB",
         "GPU 2      1 free  T4",
+    ]
+
+
+def test_actors_and_failures_come_last():
+    status = snapshot(World(cpus=2).scheduler, {}, 0.0)
+    actors = (
+        ActorStatus(4, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
+        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False),
+    )
+    failures = (
+        FailureStatus(5, "train", "ValueError", "no such key", 1.0),
+        FailureStatus(6, "load", "MemoryError", "", 70.0),
+    )
+    shown = replace(status, actors=actors, failures=failures)
+    assert str(shown).splitlines()[4:] == [
+        "actors",
+        "  4  serve  Model  alive    pid 101  held by 2  3 calls",
+        "  9         Cache  pending           held by 1",
+        "failed",
+        "  1.0 s ago  5  train  ValueError: no such key",
+        "  70 s ago   6  load   MemoryError",
     ]

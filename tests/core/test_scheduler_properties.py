@@ -5,6 +5,9 @@ the rules only choose what happens. At the end all that runs is let end, and the
 nothing may be left: no lease, no record, no alarm.
 """
 
+from collections import Counter
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,14 +23,16 @@ from aiogpu.core import events
 from aiogpu.core.devices import Device
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.limits import Limits
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
-from aiogpu.core.records import TaskRecord
+from aiogpu.core.records import TaskRecord, lane_of
 from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.core.room import BOUNDLESS
 from aiogpu.core.sizes import parse_size
+from aiogpu.core.stake import LONGEST
 from aiogpu.core.where import Where
-from aiogpu.errors import InfeasibleError
+from aiogpu.errors import InfeasibleError, LimitError
 from aiogpu.testing import World
 
 GIB = 1 << 30
@@ -62,6 +67,7 @@ OPTIONS = st.fixed_dictionaries(
         "timeout": st.sampled_from([0, 0.5, 3.0, 60.0]),
         "is_detached": st.booleans(),
         "is_endless": st.booleans(),
+        "client": st.integers(0, 3),
     },
 )
 PATIENCE = st.builds(
@@ -76,6 +82,12 @@ PATIENCE = st.builds(
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
 )
+LIMITS = [
+    Limits(),
+    Limits(),
+    Limits(max_waiting=6, max_amount={"GPU": 1}, max_share={"CPU": 0.5}),
+    Limits(max_share={"gpu_memory": 0.5}),
+]
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
 
@@ -84,6 +96,7 @@ class Judge(World):
 
     def __init__(self, **options) -> None:
         self._waited: set[str] = set()
+        self._since: dict[int, float] = {}
         self._kept = False
         super().__init__(**options)
 
@@ -111,24 +124,88 @@ class Judge(World):
             for record in begun:
                 if self.has_room:
                     self._check_turn(record, still)
+            self._check_shares(begun, still)
         self._kept = is_kept
         self._waited = self.waiting
+        self._since = {one.id: one.since for one in scheduler.clients or ()}
 
     @property
     def has_room(self) -> bool:
         """Whether nobody has to wait for a worker."""
         return len(self.scheduler.workers) < self.scheduler.room.now
 
+    def _may_hold(self, record: TaskRecord) -> bool:
+        """Whether its program's limits let it run."""
+        clients = self.scheduler.clients
+        return clients is None or not clients.bars(record)
+
+    def _check_shares(self, begun: list[TaskRecord], still: list[TaskRecord]) -> None:
+        """Nobody went past a program that would have held no more than it did."""
+        clients, ledger = self.scheduler.clients, self.scheduler.ledger
+        if clients is None or not self.has_room:
+            return
+        for id_ in {record.client for record in begun}:
+            mine = [record for record in begun if record.client == id_]
+            if self._since.get(id_, 0.0) <= self.now - LONGEST:
+                continue
+            parts: Counter[str] = Counter()
+            for record in mine:
+                parts.update(dict(clients.amounts_of(record.spec.shape.request)))
+            for record in mine:
+                had = share(clients, id_, record, parts)
+                passed = [
+                    other
+                    for other in still
+                    if other.client != id_
+                    and lane_of(other)[0] == lane_of(record)[0]
+                    and self._may_hold(other)
+                    and share_then(clients, other) <= had
+                ]
+                if passed:
+                    lease = record.worker.lease
+                    stake, lease.stake = lease.stake, None
+                    ledger.give_back(lease)
+                    for other in passed:
+                        request = other.spec.shape.request
+                        assert ledger.take(request) is None, (record, other)
+                    take_again(ledger, lease)
+                    lease.stake = stake
+
     def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
         """Nobody who comes first could have had what this one got."""
         turn = precedence(record)
-        passed = [other for other in still if precedence(other) < turn]
+        passed = [
+            other
+            for other in still
+            if self._may_hold(other)
+            and (
+                precedence(other) < turn
+                if other.client == record.client or self.scheduler.clients is None
+                else lane_of(other)[0] < turn[0][0]
+            )
+        ]
         if passed:
             ledger, lease = self.scheduler.ledger, record.worker.lease
+            stake, lease.stake = lease.stake, None
             ledger.give_back(lease)
             for other in passed:
                 assert ledger.take(other.spec.shape.request) is None, (record, other)
             take_again(ledger, lease)
+            lease.stake = stake
+
+
+def share(clients, id_, record, less) -> float:
+    """What a program held, by weight, of what a task asks for, before it had `less`."""
+    client = clients.of(id_)
+    amounts = clients.portion_of(record.spec.shape.request).amounts
+    held = [(client.held.get(n, 0) - less[n]) * one for n, _, one in amounts]
+    return max(held, default=0.0) / client.weight
+
+
+def share_then(clients, record) -> float:
+    """What the program of a waiting task would hold, by weight, if it got it."""
+    client = clients.of(record.client)
+    return clients.share_of(client, record.spec.shape.request)[1]
 
 
 def take_again(ledger: Ledger, lease: Lease) -> None:
@@ -161,10 +238,9 @@ class NodeMachine(RuleBasedStateMachine):
         revokes=st.booleans(),
         patience=PATIENCE,
         most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
+        programs=st.lists(st.sampled_from([1.0, 0.5, 3.0]), max_size=2),
     )
-    def begin(
-        self, starts: bool, exits: bool, revokes: bool, patience: Patience, most: int
-    ) -> None:
+    def begin(self, starts, exits, revokes, patience, most, programs) -> None:
         self.before = set()
         self.w = Judge(
             cpus=4,
@@ -176,6 +252,16 @@ class NodeMachine(RuleBasedStateMachine):
             revokes=revokes,
         )
         self.w.scheduler.room.bound(most)
+        for number, weight in enumerate(programs, start=1):
+            self.w.join(number, weight, LIMITS[number])
+
+    @rule(client=st.integers(1, 3), weight=st.sampled_from([1.0, 2.0]))
+    def join(self, client, weight):
+        self.w.join(client, weight, LIMITS[client])
+
+    @rule(client=st.integers(0, 3))
+    def leave(self, client):
+        self.w.leave(client)
 
     @rule(options=OPTIONS, data=st.data())
     def submit(self, options, data):
@@ -184,7 +270,11 @@ class NodeMachine(RuleBasedStateMachine):
         name = f"t{len(self.w.tasks)}"
         try:
             self.w.submit(name, parent=parent, **options)
-        except InfeasibleError:
+        except LimitError:
+            assert self.w.scheduler.clients.of(2).unfinished == 6
+        except InfeasibleError as error:
+            if "its node lets this program" in str(error):
+                return
             asked, memory = options.get("num_gpus", 0), options.get("gpu_memory")
             is_void = memory == "share" and not asked
             wanted = max(asked, 1 if memory or "accelerator_type" in options else 0)
@@ -200,7 +290,8 @@ class NodeMachine(RuleBasedStateMachine):
         if options.get("gpu_memory") == "share":
             del options["gpu_memory"]
         name = f"t{len(self.w.tasks)}"
-        self.w.submit(name, parent=parent, needs=needs, **options)
+        with suppress(LimitError):
+            self.w.submit(name, parent=parent, needs=needs, **options)
 
     @precondition(lambda self: self.w.scheduler.expecting)
     @rule(data=st.data())
@@ -222,10 +313,16 @@ class NodeMachine(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(forked))
         self.w.tell(events.WorkerGone(worker, is_crowded=True))
 
-    @rule(count=st.integers(2, 12), priority=st.integers(-1, 1))
-    def submit_many(self, count, priority):
-        for _ in range(count):
-            self.w.submit(f"t{len(self.w.tasks)}", function=1, priority=priority)
+    @rule(
+        count=st.integers(2, 12),
+        priority=st.integers(-1, 1),
+        client=st.integers(0, 3),
+    )
+    def submit_many(self, count, priority, client):
+        options = {"function": 1, "priority": priority, "client": client}
+        with suppress(LimitError):
+            for _ in range(count):
+                self.w.submit(f"t{len(self.w.tasks)}", **options)
 
     @precondition(lambda self: self.w.running)
     @rule(
@@ -238,6 +335,29 @@ class NodeMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
         self.w.took = took
         self.w.finish(name, retry=retry, ran_out=ran_out)
+
+    @rule(
+        asked=st.fixed_dictionaries(
+            {"num_cpus": st.sampled_from([0, 1]), "num_gpus": GPUS},
+            optional={
+                "gpu_memory": st.sampled_from(["1GiB", "50GiB"]),
+                "priority": st.integers(-1, 1),
+            },
+        )
+    )
+    def ask_for_a_lease(self, asked):
+        name = f"t{len(self.w.tasks)}"
+        try:
+            self.w.lease(name, **asked)
+        except InfeasibleError:
+            assert max(asked["num_gpus"], 1) > could_serve(asked), asked
+
+    @precondition(lambda self: self.w.leases)
+    @rule(data=st.data(), settles=st.booleans())
+    def give_a_lease_back(self, data, settles):
+        name = data.draw(st.sampled_from(sorted(self.w.leases)))
+        self.w.cancel(name)
+        self.w.give_back(name, settles=settles)
 
     @precondition(lambda self: self.w.running)
     @rule(took=st.sampled_from([1e-6, 3e-4]), count=st.integers(2, 30))
@@ -329,6 +449,14 @@ class NodeMachine(RuleBasedStateMachine):
     def get_well(self, index):
         self.w.tell(events.Well(GPU, index))
 
+    @rule(
+        index=st.integers(0, len(TYPES) - 1),
+        reason=st.sampled_from([None, "python"]),
+        is_avoided=st.booleans(),
+    )
+    def others_come_and_go(self, index, reason, is_avoided):
+        self.w.tell(events.Foreign(GPU, index, reason, is_avoided))
+
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
         self.w.settles = settles
@@ -367,6 +495,8 @@ class NodeMachine(RuleBasedStateMachine):
         if self.w.scheduler.solitude.is_wanted or not self.w.has_room:
             return
         for record in list(self.w.scheduler.ready):
+            if not self.w._may_hold(record):
+                continue
             lease = ledger.take(record.spec.shape.request)
             if lease is not None:
                 ledger.give_back(lease)
@@ -385,7 +515,10 @@ class NodeMachine(RuleBasedStateMachine):
             return
         assert room.leaving <= {w.id for w in self.w.workers.values() if w.is_ending}
         if scheduler.reservation is None and scheduler.ready.by_shape:
-            first = min(scheduler.ready, key=precedence)
+            line = sorted(scheduler.ready, key=precedence)
+            first = next(filter(self.w._may_hold, line), None)
+            if first is None:
+                return
             lease = scheduler.ledger.take(first.spec.shape.request)
             if lease is not None:
                 scheduler.ledger.give_back(lease)
@@ -463,7 +596,8 @@ class NodeMachine(RuleBasedStateMachine):
                 record = self.w.scheduler.workers.get(worker.id)
                 assert record.lease is not None, record
         for worker in self.w.unsettled:
-            assert self.w.scheduler.workers.get(worker).lease is not None
+            holders = {holder.id: holder for holder in self.w.scheduler.holders}
+            assert holders[worker].lease is not None
 
     @invariant()
     def nobody_is_placed_on_what_was_set_aside(self):
@@ -487,6 +621,9 @@ class NodeMachine(RuleBasedStateMachine):
         for index in range(len(TYPES)):
             w.tell(events.Recovered(GPU, index))
             w.tell(events.Well(GPU, index))
+            w.tell(events.Foreign(GPU, index, None))
+        for client in [*(scheduler.clients or ())]:
+            w.join(client.id)
         w.run_dry()
         w.check()
         assert scheduler.ledger.available() == scheduler.ledger.totals()

@@ -215,6 +215,7 @@ def test_a_task_names_the_children_that_it_waits_for():
     assert status.tasks[0] == TaskStatus(
         *(0, "parent", "blocked", {"CPU": 1.0}, 1),
         f"waits for its children: {', '.join(children[:8])}, and 2 more",
+        pid=status.workers[0].pid,
     )
     assert status.tasks[1].name == "child0"
 

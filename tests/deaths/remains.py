@@ -31,11 +31,11 @@ def gone_within(seconds: float, place: str) -> None:
     while (left := living(place)) or os.listdir(place):
         assert time.monotonic() < ends, (left, os.listdir(place))
         if left:
-            _wait_for_the_end(int(left[0].split()[0]))
+            wait_for_an_end(int(left[0].split()[0]))
 
 
-def _wait_for_the_end(pid: int) -> None:
-    """A while at most, and without a turn of those who are about to end."""
+def wait_for_an_end(pid: int) -> None:
+    """Wait a while at most, and take no turn from those who are about to end."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

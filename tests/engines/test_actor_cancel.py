@@ -249,6 +249,8 @@ async def test_a_flood_of_cancels(kind: Any, gate: Gate) -> None:
                 call.cancel()
                 if not number % 10:
                     await asyncio.sleep(0)
+        # A node of another process hears of them a turn of the loop later.
+        await aiogpu.status()
         if busy is not None:
             gate.release("busy")
             await busy
@@ -276,6 +278,8 @@ async def test_cancelling_at_the_moment_of_completion(kind: Any) -> None:
         assert int in outcomes
         assert await actor.add.remote()
         inside = actor._link._actor
+        if not hasattr(inside, "calls"):
+            return  # it lives in another process
         assert not inside.calls
         assert inside._unwanted == 0
         assert not any(len(mailbox) for mailbox in inside.mailboxes.values())

@@ -326,6 +326,8 @@ async def test_higher_priority_goes_first(address: str, gate: Gate) -> None:
             tasks.gated.options(priority=p).remote(gate.path, f"p{p}")
             for p in (0, 5, -1)
         ]
+        # A node of another process hears of them a turn of the loop later.
+        assert (await aiogpu.status()).waiting_count == 3
         order = []
         gate.release("blocker")
         for name in ("p5", "p0", "p-1"):

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.box import box
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVERS = {"08_serve"}
 """They print nothing of their own, and have a test of their own."""
+JOINING = "12_service"
+"""It joins a node that is there."""
 PROGRAMS = sorted(
     path for path in EXAMPLES.glob("[0-9]*.py") if path.stem not in SERVERS
 )
@@ -27,11 +31,14 @@ def plain_environment() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_prints_what_is_expected(program: Path) -> None:
+ALONE = [path for path in PROGRAMS if path.stem != JOINING]
+
+
+def printed(program: Path, variables: dict[str, str]) -> str:
+    """What it prints, process ids as N; it ends well and complains of nothing."""
     ran = subprocess.run(
         [sys.executable, str(program)],
-        env=plain_environment(),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=60,
@@ -39,8 +46,26 @@ def test_prints_what_is_expected(program: Path) -> None:
     )
     assert ran.stderr == ""
     assert ran.returncode == 0
-    expected = EXAMPLES / "expected" / f"{program.stem[:2]}.txt"
-    assert re.sub(r"\bpid([= ])\d+", r"pid\1N", ran.stdout) == expected.read_text()
+    return re.sub(r"\bpid([= ])\d+", r"pid\1N", ran.stdout)
+
+
+def expected(program: Path) -> str:
+    return (EXAMPLES / "expected" / f"{program.stem[:2]}.txt").read_text()
+
+
+@pytest.mark.parametrize("program", ALONE, ids=lambda path: path.stem)
+def test_prints_what_is_expected(program: Path) -> None:
+    assert printed(program, plain_environment()) == expected(program)
+
+
+def test_one_that_joins_finds_what_the_last_one_left() -> None:
+    program = EXAMPLES / f"{JOINING}.py"
+    with box() as here:
+        here.run("start", "--head", "--num-gpus=1")
+        first = printed(program, here.variables)
+        again = printed(program, here.variables)
+    assert first == expected(program)
+    assert again == first.replace("so far: 3", "so far: 6")
 
 
 def test_every_example_is_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,7 +12,15 @@ import pytest
 from aiogpu.accelerators.health import Health
 from aiogpu.accelerators.sample import Sample
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.events import Event, Outgrown, Sick, Submitted, Well, WorkerStarted
+from aiogpu.core.events import (
+    Event,
+    Foreign,
+    Outgrown,
+    Sick,
+    Submitted,
+    Well,
+    WorkerStarted,
+)
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.observed import OtherProcess
@@ -286,4 +295,28 @@ async def test_devices_with_reserved_memory_are_looked_at_more_often() -> None:
     story.sees({102: GIB})
     assert story.thread.watched[1:] == [set()]
     assert "of 0 devices" in repr(story.guard)
+    story.monitor.close()
+
+
+@pytest.mark.parametrize("foreign", ["avoid", "wait"])
+async def test_others_processes_are_told_of_when_they_change(foreign: str) -> None:
+    story = Story()
+    story.begin()
+    story.sees({XORG: GIB})
+    story.monitor.foreign = foreign
+    story.sees({XORG: GIB})
+    story.sees({XORG: 2 * GIB})
+    told = "others' processes are on it: X (pid 7)"
+    assert story.told == [Foreign(*ZERO, told, foreign == "avoid")]
+    story.sees({os.getpid(): GIB})
+    assert story.told[1:] == [Foreign(*ZERO, None, foreign == "avoid")]
+    story.monitor.close()
+
+
+async def test_others_processes_are_nobodys_business_unless_asked_for() -> None:
+    story = Story()
+    story.begin()
+    story.sees({XORG: GIB})
+    await story.monitor.mind_foreign("ignore")
+    assert story.told == []
     story.monitor.close()

@@ -26,6 +26,7 @@ from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.store import Store
 from aiogpu.wire.outgoing import Outgoing
@@ -111,6 +112,10 @@ class InlineEngine:
         """Let a task wait for its turn; see `Engine.submit`."""
         return self._open_runner.submit(site, payload, receiver)
 
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        return self._node.leases.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if self._runner is not None:
@@ -153,6 +158,10 @@ class InlineEngine:
         """Why a task waits; see `Engine.why`."""
         node = self._asked("handle.why()")
         return why_inline(node, task, node.clock())
+
+    async def why_task(self, number: int) -> Why | None:
+        """The same; see `Engine.why_task`."""
+        return await self.why(number)
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

@@ -17,6 +17,7 @@ from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.inline.beside import Beside
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import Job
+from aiogpu.engines.inline.leases import InlineLeases
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.turns import Turns
 from aiogpu.errors import AiogpuError, NodeClosedError
@@ -47,6 +48,7 @@ class InlineNode:
         actors: set by who makes it.
         is_closing: whether nothing more is taken.
         beside: the generators that have begun.
+        leases: what is held by no task.
         reservation: nothing is kept for anybody.
     """
 
@@ -62,6 +64,7 @@ class InlineNode:
     actors: Residents = field(init=False)
     is_closing: bool = False
     beside: Beside = field(init=False)
+    leases: InlineLeases = field(init=False)
     reservation: None = None
     _last_task: int = 0
     # Left on sites that were found feasible.
@@ -69,6 +72,7 @@ class InlineNode:
 
     def __post_init__(self) -> None:
         self.beside = Beside(self.turns)
+        self.leases = InlineLeases(self)
 
     def __repr__(self) -> str:
         return f"<InlineNode {len(self.jobs)} jobs, {self.turns!r}>"
@@ -141,6 +145,8 @@ class InlineNode:
         """Stop a task or a call; its receiver is told nothing any more."""
         if task >= FIRST_CALL:
             self.actors.cancel_call(task)
+            return
+        if self.leases.give_back(task):
             return
         job = self.jobs.get(TaskId(task))
         if job is not None:
@@ -226,6 +232,8 @@ class InlineNode:
         """
         if self.actors.are_there and runner is self.actors.runner:
             return None
+        if self.leases.granted:
+            return None  # the program may give them back
         if self.beside.jobs:
             return None  # a generator may end, if its items are taken
         awaited = [job for job in waiting if job.waiters]
@@ -254,6 +262,7 @@ class InlineNode:
         """Take nothing more, and stop all that there is."""
         self.is_closing = True
         self.actors.close_down()
+        self.leases.close_down()
         for job in list(self.jobs.values()):
             job.call.tell_closed()
             job.runner.stop(job)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 
 from aiogpu.core.holding import Holdings
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.ids import OWN, TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.shortage import find_shortages, tell_lacks
@@ -22,6 +23,8 @@ from aiogpu.core.snapshot import (
 from aiogpu.core.why import Why
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.node import InlineNode
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_listing import listed_actors
 
 
 def picture_inline(node: InlineNode, now: float) -> NodeStatus:
@@ -29,21 +32,33 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
 
     One worker is there also when nothing runs.
     """
-    turns = node.turns
+    turns, leases = node.turns, node.leases
     workers = node.workers or [WorkerRecord(WorkerId(1), state=WorkerState.IDLE)]
     queue = Queue(
-        count=sum(len(jobs) for jobs in turns.by_shape.values()),
+        count=sum(len(jobs) for jobs in turns.by_shape.values()) + len(leases.waiting),
         first=[
-            (job.record, _reason(node, job, before))
-            for before, job in enumerate(islice(turns, LISTED))
+            *(
+                (job.record, _reason(node, job, before))
+                for before, job in enumerate(islice(turns, LISTED))
+            ),
+            *((record, tell_lacks(node, record)) for record in leases.waiting),
         ],
         shapes=[
             _shape(jobs, node, now) for jobs in islice(turns.by_shape.values(), LISTED)
         ],
         shape_count=len(turns.by_shape),
     )
-    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
-    return picture(node.ledger, workers, queue, pids, now)
+    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
+    seen = picture(node.ledger, workers, queue, pids, now, granted=leases.granted)
+
+    def place_of(actor: Actor) -> tuple[int, int] | None:
+        life = node.actors.life(actor.id)
+        if life is None or actor.worker is None:
+            return None
+        return life.worker_id, os.getpid()
+
+    actors = listed_actors(node.actors.all(), place_of, lambda _: OWN)
+    return replace(seen, actors=actors)
 
 
 def _reason(node: InlineNode, job: Job, before: int) -> str:
@@ -64,6 +79,9 @@ def _shape(jobs: Mapping[TaskId, Job], node: InlineNode, now: float) -> ShapeSta
 
 def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     """Say what a task waits for, or that it runs; None if it has ended."""
+    leased = node.leases.why(TaskId(task), _holdings(node, now))
+    if leased is not None:
+        return leased
     turns, job = node.turns, node.jobs.get(TaskId(task))
     actor = node.actors.life(task)
     record = job.record if job else actor.record if actor else None
@@ -87,11 +105,16 @@ def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     )
 
 
+def _holdings(node: InlineNode, now: float) -> Holdings:
+    workers, leases = node.workers, node.leases
+    pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
+    return Holdings([*workers, *leases.granted.values()], pids, now)
+
+
 def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
     """Say what of the resources that it asks for others hold."""
-    record, workers = job.record, node.workers
+    record = job.record
     alike = list(node.turns.by_shape[record.spec.shape])
-    pids: dict[int, int] = {worker.id: os.getpid() for worker in workers}
     return Why(
         name=job.name,
         task=job.id,
@@ -101,6 +124,6 @@ def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
         where=str(record.spec.shape.request.where or ""),
         position=alike.index(job.id) + 1,
         of=len(alike),
-        reasons=tuple(find_shortages(node, record, Holdings(workers, pids, now))),
+        reasons=tuple(find_shortages(node, record, _holdings(node, now))),
         is_held_endlessly=not node.turns.running,
     )

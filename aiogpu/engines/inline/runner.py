@@ -94,8 +94,8 @@ class Runner:
 
     def _advance(self) -> None:
         self._is_woken = False
-        call = self.node.actors.next_call()
-        if call is not None:
+        self.node.leases.look()
+        if (call := self.node.actors.next_call()) is not None:
             self.wake()  # there may be more, or a job
             self._play(call)
             return

@@ -18,6 +18,7 @@ from aiogpu.runtime.checks.limits import (
     check_processes,
 )
 from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
+from aiogpu.runtime.checks.service import check_service
 
 
 def all_checks(*, with_imports: bool = False) -> list[Check]:
@@ -39,6 +40,7 @@ def all_checks(*, with_imports: bool = False) -> list[Check]:
         Check("oom_score_adj", check_oom_score, limit=15),
         Check("kernel log", check_kernel_log),
         Check("nvml", check_gpus, limit=30),
+        Check("service", check_service),
     ]
     if with_imports:
         checks += [

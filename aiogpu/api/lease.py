@@ -1,0 +1,288 @@
+"""A share of the node for code that is no task: a subprocess, or the program itself.
+
+`async with aiogpu.lease(num_gpus=1) as gpu:` waits its turn among tasks, and gives the
+variables by which a process finds what is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+import weakref
+from collections.abc import Generator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from aiogpu.api.lease_options import lease_site
+from aiogpu.api.session import current_session, session_of
+from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.family import host_of_task
+from aiogpu.errors import MisuseError, NodeClosedError, TaskTimeoutError
+from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.leasing import Grant
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.api.gpu_options import GpuWhere
+    from aiogpu.api.options import Strategy
+    from aiogpu.api.session import Session
+    from aiogpu.core.why import Why
+    from aiogpu.engines.base import Engine
+    from aiogpu.runtime.call import Site
+    from aiogpu.wire.messages import Failed
+
+
+class Tenure:
+    """One lease as its node sees it: who is told of it, and may give it back.
+
+    It is apart from `Lease` so that one which is forgotten can be collected.
+
+    Attributes:
+        pid: process id of this program.
+        task: the lease's number, 0 before it was asked for.
+        granted: what it gives, once it is there.
+        lost: why it is gone although it was not given back, once it is.
+        is_over: whether it was given back, or up.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.pid = os.getpid()
+        self.task = 0
+        self.is_over = False
+        loop = asyncio.get_running_loop()
+        self.granted: asyncio.Future[Grant] = loop.create_future()
+        self.lost: asyncio.Future[Exception] = loop.create_future()
+        self._session = session
+        self._name = name
+
+    def ask(self, site: Site) -> None:
+        """Ask for it, now or as soon as the node is open."""
+
+        def start(engine: Engine) -> None:
+            if not self.is_over:
+                self.task = engine.take_lease(site, self)
+
+        self._session.when_open(start, self.fail)
+
+    def receive(self, payload: bytes) -> None:
+        """It is granted."""
+        if not self.granted.done():
+            self.granted.set_result(Grant.unpack(payload))
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused, by a node that is another process."""
+        self.fail(unpack_failure(failed, self._name))
+
+    def fail(self, error: Exception) -> None:
+        """It is refused, or gone."""
+        if self.is_over:
+            return
+        if not self.granted.done():
+            self.granted.set_exception(error)
+        elif not self.lost.done():
+            self.lost.set_result(error)
+
+    def give_back(self) -> None:
+        """Nobody wants it any more; nothing happens the second time."""
+        if not self.is_over:
+            self.is_over = True
+            if self.task and self._session.is_open and not self.lost.done():
+                self._session.cancel(self.task)
+
+    def forget(self) -> None:
+        """Its `Lease` was collected, by whichever thread."""
+        if not self.is_over and self.granted.done() and not self.lost.done():
+            warnings.warn(
+                f"the lease {self._name} was never released; write `async with "
+                f"aiogpu.lease(...)`, or await its release().",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        self._session.call_soon(self.give_back)
+
+    async def why(self) -> Why:
+        """Why it waits, or that it is held."""
+        return await self._session.why(self._name, self.task)
+
+
+class Lease:
+    """What `lease` gives: await it, or use it in `async with`.
+
+    All but `why()` is there once it is granted.
+    """
+
+    def __init__(self, site: Site, timeout: float | None) -> None:
+        self._site = site
+        self._timeout = timeout
+        self._tenure: Tenure | None = None
+        self._finalizer: weakref.finalize[Any, Lease] | None = None
+
+    def __repr__(self) -> str:
+        tenure = self._tenure
+        if tenure is None:
+            state = "not asked for"
+        elif tenure.is_over or tenure.lost.done():
+            state = "over"
+        else:
+            state = "held" if tenure.granted.done() else "waiting"
+        return f"<Lease {self._site.spec.name} {state}>"
+
+    def __await__(self) -> Generator[Any, None, Lease]:
+        return self._take().__await__()
+
+    async def __aenter__(self) -> Lease:
+        return await self._take()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.release()
+
+    async def _take(self) -> Lease:
+        if self._tenure is not None:
+            raise MisuseError(
+                "this lease was awaited before; each aiogpu.lease(...) is one lease, "
+                "so call it once for each."
+            )
+        session = _session()
+        tenure = self._tenure = Tenure(session, self._site.spec.name)
+        self._finalizer = weakref.finalize(self, tenure.forget)
+        self._finalizer.atexit = False
+        try:
+            tenure.ask(self._site)
+            async with asyncio.timeout(self._timeout):
+                await asyncio.shield(tenure.granted)
+        except TimeoutError:
+            self._end()
+            raise TaskTimeoutError(
+                f"{self._site.spec.name}: the lease was not granted within its timeout "
+                f"of {self._timeout:g} s; it is not asked for any more."
+            ) from None
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _end(self) -> None:
+        if self._finalizer is not None and self._tenure is not None:
+            self._finalizer.detach()
+            self._tenure.give_back()
+
+    async def release(self) -> None:
+        """Give it back. It is free when the last process has ended that has `environ`.
+
+        Whatever else of this program is on its devices has to leave them as well;
+        where there is a driver that sees such things, they are given to nobody before.
+        May be called twice.
+        """
+        self._end()
+
+    @property
+    def _grant(self) -> Grant:
+        tenure = self._tenure
+        if tenure is None or not tenure.granted.done():
+            raise MisuseError(
+                "this lease is not granted yet; write `async with aiogpu.lease(...) as "
+                "gpu:`, or `gpu = await aiogpu.lease(...)`."
+            )
+        return tenure.granted.result()
+
+    @property
+    def ids(self) -> list[int | str]:
+        """The GPUs, as `CUDA_VISIBLE_DEVICES` names them: indices, or UUIDs."""
+        return list(self._grant.accelerators.get("GPU", ()))
+
+    @property
+    def accelerators(self) -> dict[str, list[int | str]]:
+        """The devices of each kind, `{"GPU": [0]}`."""
+        held = self._grant.accelerators.items()
+        return {kind: list(ids) for kind, ids in held}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables for a process that the lease is for, beside those of its own.
+
+        `{**os.environ, **gpu.environ}` is what to start one with. One of them marks
+        it, and whatever it starts: by that the node sees whether the lease is in use.
+        """
+        return dict(self._grant.environ)
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes that may be used of each GPU, the least of them; 0 without a limit."""
+        return min(filter(None, self._grant.gpu_memory), default=0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is granted, not given back, and the node has not ended."""
+        tenure = self._tenure
+        if tenure is None or tenure.is_over or tenure.lost.done():
+            return False
+        return tenure.granted.done() and not tenure.granted.exception()
+
+    async def lost(self) -> Exception:
+        """Wait until it is gone although it was not released, and say why.
+
+        Its node has been shut down, or has died. What the lease was for goes on, and
+        nobody keeps others from its devices any more.
+        """
+        assert self._grant is not None
+        assert self._tenure is not None
+        return await asyncio.shield(self._tenure.lost)
+
+    async def why(self) -> Why:
+        """Why it waits: what it lacks, who holds that, whose turn it is."""
+        if self._tenure is None:
+            raise MisuseError("this lease was not asked for yet; it is by awaiting it.")
+        return await self._tenure.why()
+
+
+def _session() -> Session:
+    """This loop's session, for a program's question."""
+    session = session_of(asyncio.get_running_loop())
+    if host_of_task.get() or (session is None and current.worker):
+        raise error_inside_task("aiogpu.lease()")
+    session = session or current_session()
+    if session.is_closing:
+        raise NodeClosedError("this node is being shut down.")
+    return session
+
+
+def lease(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
+    *,
+    num_cpus: float = 0,
+    num_gpus: float = 0,
+    memory: int | str | None = None,
+    resources: Mapping[str, float] | None = None,
+    accelerator_type: str | None = None,
+    gpu_where: GpuWhere | None = None,
+    gpu_memory: int | str | None = None,
+    strategy: Strategy = "pack",
+    name: str | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+) -> Lease:
+    """Ask for a share of the node for code that is no task: `async with` it.
+
+    It waits its turn as a task does, and is held until it is released. The node starts
+    no process for it, and sees to nothing that is done with it: it keeps others away.
+
+    Args:
+        num_cpus, num_gpus, memory, resources: how much of each, as for tasks; nothing
+            unless given.
+        accelerator_type, gpu_where, gpu_memory, strategy: on which GPUs, as for tasks.
+        name: for `status()`; "lease" unless given.
+        priority: higher goes first.
+        timeout: seconds that it waits for its turn at most.
+
+    Raises:
+        OptionError: an option is ill-valued, or nothing is asked for.
+        InfeasibleError: at the await; there will never be enough for it.
+        TaskTimeoutError: at the await; its turn has not come in time.
+        NodeError: at the await; it is asked for inside a task.
+    """
+    return Lease(*lease_site(dict(locals())))

@@ -1,0 +1,179 @@
+"""A `NodeStatus` as JSON has it: the schema that `docs/service-json.md` describes.
+
+Names and meanings stay while `VERSION` does; what is new is added, and readers leave
+alone what they do not know. All numbers are in base units: bytes, seconds, whole
+devices. None is for what is not known, or not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import aiogpu
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.failures import FailureStatus
+from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.shortage import ReservationStatus
+from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+
+VERSION: Final = 1
+
+Data = dict[str, Any]
+
+
+def status_data(status: aiogpu.NodeStatus) -> Data:
+    """All of it."""
+    pids = {worker.id: worker.pid for worker in status.workers}
+    return {
+        "version": VERSION,
+        "aiogpu": aiogpu.__version__,
+        "healthy": not problems(status),
+        "problems": problems(status),
+        "resources": {
+            name: {"total": total, "free": status.available.get(name, 0.0)}
+            for name, total in status.total.items()
+        },
+        "devices": [device_data(one) for one in status.devices],
+        "workers": [worker_data(one) for one in status.workers],
+        "tasks": [task_data(one, pids) for one in status.tasks],
+        "waiting": {
+            "tasks": status.waiting_count,
+            "shapes": status.shape_count,
+            "first": [shape_data(one) for one in status.shapes],
+        },
+        "reservation": reservation_data(status.reservation),
+        "actors": [actor_data(one) for one in status.actors],
+        "failures": [failure_data(one) for one in status.failures],
+    }
+
+
+def problems(status: aiogpu.NodeStatus) -> list[str]:
+    """What is not well: the devices that are set aside, each with the reason."""
+    return [
+        f"{device.kind} {device.id} is set aside: {device.aside}"
+        for device in status.devices
+        if device.aside is not None
+    ]
+
+
+def device_data(device: DeviceStatus) -> Data:
+    """One device."""
+    return {
+        "kind": device.kind,
+        "id": device.id,
+        "uuid": device.uuid,
+        "name": device.name,
+        "type": device.type,
+        "free": device.free,
+        "aside": device.aside,
+        "unverified": device.is_unverified,
+        "memory": device.memory or None,
+        "memory_reserved": device.memory_reserved,
+        "used": device.used,
+        "utilisation": device.utilisation,
+        "seen": device.seen,
+        "unknown": device.unknown,
+        "holders": [holder_data(one) for one in device.holders],
+        "others": None
+        if device.others is None
+        else [
+            {"pid": one.pid, "name": one.name or None, "memory": one.memory}
+            for one in device.others
+        ],
+    }
+
+
+def holder_data(holder: Holder) -> Data:
+    """One who holds a part of a device."""
+    return {
+        "share": holder.share,
+        "worker": holder.worker,
+        "pid": holder.pid or None,
+        "task": holder.task,
+        "seconds": holder.seconds,
+        "endless": holder.is_endless,
+        "settling": holder.is_settling,
+        "memory_reserved": holder.memory,
+        "used": holder.used,
+        "outgrown": holder.has_outgrown,
+    }
+
+
+def worker_data(worker: WorkerStatus) -> Data:
+    """One worker process."""
+    return {
+        "id": worker.id,
+        "pid": worker.pid or None,
+        "state": worker.state,
+        "task": worker.task,
+    }
+
+
+def task_data(task: TaskStatus, pids: dict[int, int]) -> Data:
+    """One task; `pids` by worker."""
+    return {
+        "id": task.id,
+        "name": task.name,
+        "state": task.state,
+        "request": dict(task.request),
+        "worker": task.worker,
+        "pid": pids.get(task.worker or 0) or None,
+        "client": task.client,
+        "reason": task.reason,
+    }
+
+
+def shape_data(shape: ShapeStatus) -> Data:
+    """Tasks that wait and ask for the same."""
+    return {
+        "request": dict(shape.request),
+        "where": shape.where or None,
+        "strategy": shape.strategy,
+        "variables": list(shape.variables),
+        "count": shape.count,
+        "first": shape.first,
+        "seconds": shape.seconds,
+        "reason": shape.reason,
+    }
+
+
+def reservation_data(kept: ReservationStatus | None) -> Data | None:
+    """What is kept for one that has waited long."""
+    if kept is None:
+        return None
+    return {
+        "task": kept.task,
+        "name": kept.name,
+        "devices": {kind: list(ids) for kind, ids in kept.devices.items()},
+        "amounts": dict(kept.amounts),
+        "seconds": kept.seconds,
+    }
+
+
+def actor_data(actor: ActorStatus) -> Data:
+    """One actor."""
+    return {
+        "id": actor.id,
+        "name": actor.name,
+        "namespace": actor.namespace,
+        "class": actor.class_name,
+        "state": actor.state,
+        "holders": actor.holders,
+        "worker": actor.worker,
+        "pid": actor.pid or None,
+        "calls": actor.calls,
+        "detached": actor.is_detached,
+        "client": actor.client,
+    }
+
+
+def failure_data(failure: FailureStatus) -> Data:
+    """One failure."""
+    return {
+        "task": failure.task,
+        "name": failure.name,
+        "error": failure.error,
+        "message": failure.message,
+        "seconds": failure.seconds,
+        "client": failure.client,
+    }

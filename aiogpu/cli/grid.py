@@ -1,0 +1,171 @@
+"""Rows under columns, in as many columns of a terminal as there are.
+
+What has no room is shortened, then left out, whichever a reader misses least. A cell
+is text and a style; nothing here knows what it says. One of the doors to rich, for
+how wide characters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+GAP: Final = 2
+"""Blanks between two columns."""
+
+Cell = str | tuple[str, str]
+"""Text, or text and a style of rich's."""
+Line = list[tuple[str, str]]
+"""Pieces of text, each with a style of rich's, "" for none."""
+
+
+class Column(NamedTuple):
+    """How the cells of one column are written.
+
+    Attributes:
+        name: what stands above them.
+        is_number: whether they are aligned at their right ends.
+        least: to how few columns they may be cut; 0 if they are shown whole.
+        rank: the higher it is, the sooner the column is left out; 0 is for never.
+    """
+
+    name: str
+    is_number: bool = False
+    least: int = 0
+    rank: int = 0
+
+
+class Table(NamedTuple):
+    """Columns, and as many cells in each row."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+
+def text_of(cell: Cell) -> str:
+    """A cell's text, such that it can do nothing to a terminal."""
+    return printable(cell if isinstance(cell, str) else cell[0])
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names are whatever a program gives."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def grid(table: Table, width: int | None = None, indent: int = 0) -> Iterator[Line]:
+    """The names of the columns, then the rows, one line each.
+
+    Args:
+        table: what is shown.
+        width: how many columns there are; None for as many as are needed.
+        indent: blanks before each line.
+    """
+    return (draw() for draw in drawers(table, width, indent))
+
+
+def drawers(
+    table: Table, width: int | None = None, indent: int = 0
+) -> Iterator[Callable[[], Line]]:
+    """The same for one who may not want all lines: each is drawn when it is called."""
+    natural = [
+        max(wide(column.name), *map(wide, cells)) if any(cells) else 0
+        for column, cells in _columns_of(table)
+    ]
+    widths = natural
+    if width is not None:
+        widths = fitted(table.columns, natural, width - indent)
+    margin = " " * indent
+    names = [(column.name, "bold") for column in table.columns]
+    for cells in (names, *table.rows):
+        yield partial(_line, cells, table.columns, widths, margin)
+
+
+def _columns_of(table: Table) -> Iterator[tuple[Column, list[str]]]:
+    for at, column in enumerate(table.columns):
+        yield column, [text_of(row[at]) for row in table.rows]
+
+
+def wide(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def _line(
+    cells: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int], margin: str
+) -> Line:
+    line: Line = [(margin, "")]
+    gap = ""
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        if not width:
+            continue
+        style = "" if isinstance(cell, str) else cell[1]
+        text = cut(text_of(cell), width)
+        blanks = " " * (width - wide(text))
+        if column.is_number:
+            line += [(gap + blanks, ""), (text, style)]
+            gap = " " * GAP
+        else:
+            line += [(gap, ""), (text, style)]
+            gap = blanks + " " * GAP
+    return [piece for piece in line if piece[0]]
+
+
+def fitted(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[int]:
+    """How wide each column is where all share `width`; 0 for one that is left out."""
+    widths = [min(has, max(width, 0)) for has in natural]
+    least = [
+        min(one.least, has) if one.least else has
+        for one, has in zip(columns, widths, strict=True)
+    ]
+    by_rank = sorted(range(len(columns)), key=lambda at: -columns[at].rank)
+    for at in by_rank:
+        if _all(least) <= width or not columns[at].rank:
+            break
+        widths[at] = least[at] = 0
+    for _ in range(_all(widths) - width):
+        giving = [at for at, has in enumerate(widths) if has > least[at]]
+        if not giving:
+            break
+        widths[max(giving, key=widths.__getitem__)] -= 1  # the widest gives first
+    return _cut_off(widths, width)
+
+
+def _cut_off(widths: list[int], width: int) -> list[int]:
+    """Where even the least is too much: what is left of it, from the left."""
+    left = width
+    for at, has in enumerate(widths):
+        if has:
+            widths[at] = max(0, min(has, left))
+            left -= has + GAP
+    return widths
+
+
+def _all(widths: Sequence[int]) -> int:
+    used = [width for width in widths if width]
+    return sum(used) + GAP * max(0, len(used) - 1)
+
+
+def cut(text: str, width: int) -> str:
+    """The text, shortened to so many columns if it has more."""
+    if wide(text) <= width:
+        return text
+    return set_cell_size(text, width - 1) + "…" if width > 1 else "…"[:width]
+
+
+def plain(lines: Iterator[Line]) -> Iterator[str]:
+    """The lines without their styles."""
+    return ("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def within(line: Line, width: int) -> Line:
+    """As much of a line as there is room for."""
+    kept: Line = []
+    for text, style in line:
+        kept.append((cut(text, width) if width > 0 else "", style))
+        width -= wide(text)
+    return [piece for piece in kept if piece[0]]

@@ -1,0 +1,163 @@
+"""How a view reaches the node that it shows. None is ever started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, Protocol, TypeVar
+
+import click
+
+import aiogpu
+from aiogpu.api.node import Opening
+from aiogpu.engines.base import NodeOptions
+from aiogpu.runtime.meeting import default_socket
+
+AUTO: Final = "auto"
+EMBEDDED: Final = ("local", "inline")
+"""Addresses of nodes that only the program sees which has opened them."""
+PATIENCE: Final = 15.0
+"""Seconds that a node has for an answer; it takes a tenth of one where much waits."""
+ADVICE: Final = "Start one by `aiogpu start --head`"
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Node(Protocol):
+    """What a view asks."""
+
+    async def status(self) -> aiogpu.NodeStatus:
+        """The picture of this moment."""
+        ...
+
+    async def why(self, task_id: int) -> aiogpu.Why:
+        """Why a task waits, by its number."""
+        ...
+
+
+class PublicNode:
+    """The node that this loop has joined, by the public interface.
+
+    It raises TimeoutError where the node has not answered within `patience` seconds;
+    None is for ever.
+    """
+
+    def __init__(self, patience: float | None) -> None:
+        self._patience = patience
+
+    async def status(self) -> aiogpu.NodeStatus:
+        """See `aiogpu.status`."""
+        async with asyncio.timeout(self._patience):
+            return await aiogpu.status()
+
+    async def why(self, task_id: int) -> aiogpu.Why:
+        """See `aiogpu.why`."""
+        async with asyncio.timeout(self._patience):
+            return await aiogpu.why(task_id)
+
+
+def address_option(command: Command) -> Command:
+    """The option by which a view is told which node to ask."""
+    return click.option(
+        "--address",
+        metavar="SOCKET",
+        callback=_checked,
+        help="The node's socket; if not given, AIOGPU_ADDRESS, or where "
+        "`aiogpu start` listens.",
+    )(command)
+
+
+def _checked(_ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
+    if value in EMBEDDED:
+        raise click.BadParameter(
+            f"{value!r} is a node inside a program, which only that program can ask. "
+            f"Give the socket of one that `aiogpu start` has started."
+        )
+    return value or default_address()
+
+
+def default_address() -> str:
+    """The node that is meant where none is named."""
+    default = os.environ.get("AIOGPU_ADDRESS") or AUTO
+    return AUTO if default in EMBEDDED else default
+
+
+def where(address: str) -> str:
+    """The path of the socket that an address means."""
+    return default_socket() if address == AUTO else address
+
+
+def check_there(address: str) -> None:
+    """Say what to do if no node can be at that address.
+
+    Raises:
+        ClickException: there is no socket.
+    """
+    path = where(address)
+    try:
+        is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
+    except FileNotFoundError:
+        raise none_runs(f"there is no socket {path}") from None
+    except OSError as error:
+        raise none_runs(f"{path}: {error.strerror}") from None
+    if not is_socket:
+        raise none_runs(f"{path} is no socket")
+
+
+def none_runs(why: str) -> click.ClickException:
+    """The error for a view that has nobody to ask."""
+    return click.ClickException(
+        f"no node runs that could be asked: {why}. {ADVICE}, or give its --address."
+    )
+
+
+@asynccontextmanager
+async def joined(
+    address: str, patience: float | None = PATIENCE
+) -> AsyncIterator[Node]:
+    """The node at an address, for as long as the block lasts.
+
+    Args:
+        address: its socket, or `AUTO`.
+        patience: seconds that it has for each answer; None for ever.
+
+    Raises:
+        ClickException: none runs there, or it does not answer.
+    """
+    check_there(address)
+    options = NodeOptions(only_looks=True, log_to_driver=False)
+    opening = Opening(address, options, ignore_reinit_error=False)
+    try:
+        session = await opening
+    except (aiogpu.NodeError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    try:
+        yield PublicNode(patience)
+    except (aiogpu.NodeDiedError, aiogpu.NodeClosedError) as error:
+        raise click.ClickException(str(error)) from None
+    except TimeoutError:
+        raise click.ClickException(
+            f"the node at {where(address)} has not answered within {patience:g} s; "
+            f"`aiogpu doctor` says how it stands."
+        ) from None
+    finally:
+        # Nothing of a view has to stop first, and the node may not answer any more.
+        await session.shutdown(at_once=True)
+
+
+def ask(
+    address: str,
+    question: Callable[[Node], Awaitable[T]],
+    patience: float | None = PATIENCE,
+) -> T:
+    """Join, ask, leave; gives the answer. See `joined`."""
+
+    async def main() -> T:
+        async with joined(address, patience) as node:
+            return await question(node)
+
+    return aiogpu.run(main())

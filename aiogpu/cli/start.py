@@ -1,0 +1,200 @@
+"""`aiogpu start --head`: a node that all programs of this user share.
+
+Options are named as Ray's where they mean the same. What a node is and does is said
+by `aiogpu.daemon`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import Any, Final
+
+import click
+
+from aiogpu.api.node_options import check_node_options
+from aiogpu.core.wording import terms
+from aiogpu.daemon.detach import start_detached
+from aiogpu.daemon.place import Place
+from aiogpu.daemon.plan import DRAIN, Plan
+from aiogpu.daemon.readiness import Ready
+from aiogpu.daemon.unit import unit
+from aiogpu.runtime.meeting import default_socket
+
+SWITCH: Final = click.Choice(["auto", "off"])
+PATH: Final = click.Path(readable=False)
+"""Whether it is fit is said later, with what to do."""
+NO_HEAD: Final = (
+    "say --head: it starts the node of this box. There are no others to join by "
+    "--address. Programs join this one by aiogpu.init(address='auto')."
+)
+
+
+def options(command: Any) -> Any:
+    """Those of `aiogpu.init`, by the names that Ray's command has for them."""
+    for option in reversed(
+        [
+            click.option("--num-cpus", type=float, help="CPUs to share out."),
+            click.option("--num-gpus", type=int, help="GPUs; those detected if not."),
+            click.option("--resources", metavar="JSON", help='Such as {"license": 2}.'),
+            click.option("--memory", help="For tasks that ask, such as 64GiB."),
+            click.option(
+                "--object-memory",
+                "--object-store-memory",
+                "object_memory",
+                help="Shared memory for large values, such as 8GiB.",
+            ),
+            click.option(
+                "--spill-directory",
+                type=PATH,
+                help="Where values go beyond that.",
+            ),
+            click.option("--accelerator-type", help="Declared, such as A100."),
+            click.option("--gpu-memory", help="Of each GPU, declared: 80GiB."),
+            click.option(
+                "--gpu-memory-enforce",
+                is_flag=True,
+                help="End tasks that use more GPU memory than they asked for.",
+            ),
+            click.option("--mps", type=SWITCH, default="off", show_default=True),
+            click.option("--cpu-affinity", type=SWITCH, default="auto"),
+            click.option(
+                "--preload",
+                multiple=True,
+                metavar="MODULES",
+                help="What workers are forked with, by commas; auto: what proves dear.",
+            ),
+            click.option("--cancel-grace", type=float, default=2.0, show_default=True),
+            click.option("--spare-workers", type=int, default=2, show_default=True),
+            click.option("--memory-guard/--no-memory-guard", default=True),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--head", is_flag=True, help="Start the node of this box.")
+@options
+@click.option("--socket", type=PATH, help="Where it listens.")
+@click.option("--log-dir", type=PATH, help="Where its logs go.")
+@click.option(
+    "--drain",
+    type=click.FloatRange(0),
+    default=DRAIN,
+    show_default=True,
+    help="Seconds for what runs when it is asked to stop.",
+)
+@click.option("--block", is_flag=True, help="Stay in the foreground; Ctrl-C ends it.")
+@click.option("--systemd", is_flag=True, help="Print a user unit, and start nothing.")
+def start(  # noqa: PLR0913, PLR0917 - the options of a command
+    head: bool,
+    socket: str | None,
+    log_dir: str | None,
+    drain: float,
+    block: bool,
+    systemd: bool,
+    **given: Any,
+) -> None:
+    """Start a node that all your programs on this machine share.
+
+    They join it by aiogpu.init(address="auto"). It is ready when this command ends,
+    and lives on in the background until `aiogpu stop`. The exit code is 1 if it could
+    not start.
+    """
+    if not head:
+        raise click.UsageError(NO_HEAD)
+    given["resources"] = resources(given["resources"])
+    given["preload"] = modules(given["preload"])
+    plan = Plan(
+        check_node_options(**given, log_to_driver=True),
+        Place.at(socket, log_dir),
+        drain,
+        import_path(),
+    )
+    if systemd:
+        check_absolute(socket, log_dir, given["spill_directory"])
+        click.echo(unit_of(plan), nl=False)
+    elif block:
+        from aiogpu.daemon.process import run_here
+
+        run_here(plan, tell)
+    else:
+        tell(start_detached(plan))
+
+
+def check_absolute(*paths: str | None) -> None:
+    """Refuse paths that would mean another place to a service, which starts there."""
+    for path in paths:
+        if path is not None and not os.path.isabs(path):
+            raise click.UsageError(
+                f"a service starts in another directory than this one, so with "
+                f"--systemd paths begin with a slash: {os.path.abspath(path)} instead "
+                f"of {path}."
+            )
+
+
+def resources(text: str | None) -> dict[str, Any] | None:
+    """The custom resources of `--resources`, of which the names are checked later."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise click.BadParameter(
+            f"{text!r} is no JSON object of names and amounts; write it as "
+            f"'{{\"license\": 2}}', in single quotes for the shell.",
+            param_hint="--resources",
+        )
+    return found
+
+
+def import_path() -> tuple[str, ...]:
+    """Where this process finds modules, in words that mean the same elsewhere."""
+    found = []
+    for path in sys.path:
+        with suppress(OSError):  # it is relative to a directory that was removed
+            found.append(os.path.abspath(path))
+    return tuple(found)
+
+
+def modules(given: tuple[str, ...]) -> tuple[str, ...] | str:
+    """The modules of `--preload`; those that prove dear if it was not given."""
+    if not given:
+        return "auto"
+    return tuple(name for text in given for name in text.split(",") if name)
+
+
+def tell(ready: Ready) -> None:
+    """Print it; whoever does not read it has a node all the same."""
+    with suppress(OSError):
+        click.echo("\n".join(told(ready)))
+
+
+def told(ready: Ready) -> list[str]:
+    """What somebody who has started a node wants to know."""
+    is_usual = ready.socket == default_socket()
+    address = "auto" if is_usual else ready.socket
+    stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {ready.socket}"
+    return [
+        f"The node runs: pid {ready.pid}, {terms(ready.resources.items())}.",
+        f"  address  {ready.socket}",
+        f"  logs     {ready.logs}",
+        f'  join     aiogpu.init(address="{address}"), or AIOGPU_ADDRESS={address}',
+        f"  stop     {stop}",
+    ]
+
+
+def unit_of(plan: Plan) -> str:
+    """A unit for the same command, as it was given, in the foreground."""
+    given = [word for word in sys.argv[1:] if word not in ("--systemd", "--block")]
+    return unit(
+        [sys.executable, "-m", "aiogpu", *given, "--block"],
+        os.environ,
+        opens_within=plan.opens_within,
+        ends_within=plan.drain + plan.ends_within,
+    )

@@ -1,0 +1,214 @@
+"""What a `NodeStatus` has, as tables: one for each kind of thing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import aiogpu
+from aiogpu.cli.grid import Cell, Column, Table
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.device_report import amount
+from aiogpu.core.failures import FailureStatus
+from aiogpu.core.holding import DeviceStatus
+from aiogpu.core.snapshot import ShapeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.wording import span, terms
+
+STATE_STYLES: Final = {
+    **dict.fromkeys(("running", "busy", "alive"), "green"),
+    **dict.fromkeys(("waiting", "pending", "delayed", "expecting"), "yellow"),
+    **dict.fromkeys(("stopping", "ending", "leaving"), "magenta"),
+    **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
+    **dict.fromkeys(("set aside",), "bold red"),
+}
+"""How the words for states are coloured; they say all without colour as well."""
+
+
+def state(word: str) -> Cell:
+    """A cell for a state."""
+    return (word, STATE_STYLES.get(word, ""))
+
+
+def program(client: int) -> str:
+    """A program's number, nothing for the node's own."""
+    return str(client) if client else ""
+
+
+def task_table(tasks: Iterable[TaskStatus], pids: Mapping[int, int]) -> Table:
+    """Tasks that have not ended."""
+    columns = (
+        Column("TASK", is_number=True),
+        Column("NAME", least=10),
+        Column("STATE"),
+        Column("PID", is_number=True, rank=1),
+        Column("PROGRAM", is_number=True, rank=2),
+        Column("ASKS FOR", least=12, rank=3),
+        Column("WHY", least=16, rank=4),
+    )
+    rows = [
+        (
+            *(str(one.id), one.name, state(one.state)),
+            pid(pids.get(one.worker or 0, 0)),
+            program(one.client),
+            terms(one.request.items()),
+            one.reason or "",
+        )
+        for one in tasks
+    ]
+    return Table(columns, rows)
+
+
+def pid(number: int) -> str:
+    """A process id, nothing where there is no process."""
+    return str(number) if number else ""
+
+
+def worker_table(workers: Iterable[WorkerStatus]) -> Table:
+    """Worker processes."""
+    columns = (
+        Column("WORKER", is_number=True),
+        Column("PID", is_number=True),
+        Column("STATE"),
+        Column("TASK", least=8),
+    )
+    rows = [
+        (str(one.id), pid(one.pid), state(one.state), one.task or "") for one in workers
+    ]
+    return Table(columns, rows)
+
+
+def actor_table(actors: Iterable[ActorStatus]) -> Table:
+    """Actors that have not ended."""
+    columns = (
+        Column("ACTOR", is_number=True),
+        Column("NAME", least=8),
+        Column("CLASS", least=8),
+        Column("STATE"),
+        Column("PID", is_number=True, rank=2),
+        Column("HELD BY", is_number=True, rank=1),
+        Column("CALLS", is_number=True, rank=3),
+        Column("PROGRAM", is_number=True, rank=4),
+    )
+    rows = [
+        (
+            *(str(one.id), full_name(one), one.class_name, state(one.state)),
+            *(
+                pid(one.pid),
+                str(one.holders),
+                str(one.calls or ""),
+                program(one.client),
+            ),
+        )
+        for one in actors
+    ]
+    return Table(columns, rows)
+
+
+def full_name(actor: ActorStatus) -> str:
+    """An actor's name with its namespace, "" without a name."""
+    if actor.name is None:
+        return ""
+    return f"{actor.namespace}/{actor.name}" if actor.namespace else actor.name
+
+
+def device_state(device: DeviceStatus) -> str:
+    """Whether there is room on a device, in a word."""
+    if device.aside is not None:
+        return "set aside"
+    if device.free >= 1 and not device.holders:
+        return "free"
+    return "shared" if device.free > 0 else "full"
+
+
+def device_name(device: DeviceStatus) -> str:
+    """The device's id with its kind, "GPU 0"."""
+    return f"{device.kind} {device.id}"
+
+
+def memory(device: DeviceStatus) -> str:
+    """How much of a device's memory is in use, as far as it is known."""
+    there = amount(device.memory)
+    if device.used is None:
+        return there
+    return f"{amount(device.used, '0')}/{there}" if there else amount(device.used, "0")
+
+
+def device_table(devices: Iterable[DeviceStatus]) -> Table:
+    """Devices, and who holds them."""
+    columns = (
+        Column("DEVICE", least=6),
+        Column("NAME", least=6, rank=3),
+        Column("STATE"),
+        Column("FREE", is_number=True),
+        Column("MEMORY", is_number=True, rank=1),
+        Column("BUSY", is_number=True, rank=2),
+        Column("HELD BY", least=10),
+    )
+    rows = [
+        (
+            *(device_name(one), one.name or one.type or "", state(device_state(one))),
+            f"{one.free:g}",
+            memory(one),
+            "" if one.utilisation is None else f"{one.utilisation} %",
+            ", ".join(held_by(one)) or (one.aside or ""),
+        )
+        for one in devices
+    ]
+    return Table(columns, rows)
+
+
+def held_by(device: DeviceStatus, *, with_others: bool = True) -> Iterable[str]:
+    """Each holder of a device with its share; then, if wanted, who else is on it."""
+    for one in device.holders:
+        share = f"{one.share:g}" if one.share else amount(one.memory)
+        yield f"{share} {one.task or '(ending)'}"
+    for other in (device.others or ()) if with_others else ():
+        yield f"not ours: {other.name or 'pid'} {other.pid}"
+
+
+def shape_table(shapes: Iterable[ShapeStatus]) -> Table:
+    """What waits, those that ask for the same on one line."""
+    columns = (
+        Column("WAIT", is_number=True),
+        Column("ASK FOR", least=14),
+        Column("FIRST", least=8, rank=2),
+        Column("SINCE", is_number=True, rank=1),
+        Column("WHY", least=16),
+    )
+    rows = [
+        (
+            (str(one.count), "yellow"),
+            terms(one.request.items()) + (f" of {one.where}" if one.where else ""),
+            one.first,
+            span(one.seconds),
+            one.reason,
+        )
+        for one in shapes
+    ]
+    return Table(columns, rows)
+
+
+def failure_table(failures: Iterable[FailureStatus]) -> Table:
+    """What has failed, the latest first."""
+    columns = (
+        Column("AGO", is_number=True),
+        Column("TASK", is_number=True, rank=3),
+        Column("NAME", least=8),
+        Column("PROGRAM", is_number=True, rank=2),
+        Column("ERROR", least=12),
+        Column("SAYS", least=16, rank=1),
+    )
+    rows = [
+        (
+            *(span(one.seconds), str(one.task), one.name, program(one.client)),
+            (one.error.rpartition(".")[2], "red"),
+            one.message,
+        )
+        for one in failures
+    ]
+    return Table(columns, rows)
+
+
+def pids_of(status: aiogpu.NodeStatus) -> dict[int, int]:
+    """The process of each worker."""
+    return {worker.id: worker.pid for worker in status.workers}

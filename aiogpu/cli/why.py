@@ -1,0 +1,85 @@
+"""`aiogpu why`: why a task waits, or what it does instead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+import aiogpu
+from aiogpu.cli import joining
+from aiogpu.cli.grid import printable, text_of
+from aiogpu.cli.screen import print_table
+from aiogpu.cli.tables import full_name, pids_of, task_table
+
+COMPLETED: Final = 1.0
+"""Seconds that a node has to tell which tasks there are, when a shell asks."""
+
+
+def known_tasks(
+    context: click.Context, _argument: click.Parameter, begun: str
+) -> list[str]:
+    """The tasks and actors of the running node that begin so; none if none runs."""
+    address = context.params.get("address") or joining.default_address()
+
+    async def names(node: joining.Node) -> list[str]:
+        status = await node.status()
+        actors = [one.name for one in status.actors if one.name is not None]
+        tasks = [told for one in status.tasks for told in (str(one.id), one.name)]
+        return sorted({*actors, *tasks})
+
+    try:
+        known = joining.ask(address, names, COMPLETED)
+    except (click.ClickException, aiogpu.AiogpuError, OSError):
+        return []  # a shell has no place to show why
+    return [name for name in known if name.startswith(begun) and name.isprintable()]
+
+
+@click.command()
+@click.argument("task", metavar="TASK", shell_complete=known_tasks)
+@joining.address_option
+def why(task: str, address: str) -> None:
+    """Say why TASK waits, who holds what it needs, and whose turn it is.
+
+    TASK is a number, as `aiogpu status` shows it, or a name. Several tasks of that
+    name are listed, with the reason of each; an actor is known by its name as well.
+
+    \b
+    Examples:
+      aiogpu why 12
+      aiogpu why train
+
+    \b
+    Exit codes:
+      0  it is said
+      1  no node runs, or it has no such task
+      2  bad input
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    if not task:
+        raise click.BadParameter("is empty.", param_hint="TASK")
+    if task.isdecimal() and task.isascii():
+        say(joining.ask(address, lambda node: node.why(int(task))))
+        return
+    joining.ask(address, lambda node: _of_name(node, task))
+
+
+def say(told: aiogpu.Why) -> None:
+    """Print it as a person wants it."""
+    click.echo("\n".join(map(printable, str(told).splitlines())))
+
+
+async def _of_name(node: joining.Node, name: str) -> None:
+    status = await node.status()
+    named = {one.id for one in status.actors if name in (one.name, full_name(one))}
+    found = [one for one in status.tasks if one.name == name or one.id in named]
+    if not found:
+        known = "the first 100 of those that wait are known by name"
+        left = status.waiting_count > len(status.waiting)
+        raise click.ClickException(
+            f"no task and no actor named {text_of(name)!r} waits or runs"
+            f"{f'; {known}' if left else ''}. `aiogpu list tasks` shows what there is."
+        )
+    if len(found) == 1:
+        say(await node.why(found[0].id))
+    else:
+        print_table(task_table(found, pids_of(status)))

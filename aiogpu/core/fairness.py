@@ -1,0 +1,224 @@
+"""Whose turn it is among programs that share a node.
+
+The highest priority first, whoever has it. Within it, a program gives way to those
+that, with one task more, would hold no more than it does: each share by weight, and
+of what the task asks for. Among the rest it is the turn of who has had least (its
+tag, see `clients`). So what programs hold differs by one task at most, and what they
+have had by what was running meanwhile. Who has waited `LONGEST` gives way to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+from math import inf
+
+from aiogpu.core.clients import Clients
+from aiogpu.core.effects import Effect
+from aiogpu.core.ids import ClientId
+from aiogpu.core.ledger import Lease
+from aiogpu.core.node import Node
+from aiogpu.core.placement import keep_for, note_stuck
+from aiogpu.core.ready import Bucket, Group, Precedence
+from aiogpu.core.records import TaskRecord, lane_of
+from aiogpu.core.resources import Request
+from aiogpu.core.shared_queue import SharedQueue
+from aiogpu.core.stake import LONGEST
+from aiogpu.core.stopping import make_way
+
+Turns = list[tuple[Precedence, int, Group]]
+"""The groups of one program as a heap, in the order of their heads."""
+
+
+def place_fairly(
+    node: Node, now: float, effects: list[Effect]
+) -> Iterator[tuple[TaskRecord, Lease]]:
+    """Take tasks from the queue as `placement.place` does, in the order of turns."""
+    queue, clients = node.ready, node.clients
+    assert isinstance(queue, SharedQueue), queue
+    assert clients is not None, node
+    node.room.refused = 0
+    round_ = Round(node, queue, clients)
+    if not round_.stands():
+        node.reservation = None
+    while turns := round_.next():
+        _, number, group = turns[0]
+        first = group.first()
+        assert first is not None, group
+        _, record, bucket = first
+        if clients.bars(record):
+            heappop(turns)
+            continue
+        refused = node.room.refused
+        lease = node.take(record)
+        if lease is None:
+            heappop(turns)
+            if refused == node.room.refused:
+                round_.refuse(record)
+            make_way(node, now, effects)
+            _reserve(node, queue, group, now)
+            continue
+        if node.reservation is not None and node.reservation.record is record:
+            node.reservation = None
+        queue.pop(bucket)
+        yield record, lease
+        after = group.first()
+        if after is None:
+            heappop(turns)
+        else:
+            heapreplace(turns, (after[0], number, group))
+
+
+class Round:
+    """Who is still to be looked at, when all that waits is looked at once."""
+
+    def __init__(self, node: Node, queue: SharedQueue, clients: Clients) -> None:
+        self._node = node
+        self._queue = queue
+        self._clients = clients
+        self._lines: dict[ClientId, Turns] = {}
+        self._refused: set[Request] = set()
+        for id_, groups in queue.of_client.items():
+            self._lines[id_] = turns = []
+            for number, group in enumerate(groups.values()):
+                first = group.first()
+                assert first is not None, group
+                turns.append((first[0], number, group))
+            heapify(turns)
+
+    def stands(self) -> bool:
+        """Whether what is kept is still for the first of its kind."""
+        kept = self._node.reservation
+        if kept is None:
+            return False
+        request = kept.record.spec.shape.request
+        group = self._queue.of_client.get(kept.record.client, {}).get(request)
+        first = None if group is None else group.first()
+        return first is not None and first[1] is kept.record
+
+    def refuse(self, record: TaskRecord) -> None:
+        """A task does not fit: neither do others that ask for the same."""
+        node = self._node
+        kept = node.reservation
+        is_kept_away = kept is not None and not kept.lets_pass(record)
+        if not is_kept_away and not node.solitude.is_wanted:
+            self._refused.add(record.spec.shape.request)
+
+    def next(self) -> Turns | None:
+        """The groups of the program whose turn it is; None when nobody is left."""
+        found: list[tuple[Turns, ClientId]] = []
+        priority: float = inf
+        for id_, turns in list(self._lines.items()):
+            while turns and turns[0][2].request in self._refused:
+                heappop(turns)
+            if not turns:
+                del self._lines[id_]
+                continue
+            mine = turns[0][0][0][0]
+            if mine < priority:
+                priority = mine
+                found.clear()
+            if mine == priority:
+                found.append((turns, id_))
+        if len(found) < 2:
+            return found[0][0] if found else None
+        return self._fairest(found)
+
+    def _fairest(self, found: list[tuple[Turns, ClientId]]) -> Turns:
+        """Of those with the same priority, who goes first."""
+        clients, kept = self._clients, self._node.reservation
+        floor = inf
+        shares = []
+        for turns, id_ in found:
+            (_, task), _, group = turns[0]
+            if kept is not None and kept.record.id == task:
+                return turns
+            client = clients.of(id_)
+            now, then = clients.share_of(client, group.request)
+            floor = min(floor, then)
+            shares.append((client.tag, now, task, turns, client.since))
+        overdue = clients.now - LONGEST
+        return min(each for each in shares if each[1] < floor or each[4] <= overdue)[3]
+
+
+def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
+    """Keep something for the first of a group, once it is its program's turn.
+
+    What is kept already stays so, unless it is for a lower priority.
+    """
+    first, kept, clients = group.first(), node.reservation, node.clients
+    assert first is not None, group
+    assert clients is not None, node
+    record = first[1]
+    note_stuck(node, record, now)
+    if kept is not None and kept.record is not record:
+        if lane_of(record)[0] >= lane_of(kept.record)[0]:
+            return
+    elif kept is None and now < group.reserve_at + LONGEST:
+        if now < group.reserve_at:
+            return
+        for worker in node.workers:
+            if worker.lease is not None and worker.lease.stake is not None:
+                worker.lease.stake.charge()
+        mine = clients.of(record.client).tag
+        if any(clients.of(id_).tag < mine for id_ in queue.of_client):
+            return
+    found = keep_for(node, group, kept, now)
+    if found is not None or kept is None or kept.record is record:
+        node.reservation = found
+
+
+def may_go_on(node: Node, lease: Lease, bucket: Bucket) -> bool:
+    """Whether a program may go on with a lease, or has to give way to another.
+
+    The lease counts as given back, and only those count whom that would help.
+    """
+    clients, queue, head = node.clients, node.ready, bucket.head()
+    assert clients is not None, node
+    assert isinstance(queue, SharedQueue), queue
+    assert head is not None, bucket
+    client = clients.of(head.client)
+    if lease.stake is None or lease.stake.client is not client:
+        return False
+    lease.stake.go_on()
+    if clients.exceeds(client):
+        return False
+    helped: dict[Request, bool] = {}
+    rivals = []
+    for group in queue.by_request.values():
+        first = None if group.client == head.client else group.first()
+        if first is None or lane_of(first[1])[0] > lane_of(head)[0]:
+            continue
+        request = group.request
+        if request not in helped:
+            helped[request] = node.ledger.would_help(lease, request)
+        if helped[request] and not clients.bars(first[1]):
+            if lane_of(first[1])[0] < lane_of(head)[0]:
+                return False
+            rivals.append(first[1])
+    if rivals and not _is_fairest(clients, lease, head, rivals):
+        return False
+    clients.note_turn(client)
+    return True
+
+
+def _is_fairest(
+    clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
+) -> bool:
+    """Whether it is the turn of one that has a lease, and not of others."""
+    client, request = clients.of(head.client), lease.request
+    now, floor = clients.share_without(client, request)
+    shares = []
+    for record in rivals:
+        other = clients.of(record.client)
+        has, would = clients.share_of(other, record.spec.shape.request)
+        floor = min(floor, would)
+        shares.append((other.tag, has, record.id, other.since))
+    overdue = clients.now - LONGEST
+    if now >= floor:
+        return False
+    return not any(
+        (tag, has, id_) < (client.tag, now, head.id)
+        for tag, has, id_, since in shares
+        if has < floor or since <= overdue
+    )

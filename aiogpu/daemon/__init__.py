@@ -1,0 +1,1 @@
+"""The node as a process of its own: started, met, asked to stop."""

@@ -1,0 +1,25 @@
+"""`python -m aiogpu.daemon SOCKET PIPE`: the process that `aiogpu start` detaches.
+
+The socket is named for those who read process lists; the plan comes by stdin.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from aiogpu.daemon.plan import Plan
+from aiogpu.daemon.process import run_detached
+
+
+def main() -> int:
+    """Be the node of the plan on stdin; gives the exit code."""
+    if len(sys.argv) != 3:
+        print("A node is started by: aiogpu start --head", file=sys.stderr)  # noqa: T201
+        return 2
+    plan = Plan.unpacked(sys.stdin.buffer.read())
+    sys.path[:] = plan.sys_path
+    return run_detached(plan, int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

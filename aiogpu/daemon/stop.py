@@ -1,0 +1,142 @@
+"""Ends the node of a place: asks it, waits for it, and says what came of it.
+
+It is found by its pidfile and held by a pidfd, so that a process that was given the
+same number meanwhile is never hit.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from aiogpu.daemon.pidfile import Claim, Record, living_node
+from aiogpu.daemon.place import Place
+from aiogpu.daemon.service import remove
+from aiogpu.errors import NodeError, NodeRunningError
+
+SLACK: Final = 5.0
+"""Seconds that a node is waited for beyond what it says that its end takes."""
+KILLED_WITHIN: Final = 10.0
+"""Seconds that the kernel needs, at most, to end a killed process."""
+
+
+class Stopped(NamedTuple):
+    """A node that has ended.
+
+    Attributes:
+        record: who it was.
+        seconds: how long that has taken.
+        is_forced: whether it was killed.
+    """
+
+    record: Record
+    seconds: float
+    is_forced: bool
+
+
+def stop(
+    place: Place,
+    *,
+    force: bool = False,
+    drain: float | None = None,
+    on_wait: Callable[[Record, float], None] = lambda _record, _seconds: None,
+) -> Stopped | None:
+    """End the node; None if there is none.
+
+    Args:
+        place: where it serves.
+        force: kill it; otherwise what runs gets time to end.
+        drain: seconds for that; what it was started with if None.
+        on_wait: told whom is waited for, and how many seconds at most.
+
+    Raises:
+        NodeError: it has not ended, or may not be asked.
+    """
+    try:
+        record = living_node(place.pidfile)
+        if record is None:
+            return None
+        node = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return None
+    except PermissionError as error:
+        raise NodeError(
+            f"the pidfile {place.pidfile} may not be read by uid {os.getuid()}; a "
+            f"node is stopped by the user who has started it."
+        ) from error
+    try:
+        # Whoever has that number now was there before the pidfd: it is held.
+        if not record.is_alive:
+            return None
+        return _end(node, record, place, force, drain, on_wait)
+    finally:
+        os.close(node)
+
+
+def _end(  # noqa: PLR0913, PLR0917 - how one is asked to end
+    node: int,
+    record: Record,
+    place: Place,
+    force: bool,
+    drain: float | None,
+    on_wait: Callable[[Record, float], None],
+) -> Stopped:
+    begun = time.monotonic()
+    if force:
+        within = KILLED_WITHIN
+    else:
+        if drain is not None:
+            _leave_wish(place, drain)
+        within = record.drain if drain is None else drain
+        on_wait(record, within)
+        within += record.ends_within + SLACK
+    _signal(node, record, signal.SIGKILL if force else signal.SIGTERM)
+    if not select.select([node], [], [], within)[0]:
+        kill = "It sleeps in the kernel, maybe in a driver" if force else "Kill it by"
+        raise NodeError(
+            f"the node at {record.socket} (pid {record.pid}) has not ended within "
+            f"{within:.0f} s. {kill}{'' if force else ' `aiogpu stop --force`'}; what "
+            f"it did is told in {record.logs}."
+        )
+    if force:
+        _clear(place)
+    return Stopped(record, time.monotonic() - begun, force)
+
+
+def _signal(node: int, record: Record, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(node, number)
+    except ProcessLookupError:
+        pass  # it has ended by itself in this very moment
+    except PermissionError as error:
+        raise NodeError(
+            f"the node at {record.socket} (pid {record.pid}) is another user's; only "
+            f"that user may stop it."
+        ) from error
+
+
+def _leave_wish(place: Place, drain: float) -> None:
+    """Say how long the drain is to be, since a signal cannot."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(place.wish, flags, 0o600), "w", encoding="ascii") as file:
+            file.write(repr(drain))
+    except OSError as error:
+        raise NodeError(
+            f"the node cannot be told to drain for {drain:g} s: {place.wish} cannot "
+            f"be written: {error.strerror}. Leave --drain out, or make room there."
+        ) from error
+
+
+def _clear(place: Place) -> None:
+    """Remove what a killed node has left; unless another has begun there."""
+    with suppress(NodeRunningError):
+        claim = Claim.take(place)
+        remove(place.socket)
+        remove(place.wish)
+        claim.release()

@@ -1,0 +1,140 @@
+"""Leases of a node without processes: granted as soon as there is enough.
+
+Whoever has asked first goes first among them; tasks, of which one runs at a time, are
+not asked. What is given back is free at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
+from aiogpu.core.shortage import find_shortages
+from aiogpu.core.why import Why
+from aiogpu.engines.admission import check_site
+from aiogpu.errors import NodeClosedError
+from aiogpu.runtime.leases import LeaseReceiver
+from aiogpu.wire.leasing import MARK, Grant
+
+if TYPE_CHECKING:
+    from aiogpu.core.holding import Holdings
+    from aiogpu.engines.inline.node import InlineNode
+    from aiogpu.runtime.call import Site
+
+FIRST_HOLDER = 1 << 24
+"""Ids of those who hold leases begin here; what stands for workers is below."""
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """Who has asked for a lease."""
+
+    record: TaskRecord
+    receiver: LeaseReceiver
+
+
+class InlineLeases:
+    """All leases of one node, and who waits for one."""
+
+    def __init__(self, node: InlineNode) -> None:
+        self._node = node
+        self._tenants: dict[int, Tenant] = {}
+
+    def __repr__(self) -> str:
+        return f"<InlineLeases {len(self.granted)} held>"
+
+    @property
+    def granted(self) -> dict[WorkerId, WorkerRecord]:
+        """Who stands for the holders, by id."""
+        records = (tenant.record.worker for tenant in self._tenants.values())
+        return {holder.id: holder for holder in records if holder is not None}
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The holders' processes, by id."""
+        return {
+            tenant.record.worker.id: tenant.receiver.pid
+            for tenant in self._tenants.values()
+            if tenant.record.worker is not None
+        }
+
+    @property
+    def waiting(self) -> list[TaskRecord]:
+        """Those that are not granted yet, in the order of their turn."""
+        records = [tenant.record for tenant in self._tenants.values()]
+        return [record for record in records if record.worker is None]
+
+    def take(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a lease; see `Engine.take_lease`."""
+        node = self._node
+        if node.is_closing:
+            raise NodeClosedError("this node is being shut down.")
+        check_site(site, node.ledger)
+        record = node.new_record(site)
+        self._tenants[record.id] = Tenant(record, receiver)
+        self.look()
+        return record.id
+
+    def look(self) -> None:
+        """Grant what there is enough for."""
+        for task, tenant in list(self._tenants.items()):
+            record = tenant.record
+            if record.worker is None and task in self._tenants:
+                lease = self._node.ledger.take(record.spec.shape.request)
+                if lease is not None:
+                    holder = WorkerId(FIRST_HOLDER + task)
+                    record.worker = WorkerRecord(
+                        holder, state=WorkerState.BUSY, task=record, lease=lease
+                    )
+                    move_task(record, TaskState.RUNNING)
+                    bind = self._node.assignment.bind(lease, {})
+                    mark = f"inline-{tenant.receiver.pid}.{task}"
+                    environ = {**bind.environ, MARK: mark}
+                    grant = Grant(environ, bind.accelerators, bind.gpu_memory)
+                    tenant.receiver.receive(grant.pack())
+
+    def give_back(self, task: int) -> bool:
+        """Give a lease up, or back; False if it is none."""
+        tenant = self._tenants.pop(task, None)
+        if tenant is None:
+            return False
+        holder = tenant.record.worker
+        if holder is not None and holder.lease is not None:
+            self._node.ledger.give_back(holder.lease)
+        self.look()
+        self._node.wake()
+        return True
+
+    def close_down(self) -> None:
+        """The node ends, and all of them with it."""
+        tenants, self._tenants = self._tenants, {}
+        for tenant in tenants.values():
+            name = tenant.record.spec.name
+            error = NodeClosedError(f"the node was shut down before {name} had ended.")
+            tenant.receiver.fail(error)
+
+    def why(self, task: TaskId, holdings: Holdings) -> Why | None:
+        """Say what a lease waits for, or that it is held; None if it is none."""
+        tenant = self._tenants.get(task)
+        if tenant is None:
+            return None
+        record = tenant.record
+        waits, waiting = record.worker is None, self.waiting
+        return Why(
+            name=record.spec.name,
+            task=task,
+            state=record.state.value,
+            seconds=holdings.now - record.since,
+            request=record.spec.shape.request.as_numbers(),
+            where=str(record.spec.shape.request.where or ""),
+            position=waiting.index(record) + 1 if waits else None,
+            of=len(waiting) if waits else 0,
+            reasons=tuple(find_shortages(self._node, record, holdings))
+            if waits
+            else (),
+            pid=0 if waits else tenant.receiver.pid,
+            is_lease=True,
+        )

@@ -1,0 +1,85 @@
+"""Leases that a program holds which has joined the node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiogpu.errors import InternalError, NodeClosedError
+from aiogpu.runtime.call import Site
+from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.joining import TakeLease
+from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.clients import Client
+    from aiogpu.runtime.driver import Driver
+
+
+class Lessee:
+    """Tells a client of a lease that it has asked for; see `LeaseReceiver`.
+
+    Attributes:
+        pid: its process.
+    """
+
+    __slots__ = ("_client", "_number", "pid")
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.pid = client.pid
+        self._client = client
+        self._number = number
+
+    def receive(self, payload: bytes) -> None:
+        """It is granted, and the client's until that gives it back or ends."""
+        if self._client.peer is not None:
+            self._client.peer.post(ChildDone(self._number, payload))
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused."""
+        self._client.leases.pop(self._number, None)
+        if self._client.peer is not None:
+            self._client.peer.post(ChildFailed(self._number, *failed.why))
+
+    def fail(self, error: Exception) -> None:
+        """It is refused, or the node closes."""
+        self.reject(pack_failure(0, RAISED, error, ""))
+
+
+def hear_of_leases(
+    client: Client, message: Message, driver: Driver, is_draining: bool
+) -> bool:
+    """Take in what a client says of its leases; False if it is something else."""
+    if isinstance(message, TakeLease):
+        _take(client, message, driver, is_draining)
+        return True
+    return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
+
+
+def _take(
+    client: Client, message: TakeLease, driver: Driver, is_draining: bool
+) -> None:
+    lessee = Lessee(client, message.child)
+    site = client.declared.get(message.site)
+    if is_draining:
+        lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
+    elif isinstance(site, Site) and site.spec.is_lease:
+        task = driver.submit(site, b"", lessee, None, client.client)
+        if driver.knows(task):
+            client.leases[message.child] = task
+    elif isinstance(site, Failed):
+        lessee.reject(site)
+    else:
+        lessee.fail(InternalError(f"{client.name} never declared this lease"))
+
+
+def _give_back(client: Client, number: int, driver: Driver) -> bool:
+    task = client.leases.pop(number, None)
+    if task is not None:
+        driver.cancel(task)
+    return task is not None
+
+
+def give_back_all(client: Client, driver: Driver) -> None:
+    """A client has gone, or leaves; what its leases were for may go on."""
+    for number in list(client.leases):
+        _give_back(client, number, driver)

@@ -1,0 +1,124 @@
+"""Pictures of nodes, and a node that gives them: what views are shown in tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+import aiogpu
+from aiogpu.cli import joining
+from aiogpu.core.actor_status import ActorStatus
+from aiogpu.core.failures import FailureStatus
+from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.observed import OtherProcess
+from aiogpu.core.shortage import ReservationStatus
+from aiogpu.core.snapshot import NodeStatus, ShapeStatus, TaskStatus, WorkerStatus
+
+GIB = 2**30
+IDLE = NodeStatus(
+    total={"CPU": 4.0, "GPU": 0.0},
+    available={"CPU": 4.0, "GPU": 0.0},
+    devices=(),
+    workers=(),
+    tasks=(),
+    waiting_count=0,
+    shapes=(),
+    shape_count=0,
+    reservation=None,
+)
+A100 = "NVIDIA A100-SXM4-40GB"
+BUSY = NodeStatus(
+    total={"CPU": 8.0, "GPU": 3.0},
+    available={"CPU": 4.0, "GPU": 0.25},
+    devices=(
+        DeviceStatus(
+            *("GPU", 0, "A100", "GPU-0", A100, 40 * GIB, 0.25),
+            holders=(
+                Holder(0.5, 1, 101, "Model 'serve'", 60.0, is_endless=True),
+                Holder(0.25, 2, 102, "train", 12.0, memory=6 * GIB, used=7 * GIB),
+            ),
+            used=10 * GIB,
+            utilisation=87,
+            others=(OtherProcess(13, "Xorg", 2 * GIB),),
+            seen=0.4,
+        ),
+        DeviceStatus(
+            *("GPU", 1, "A100", "GPU-1", A100, 40 * GIB, 0.0),
+            holders=(Holder(1.0, 3, 103, "whole", 3.0),),
+            used=0,
+            utilisation=0,
+            others=(),
+            seen=0.4,
+        ),
+        DeviceStatus(
+            *("GPU", 2, "A100", "GPU-2", A100, 40 * GIB, 0.0),
+            holders=(),
+            aside="XID 79 (the GPU has fallen off the bus)",
+        ),
+    ),
+    workers=(
+        WorkerStatus(1, 101, "busy", "Model 'serve'"),
+        WorkerStatus(2, 102, "busy", "train"),
+        WorkerStatus(3, 103, "busy", "whole"),
+        WorkerStatus(4, 104, "idle", None),
+    ),
+    tasks=(
+        TaskStatus(1, "Model 'serve'", "running", {"GPU": 0.5}, 1, None),
+        TaskStatus(7, "train", "running", {"CPU": 1.0, "GPU": 0.25}, 2, None, 1 << 26),
+        TaskStatus(8, "whole", "running", {"CPU": 1.0, "GPU": 1.0}, 3, None),
+        TaskStatus(
+            *(12, "train", "waiting", {"CPU": 1.0, "GPU": 1.0}, None),
+            "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",
+        ),
+    ),
+    waiting_count=3,
+    shapes=(
+        ShapeStatus(
+            *({"CPU": 1.0, "GPU": 1.0}, "pack", (), 3, "train", 75.0),
+            "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: set aside)",
+        ),
+    ),
+    shape_count=1,
+    reservation=ReservationStatus(12, "train", {"GPU": (1,)}, {"CPU": 1.0}, None),
+    actors=(
+        ActorStatus(1, "serve", "", "Model", "alive", 2, 1, 101, 3, True),
+        ActorStatus(9, None, "", "Cache", "pending", 1, None, 0, 0, False, 1 << 26),
+    ),
+    failures=(
+        FailureStatus(6, "load", "torch.OutOfMemoryError", "no room left", 2.0),
+        FailureStatus(5, "train", "ValueError", "no such key", 75.0, 1 << 26),
+    ),
+)
+
+
+class Paper:
+    """Answers every question with one picture after the other, the last for ever."""
+
+    def __init__(self, pictures: Sequence[NodeStatus]) -> None:
+        self.pictures = list(pictures)
+
+    async def status(self) -> NodeStatus:
+        if len(self.pictures) > 1:
+            return self.pictures.pop(0)
+        return self.pictures[0]
+
+    async def why(self, task_id: int) -> aiogpu.Why:
+        for task in self.pictures[0].tasks:
+            if task.id == task_id:
+                return aiogpu.Why(task.name, task.id, "running", worker=2, pid=102)
+        raise aiogpu.NoSuchTaskError(f"this node has no task {task_id}.")
+
+
+def stand_in(patch: pytest.MonkeyPatch, *pictures: NodeStatus) -> None:
+    """Have views find a node that gives these pictures, whatever address they ask."""
+    node = Paper(pictures)
+
+    @asynccontextmanager
+    async def joined(
+        _address: str, _patience: float | None = None
+    ) -> AsyncIterator[joining.Node]:
+        yield node
+
+    patch.setattr(joining, "joined", joined)

@@ -1,0 +1,150 @@
+"""What `aiogpu top` draws, and what keys do to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+
+from aiogpu.cli.board import board, in_order
+from aiogpu.cli.grid import plain
+from aiogpu.cli.keyboard import LONGEST, Decoder
+from aiogpu.cli.view import ORDERS, View
+from aiogpu.core.holding import Holder
+from tests.cli.pictures import BUSY, IDLE
+from tests.cli.view_program import LONG
+
+
+def drawn(view: View, width: int = 80, height: int = 24, note: str = "") -> list[str]:
+    return list(plain(iter(board(BUSY, view, width, height, note))))
+
+
+def test_a_screen() -> None:
+    assert drawn(View(), 90, 27) == [
+        "aiogpu  CPU 4/8, GPU 0.25/3; 4 workers; 3 running, 3 waiting",
+        "GPU 0  █████████░░░ 0.75 held  ██░░░░ 10 GiB/40 GiB  87 % busy",
+        "       0.5 Model 'serve'  0.25 train  not ours: Xorg 13",
+        "GPU 1  ████████████    1 held  ░░░░░░ 0/40 GiB   0 % busy",
+        "       1 whole",
+        "GPU 2  set aside: XID 79 (the GPU has fallen off the bus)",
+        "",
+        "waiting: 3",
+        "WAIT  ASK FOR           FIRST  SINCE  WHY",
+        "   3  {CPU: 1, GPU: 1}  train   75 s  "
+        "waits for GPU 1 (free by device: 0: 0.25, 1: 0, 2: …",
+        "kept for train: GPU 1 and CPU 1",
+        "",
+        "on workers: 3",
+        "TASK  NAME           STATE    PID   "
+        "PROGRAM  HOLDS                  FOR  MEMORY",
+        "   1  Model 'serve'  running  101            {GPU: 0.5}            60 s",
+        "   7  train          running  102  "
+        "67108864  {CPU: 1, GPU: 0.25}   12 s   7 GiB",
+        "   8  whole          running  103            {CPU: 1, GPU: 1}     3.0 s",
+        "",
+        "actors: 2",
+        "ACTOR  NAME   CLASS  STATE    PID  HELD BY  CALLS   PROGRAM",
+        "    1  serve  Model  alive    101        2      3",
+        "    9         Cache  pending             1         67108864",
+        "",
+        "failed lately",
+        "  AGO  TASK  NAME    PROGRAM  ERROR             SAYS",
+        "2.0 s     6  load             OutOfMemoryError  no room left",
+        "q quit  p pause  s sort  j/k scroll  by number  1-25 of 26",
+    ]
+
+
+def test_a_wide_screen_has_long_bars_and_names() -> None:
+    assert drawn(View(), 140, 24)[1] == (
+        "GPU 0  ██████████████████░░░░░░ 0.75 held  ███░░░░░░░░░ 10 GiB/40 GiB  "
+        "██████████░░  87 % busy  NVIDIA A100-SXM4-40GB"
+    )
+
+
+@pytest.mark.parametrize("width", [1, 8, 20, 40, 59, 60, 100, 110, 200])
+@pytest.mark.parametrize("height", [1, 3, 10, 80])
+def test_it_fits_any_screen(width: int, height: int) -> None:
+    lines = drawn(View(is_paused=True), width, height, "no answer for 3 s")
+    assert len(lines) == max(height, 3)
+    assert all(cell_len(line) <= width for line in lines)
+
+
+def test_an_idle_node() -> None:
+    lines = list(plain(iter(board(IDLE, View(), 60, 5))))
+    assert lines[:3] == [
+        "aiogpu  CPU 4/4, GPU 0/0; 0 workers; no tasks",
+        "",
+        "Nothing runs, and nothing waits.",
+    ]
+
+
+def test_it_says_that_it_is_paused_and_that_no_answer_comes() -> None:
+    assert drawn(View(is_paused=True))[0].endswith(" PAUSED")
+    assert drawn(View(), note="no answer for 4.0 s")[0].endswith(" no answer for 4.0 s")
+
+
+def test_scrolling_stays_within_the_picture() -> None:
+    view = View()
+    lines = list(plain(iter(board(LONG, view, 80, 12))))
+    assert lines[-1].endswith("1-10 of 123")
+    for key, offset in (
+        *(("k", 0), ("j", 1), ("down", 2), ("up", 1), (" ", 11), ("page down", 21)),
+        *(("b", 11), ("page up", 1), ("G", 113), ("j", 113), ("home", 0), ("end", 113)),
+        *(("x", 113), ("g", 0)),
+    ):
+        view.press(key)
+        assert view.offset == offset, key
+    view.press("G")
+    assert list(plain(iter(board(LONG, view, 80, 12))))[-2].endswith("no such key")
+    board(BUSY, view, 80, 50)
+    assert view.offset == 0
+
+
+def test_keys_pause_quit_and_sort() -> None:
+    view = View()
+    view.press("p")
+    assert view.is_paused
+    view.press("p")
+    assert not view.is_paused
+    seen = [view.order, *(view.press("s") or view.order for _ in ORDERS)]
+    assert seen == [*ORDERS, ORDERS[0]]
+    view.press("q")
+    assert view.has_ended
+
+
+def test_tasks_are_sorted() -> None:
+    tasks = [task for task in BUSY.tasks if task.worker is not None]
+    holders: dict[int, Holder] = {
+        1: Holder(0.5, 1, 101, "x", 5.0, used=3),
+        3: Holder(0.5, 3, 103, "x", 9.0, used=7),
+    }
+    named = [replace(task, name="cba"[n]) for n, task in enumerate(tasks)]
+    for order, ids in (
+        ("number", [1, 7, 8]),
+        ("name", [8, 7, 1]),
+        ("memory", [8, 1, 7]),
+        ("time", [8, 1, 7]),
+    ):
+        assert [task.id for task in in_order(named, holders, order)] == ids, order
+
+
+@pytest.mark.parametrize(
+    ("pieces", "keys"),
+    [
+        ([b"jq"], ["j", "q"]),
+        ([b"\x1b[A\x1b[6~x"], ["up", "page down", "x"]),
+        ([b"\x1b", b"[", b"B"], ["down"]),
+        ([b"\x1bOA\x1bO", b"F"], ["up", "end"]),
+        ([b"\x1bq"], ["q"]),
+        ([b"\x1b[1;5Cj"], ["j"]),
+        ([b"\x1b[" + b"1" * LONGEST + b"j"], ["1", "1", "j"]),
+        (["ä".encode() + b"k"], ["k"]),
+    ],
+    ids=repr,
+)
+def test_what_a_terminal_sends_becomes_keys(
+    pieces: list[bytes], keys: list[str]
+) -> None:
+    decoder = Decoder()
+    assert [key for piece in pieces for key in decoder.keys(piece)] == keys

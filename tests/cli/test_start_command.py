@@ -1,0 +1,140 @@
+"""`aiogpu start` and `stop`: mistakes, and what is made of their options."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from aiogpu.cli import start as start_command
+from aiogpu.cli.start import start, told
+from aiogpu.cli.stop import stop
+from aiogpu.daemon.plan import Plan
+from aiogpu.daemon.readiness import Ready
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch, runtime_directory: Path) -> list[Plan]:
+    """Those that would be carried out."""
+    assert runtime_directory
+    found: list[Plan] = []
+
+    def note(plan: Plan) -> Ready:
+        found.append(plan)
+        return Ready(4711, {"CPU": 2.0}, plan.place.socket, plan.place.logs)
+
+    monkeypatch.setattr(start_command, "start_detached", note)
+    return found
+
+
+def given(*arguments: str) -> Result:
+    return CliRunner().invoke(start, arguments)
+
+
+def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    resources = json.dumps({"license": 2})
+    ran = given(
+        *("--head", "--num-cpus=1.5", "--num-gpus=2", f"--resources={resources}"),
+        *("--memory=4GiB", "--object-store-memory=1GiB", "--gpu-memory=80GiB"),
+        *("--accelerator-type=A100", "--gpu-memory-enforce", "--mps=auto"),
+        *("--cpu-affinity=off", "--preload=json,math", "--preload=auto"),
+        *("--cancel-grace=1", "--spare-workers=0", "--no-memory-guard"),
+        *(f"--spill-directory={spill}", "--drain=3", f"--log-dir={tmp_path}"),
+    )
+    assert ran.exit_code == 0, ran.output
+    (plan,) = plans
+    expected = {
+        "num_cpus": 1.5,
+        "num_gpus": 2,
+        "resources": {"license": 2},
+        "accelerator_type": "A100",
+        "gpu_memory": 80 << 30,
+        "gpu_memory_enforce": True,
+        "mps": "auto",
+        "cpu_affinity": "off",
+        "preload": ("json", "math"),
+        "learns": True,
+        "log_to_driver": True,
+        "cancel_grace": 1.0,
+        "spare_workers": 0,
+        "memory": 4 << 30,
+        "memory_guard": False,
+        "object_memory": 1 << 30,
+        "spill_directory": str(spill),
+    }
+    assert {name: getattr(plan.options, name) for name in expected} == expected
+    assert (plan.drain, plan.place.logs) == (3.0, str(tmp_path))
+    assert all(map(os.path.isabs, plan.sys_path))
+
+
+def test_without_options_it_is_the_default(plans: list[Plan]) -> None:
+    assert given("--head").exit_code == 0
+    (plan,) = plans
+    defaults = plan.options._field_defaults
+    assert plan.options._asdict() == defaults
+    assert plan.drain == 30
+
+
+def test_no_modules_at_all(plans: list[Plan]) -> None:
+    assert given("--head", "--preload=").exit_code == 0
+    assert (plans[0].options.preload, plans[0].options.learns) == ((), False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say --head: it starts the node of this box"),
+        (["--head", "--resources=x"], "'x' is no JSON object"),
+        (["--head", "--resources=[1]"], "'[1]' is no JSON object"),
+        (["--head", "--drain=-1"], "--drain"),
+        (["--head", "--mps=on"], "--mps"),
+        (["--head", "--systemd", "--socket=a.sock"], "paths begin with a slash: /"),
+    ],
+)
+def test_mistakes_are_told(plans: list[Plan], arguments: list[str], said: str) -> None:
+    ran = given(*arguments)
+    assert ran.exit_code == 2
+    assert said in " ".join(ran.output.split())
+    assert not plans
+
+
+def test_another_place_is_named_in_full(runtime_directory: Path) -> None:
+    lines = told(Ready(1, {"CPU": 1.0}, f"{runtime_directory}/b.sock", "/logs"))
+    assert lines[-2:] == [
+        f'  join     aiogpu.init(address="{runtime_directory}/b.sock"), or '
+        f"AIOGPU_ADDRESS={runtime_directory}/b.sock",
+        f"  stop     aiogpu stop --socket {runtime_directory}/b.sock",
+    ]
+
+
+def test_a_unit_gives_the_same_options(
+    plans: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--head", "--systemd", "--drain=5", "--num-gpus=2"]
+    monkeypatch.setattr(sys, "argv", ["aiogpu", "start", *arguments])
+    ran = given(*arguments)
+    assert f"ExecStart={sys.executable} -m aiogpu start --head --drain=5 " in ran.output
+    assert " --num-gpus=2 --block\n" in ran.output
+    assert "\nTimeoutStopSec=27\n" in ran.output
+    assert not plans
+
+
+def test_stop_where_no_node_is(runtime_directory: Path) -> None:
+    ran = CliRunner().invoke(stop, [])
+    assert (ran.exit_code, ran.output) == (
+        0,
+        f"No node runs at {runtime_directory}/aiogpu/node.sock.\n",
+    )
+
+
+def test_stop_by_force_waits_for_nobody(runtime_directory: Path) -> None:
+    assert runtime_directory
+    ran = CliRunner().invoke(stop, ["--force", "--drain=1"])
+    assert ran.exit_code == 2
+    assert "give one of them" in ran.output

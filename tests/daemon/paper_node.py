@@ -1,0 +1,53 @@
+"""A node without processes, for what is around it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from aiogpu.engines.base import NodeOptions
+
+
+class PaperNode:
+    """Notes what is asked of it.
+
+    Attributes:
+        asked: the questions, in order.
+        may_open, may_drain: set for it to go on; an error, to fail.
+    """
+
+    def __init__(
+        self, options: NodeOptions, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.options = options
+        self.asked: list[str] = []
+        self.may_open = asyncio.Event()
+        self.may_drain = asyncio.Event()
+        self.may_open.set()
+        self.may_drain.set()
+        self.error: Exception | None = None
+        self.listening: socket.socket | None = None
+
+    async def open(self) -> None:
+        self.asked.append("open")
+        await self.may_open.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
+        self.asked.append("serve")
+        self.listening = listening
+
+    async def drain(self, patience: float) -> bool:
+        self.asked.append(f"drain {patience:g}")
+        await self.may_drain.wait()
+        return True
+
+    async def total(self) -> dict[str, float]:
+        return {"CPU": 2.0, "GPU": 1.0}
+
+    async def close(self) -> None:
+        self.asked.append("close")
+
+    def hasten(self) -> None:
+        self.asked.append("hasten")

@@ -1,0 +1,301 @@
+"""`aiogpu run` against a real node: codes, signals, what is left behind, a terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from tests.program import environment
+
+LIMIT = 30.0
+PROMPT = "READY> "
+SERVE = """
+import asyncio, socket, sys
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.local import LocalEngine
+
+async def main():
+    options = NodeOptions(num_cpus=2, num_gpus=2)
+    engine = LocalEngine(options, asyncio.get_running_loop())
+    await engine.open()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(sys.argv[1])
+    listening.listen()
+    await engine.serve(listening)
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await engine.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a node with two GPUs."""
+    path = str(tmp_path_factory.mktemp("node") / "s")
+    with serving(path):
+        yield path
+
+
+class serving:
+    """A node on a socket, until the end of a block."""
+
+    def __init__(self, path: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, path],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+
+
+def line(node: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "aiogpu", "run", f"--socket={node}", *arguments]
+
+
+def run(node: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        line(node, *arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        **options,
+    )
+
+
+def start(node: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        line(node, *arguments),
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_the_command_has_its_gpu_its_input_and_its_code(node: str) -> None:
+    ended = run(
+        node, "--", "sh", "-c", "cat; echo $CUDA_VISIBLE_DEVICES; exit 3", input="in "
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("in 0\n", "", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["nosuchcommand"], 127, "nosuchcommand: No such file"),
+        (["/etc/passwd"], 126, "/etc/passwd: Permission denied"),
+        (["--num-gpus=5", "true"], 125, "lacks GPU 5 of 2"),
+        (["--num-gpus=1.5", "true"], 125, "num_gpus=1.5"),
+        (["--resources={", "true"], 125, "is no JSON"),
+        ([], 2, "Missing argument"),
+        (["sh", "-c", "kill -USR1 $$"], -signal.SIGUSR1, ""),
+    ],
+)
+def test_codes(node: str, arguments: list[str], code: int, told: str) -> None:
+    ended = run(node, *arguments)
+    assert ended.returncode == code, ended
+    assert told in ended.stderr
+
+
+def test_without_a_node_it_says_what_to_do(tmp_path: Path) -> None:
+    ended = run(str(tmp_path / "none"), "true")
+    assert ended.returncode == 125
+    assert "aiogpu start" in ended.stderr
+
+
+def test_options_after_the_command_are_its_own(node: str) -> None:
+    ended = run(node, "--num-gpus", "0.5", "echo", "--num-gpus", "7", "-v")
+    assert ended.stdout == "--num-gpus 7 -v\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_is_sent_on(node: str, number: signal.Signals) -> None:
+    source = (
+        f"trap 'echo got; exit 7' {int(number)}; echo up; while :; do sleep 0.05; done"
+    )
+    with start(node, "--", "sh", "-c", source) as process:
+        assert read(process) == "up"
+        process.send_signal(number)
+        assert read(process) == "got"
+        assert process.wait(LIMIT) == 7
+
+
+@pytest.mark.slow
+def test_one_that_waits_for_its_turn_ends_by_a_signal(node: str) -> None:
+    with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
+        assert read(holder) == "up"
+        ended = run(node, "--timeout=0.2", "true")
+        assert (ended.returncode, ended.stdout) == (124, "")
+        with start(node, "--name=second", "--", "echo", "ran") as second:
+            waits_in(node, "second")
+            second.terminate()
+            assert second.wait(LIMIT) == -signal.SIGTERM
+        holder.communicate("\n")
+    assert run(node, "--num-gpus=2", "true").returncode == 0
+
+
+def test_what_the_command_leaves_behind_holds_the_lease(node: str) -> None:
+    source = "(read x; echo late) <&3 & echo left; exit 5"
+    with start(
+        node, "--num-gpus=2", "--", "sh", "-c", "exec 3<&0; " + source
+    ) as process:
+        assert read(process) == "left"
+        assert process.stderr is not None
+        assert "sh has ended, but processes" in process.stderr.readline()
+        assert run(node, "--timeout=0.2", "true").returncode == 124
+        assert process.communicate("\n")[0] == "late\n"
+        assert process.returncode == 5
+
+
+@pytest.mark.slow
+def test_who_wants_it_to_end_ends_what_is_left(node: str) -> None:
+    source = "trap '' TERM; sleep 600 & echo left; exit 5"
+    with start(node, "--", "sh", "-c", source) as process:
+        assert read(process) == "left"
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT) == 5
+
+
+def test_if_it_is_killed_its_tree_holds_the_lease_on(node: str) -> None:
+    source = "sh -c 'echo up; read x <&3' & wait"
+    with start(
+        node, "--num-gpus=2", "--", "sh", "-c", "exec 3<&0; " + source
+    ) as process:
+        assert read(process) == "up"
+        process.kill()
+        process.wait()
+        assert run(node, "--timeout=0.3", "true").returncode == 124
+        assert process.stdin is not None
+        process.stdin.close()
+        assert run(node, "--num-gpus=2", "--timeout=20", "true").returncode == 0
+
+
+def test_the_command_goes_on_without_its_node(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with serving(path) as service:
+        process = start(path, "--", "sh", "-c", "echo up; read x; echo $x")
+        with process:
+            assert read(process) == "up"
+            service.kill()
+            service.wait()
+            assert process.stderr is not None
+            assert "sh goes on, but its lease is gone" in process.stderr.readline()
+            assert process.communicate("done\n")[0] == "done\n"
+            assert process.returncode == 0
+
+
+def waits_in(node: str, name: str) -> None:
+    """Wait until a lease of that name waits on the node."""
+    source = """
+        import asyncio, sys, aiogpu
+        async def main():
+            async with aiogpu.init(address=sys.argv[1], log_to_driver=False):
+                names = ()
+                while sys.argv[2] not in names:
+                    names = [t.name for t in (await aiogpu.status()).waiting]
+        asyncio.run(main())
+    """
+    from tests.program import run as run_program
+
+    run_program(source, node, name)
+
+
+@pytest.fixture
+def terminal() -> Iterator[pexpect.spawn[str]]:
+    """An interactive shell on a pseudo-terminal."""
+    spawned = pexpect.spawn(
+        "bash",
+        ["--norc", "--noprofile", "-i"],
+        env=environment(PS1=PROMPT, TERM="dumb"),
+        encoding="utf8",
+        dimensions=(24, 100),
+        timeout=LIMIT,
+    )
+    spawned.expect_exact(PROMPT)
+    yield spawned
+    spawned.close(force=True)
+
+
+def test_job_control_is_the_shells(node: str, terminal: Any) -> None:
+    source = "trap 'echo INT-$$; exit 9' INT; echo up; while :; do sleep 0.05; done"
+    terminal.sendline(shlex.join(line(node, "--", "sh", "-c", source)))
+    terminal.expect_exact("up\r\n")
+    terminal.sendcontrol("z")
+    terminal.expect_exact("Stopped")
+    terminal.expect_exact(PROMPT)
+    terminal.sendline("fg")
+    terminal.expect_exact("while :; do")
+    terminal.sendintr()
+    terminal.expect(r"INT-(\d+)\r\n")
+    terminal.expect_exact(PROMPT)
+    # The command heard it once.
+    assert "INT-" not in terminal.before
+    terminal.sendline("echo code=$?")
+    terminal.expect_exact("code=9\r\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_loop_of_the_shell(node: str, terminal: Any) -> None:
+    command = shlex.join(line(node, "--", "sh", "-c", "echo up; sleep 600"))
+    terminal.sendline(f"for i in 1 2; do {command}; done")
+    terminal.expect_exact("up\r\n")
+    terminal.sendintr()
+    terminal.expect_exact(PROMPT)
+    assert "up" not in terminal.before
+
+
+def test_a_terminal_is_told_why_it_waits(node: str, terminal: Any) -> None:
+    with start(node, "--num-gpus=2", "--", "sh", "-c", "echo up; read x") as holder:
+        assert read(holder) == "up"
+        terminal.sendline(shlex.join(line(node, "--", "echo", "ran")))
+        terminal.expect(
+            r"\raiogpu run: echo ran .*has waited .*for \{GPU: 1\}.*\x1b\[K"
+        )
+        holder.communicate("\n")
+        terminal.expect_exact("\r\x1b[K")
+        terminal.expect_exact("ran\r\n")
+
+
+@pytest.mark.slow
+def test_a_stopped_command_is_seen_by_its_shell(node: str, terminal: Any) -> None:
+    command = shlex.join(
+        line(node, "--", "sh", "-c", "echo up; kill -STOP $$; echo on")
+    )
+    terminal.sendline(command)
+    terminal.expect_exact("up\r\n")
+    terminal.expect_exact("Stopped")
+    terminal.expect_exact(PROMPT)
+    terminal.sendline("fg")
+    terminal.expect_exact("on\r\n")
+    terminal.expect_exact(PROMPT)
+    assert os.path.exists(node)
