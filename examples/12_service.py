@@ -12,7 +12,6 @@ import asyncio
 import aiogpu
 
 
-@aiogpu.remote
 class Model:
     """Knows how often it was asked, by whichever program."""
 
@@ -39,9 +38,13 @@ async def main() -> None:
     """Join, find the model or load it, and leave."""
     async with aiogpu.init(address="auto"):
         print("GPUs shared by all:", (await aiogpu.cluster_resources())["GPU"])
-        model = Model.options(
-            num_gpus=0.5, name="model", get_if_exists=True, lifetime="detached"
-        ).remote()
+        model = (
+            aiogpu.remote(Model)
+            .options(
+                num_gpus=0.5, name="model", get_if_exists=True, lifetime="detached"
+            )
+            .remote()
+        )
         texts = ["a", "bc", "def"]
         print(await asyncio.gather(*(model.score.remote(text) for text in texts)))
         print(await asyncio.gather(*map(embed.remote, texts)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiogpu.runtime.call import pass_on
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.wire.failure import pack_told
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
 from aiogpu.wire.parcel import part_of
 from aiogpu.wire.streaming import ChildItems
@@ -55,7 +55,7 @@ class Child:
 
     def fail(self, error: Exception) -> None:
         """Pass on an error of aiogpu's own."""
-        self.reject(pack_failure(0, RAISED, error, ""))
+        self.reject(pack_told(error))
 
     def _send(self, message: Message) -> None:
         caller = self.caller

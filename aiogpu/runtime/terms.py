@@ -27,6 +27,7 @@ _ACTING: Final = Maybe(
 _FIELDS: Final = (
     *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
     *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
+    bool,
 )
 
 

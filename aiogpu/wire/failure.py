@@ -36,6 +36,9 @@ DIED: Final = "died"
 """The constructor of an actor has failed: the kind of that and the actor's name follow,
 each after a colon. Its exception is the cause of what is told."""
 
+TOLD: Final = "told"
+"""The node says so itself: an error of aiogpu's own, with its cause."""
+
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
@@ -59,6 +62,19 @@ def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Faile
     )
 
 
+def pack_told(error: Exception) -> Failed:
+    """Describe an error that no code of the user's has raised, with its cause."""
+    failed = pack_failure(0, RAISED, error, "")
+    if failed.payload is None or error.__cause__ is None:
+        return failed
+    cause = pack_failure(0, RAISED, error.__cause__, "")
+    if cause.payload is None:
+        return failed
+    return failed._replace(
+        kind=f"{TOLD}:{len(failed.payload)}", payload=failed.payload + cause.payload
+    )
+
+
 def unpack_failure(failed: Failed, task_name: str) -> Exception:
     """The exception that the task's owner is to see.
 
@@ -69,6 +85,8 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
     kind, _, whose = failed.kind.partition(":")
     if kind == DIED:
         return _death(failed, *whose.partition(":")[::2])
+    if kind == TOLD and failed.payload is not None:
+        return _told(failed.payload, int(whose))
     if failed.payload is not None:
         try:
             error = pickle.loads(failed.payload)
@@ -103,6 +121,12 @@ def _death(failed: Failed, kind: str, name: str) -> Exception:
     died = ActorDiedError(f"{name} is dead: {what}", name)
     died.__cause__ = unpack_failure(failed._replace(kind=kind), name)
     return died
+
+
+def _told(payload: bytes, size: int) -> Exception:
+    error: Exception = pickle.loads(payload[:size])
+    error.__cause__ = pickle.loads(payload[size:])
+    return error
 
 
 def _may_travel(kind: type) -> bool:

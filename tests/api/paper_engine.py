@@ -49,6 +49,7 @@ class PaperEngine:
     ended: set[int] = field(default_factory=set)
 
     waits = None
+    far = None
 
     def __post_init__(self) -> None:
         self.may_open.set()
@@ -100,3 +101,6 @@ class PaperEngine:
 
     def abandon(self) -> None:
         self.story.append("abandon")
+
+    def disown(self) -> None:
+        """A fork of its program says nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from typing import Final
+from zlib import crc32
 
 import pytest
 
@@ -28,6 +29,25 @@ LACKS: Final = {
     },
 }
 """What an engine lacks by its nature, and why. `@pytest.mark.needs(...)` names it."""
+
+
+DRAWN: Final = 8
+"""Of so many cases on a node of another process one is run, and all in the full check."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """A service for each case takes its time."""
+    if any("[" in argument for argument in config.args):
+        return  # who names a case shall have it
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is not None and spec.params.get("address") == "node":
+            name = item.nodeid.rpartition("/")[2]
+            if crc32(name.encode()) % DRAWN:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=ENGINES)
