@@ -24,6 +24,7 @@ from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
+from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.store import Store
@@ -81,25 +82,6 @@ class Client(Caller):
     pidfd: int = -1
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Premises:
-    """What clients find on a node.
-
-    Attributes:
-        node: its id.
-        descriptors: path of the socket for shared memory.
-        spill: directory for values for which there is no memory, "" for the system's.
-        ledger: what it has to share out, pickled.
-        release: the version of aiogpu.
-    """
-
-    node: str
-    descriptors: str
-    spill: str
-    ledger: bytes
-    release: str
 
 
 class Clients:
