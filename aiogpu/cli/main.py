@@ -21,16 +21,21 @@ COMMANDS: Final = (
     "doctor",
     "gpus",
     "list",
+    "logs",
     "run",
     "start",
     "status",
     "stop",
+    "timeline",
     "top",
     "why",
 )
 """Each is a command of that name in the module `aiogpu.cli.<name>`."""
-ELSEWHERE: Final = {"list": ("listing", "list_command")}
-"""Those that Python needs the names of: module and attribute."""
+ELSEWHERE: Final = {
+    "list": ("listing", "list_command"),
+    "timeline": ("spans", "timeline"),
+}
+"""Those whose module has another name: module and attribute."""
 COMPLETE: Final = "_AIOGPU_COMPLETE"
 """By this variable a shell asks what could be typed next; see `completion`."""
 BAD_INPUT: Final = (OptionError, DeviceError, InfeasibleError)

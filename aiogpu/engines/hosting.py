@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from aiogpu.core.client_status import Program
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.ledger import Ledger
-from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, WHY, WHY_TASK
+from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.engines.local import LocalEngine
-    from aiogpu.runtime.client import Premises
     from aiogpu.runtime.clients import Answer, Clients
+    from aiogpu.runtime.premises import Premises
 
 
 def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
@@ -28,7 +28,7 @@ def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
         spill: where values go for which there is no memory; "" for the system's choice.
     """
     from aiogpu import __version__
-    from aiogpu.runtime.client import Premises
+    from aiogpu.runtime.premises import Premises
 
     return Premises(
         os.path.basename(directory),
@@ -69,10 +69,14 @@ def answers_of(engine: LocalEngine) -> Mapping[str, Answer]:
     async def status(_number: int) -> object:
         return await engine.status()
 
+    async def timeline(_number: int) -> object:
+        return [tuple(span) for span in engine.spans()]
+
     return {
         RESOURCES: total,
         AVAILABLE: available,
         STATUS: status,
         WHY: engine.why,
         WHY_TASK: engine.why,
+        TIMELINE: timeline,
     }

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
+    from aiogpu.engines.recording import Recording
+    from aiogpu.observe.recorder import Span
     from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
@@ -48,6 +50,7 @@ class LocalEngine:
         self._loop = loop
         self._supervisor = Supervisor(loop)
         self._driver: Driver | None = None
+        self._recording: Recording | None = None
         self._store: Store | None = None
         # Left on sites that were found feasible; it outlives the node, so is small.
         self._mark = object()
@@ -204,8 +207,10 @@ class LocalEngine:
                 nowhere.
         """
         from aiogpu.engines.hosting import answers_of, premises_of
+        from aiogpu.engines.recording import Recording
 
         supervisor = self._supervisor
+        self._recording = Recording(self._open_driver, self._loop, supervisor.pool)
         ledger = self._open_driver.scheduler.ledger
         spill = self._options.spill_directory or ""
         await supervisor.welcome(
@@ -215,6 +220,10 @@ class LocalEngine:
             answers_of(self),
             logs,
         )
+
+    def spans(self) -> list[Span]:
+        """What has run where and when, since it lets other programs join."""
+        return [] if self._recording is None else self._recording.spans()
 
     async def drain(self, patience: float) -> bool:
         """Take no more work of those that have joined, and let what runs end.

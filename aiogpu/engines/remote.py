@@ -21,6 +21,7 @@ from aiogpu.wire.joining import (
     AVAILABLE,
     RESOURCES,
     STATUS,
+    TIMELINE,
     WHY,
     WHY_TASK,
     Inquire,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
+    from aiogpu.observe.recorder import Span
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.wire.outgoing import Outgoing
@@ -159,6 +161,12 @@ class RemoteEngine(Membership):
         """Why a task of this program waits; see `Engine.why`."""
         found: Why | None = await self._inquire(WHY, task)
         return found
+
+    async def timeline(self) -> list[Span]:
+        """What has run on the node, where and when; see `observe.recorder`."""
+        from aiogpu.observe.recorder import Span
+
+        return [Span(*one) for one in await self._inquire(TIMELINE)]
 
     async def why_task(self, number: int) -> Why | None:
         """Why a task waits, whosever it is; see `Engine.why_task`."""

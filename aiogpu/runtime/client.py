@@ -1,4 +1,4 @@
-"""One program that has joined a node, and what it finds there."""
+"""One program that has joined a node."""
 
 from __future__ import annotations
 
@@ -33,22 +33,3 @@ class Client(Caller):
     pidfd: int = -1
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Premises:
-    """What clients find on a node.
-
-    Attributes:
-        node: its id.
-        descriptors: path of the socket for shared memory.
-        spill: directory for values for which there is no memory, "" for the system's.
-        ledger: what it has to share out, pickled.
-        release: the version of aiogpu.
-    """
-
-    node: str
-    descriptors: str
-    spill: str
-    ledger: bytes
-    release: str

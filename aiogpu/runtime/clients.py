@@ -19,10 +19,11 @@ from typing import Any, Final
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
-from aiogpu.runtime.client import Client, Premises
+from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
+from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.store import Store

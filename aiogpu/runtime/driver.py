@@ -79,9 +79,9 @@ class Driver:
             loop, scheduler.workers, self._calls, self._orders, self.feed
         )
         self.telling = Telling(self._calls, self.guard)
+        self._last_task = self._last_number = 0
+        self.on_end: Callable[[int, Done | Failed], None] | None = None
         self.leases = Leases(loop, self._calls, assignment, clearance, self.feed)
-        self._last_task = 0
-        self._last_number = 0
         self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
@@ -96,7 +96,7 @@ class Driver:
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
-        self._ways: Final = self._all_ways()
+        self.ways: Final = self._all_ways()
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
@@ -171,7 +171,7 @@ class Driver:
     def _carry_out(self, wanted: Sequence[Effect]) -> None:
         for effect in wanted:
             try:
-                self._ways[type(effect)](effect)
+                self.ways[type(effect)](effect)
             except Exception:  # noqa: BLE001
                 # A bug of ours in one must not lose the others: somebody waits.
                 _log.exception("! %r was not carried out", effect)
@@ -230,6 +230,8 @@ class Driver:
         if call is None or call.worker != worker:
             self.shortages.drop(worker, answer.task)
             return
+        if self.on_end is not None:
+            self.on_end(worker, answer)
         call.answer = answer
         retry, took = False, 0.0
         if type(answer) is Done:

@@ -24,3 +24,13 @@ def meeting_directory() -> str:
 def default_socket() -> str:
     """The socket that `aiogpu start` listens on and `address="auto"` joins."""
     return f"{meeting_directory()}/{SOCKET}"
+
+
+def logs_beside(socket: str) -> str:
+    """Where the node of that socket logs, unless it was told another directory.
+
+    Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
+    """
+    directory, name = os.path.split(os.path.abspath(socket))
+    beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
+    return f"{directory}/{beside}"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
-    from aiogpu.runtime.client import Premises
     from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.console import Console
     from aiogpu.runtime.descriptors import DescriptorLimit
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.nest import Check, Nest
     from aiogpu.runtime.passage import Passage
     from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.premises import Premises
     from aiogpu.runtime.store import Store
     from aiogpu.runtime.transport import Peer
     from aiogpu.runtime.zygotes import Zygotes
@@ -275,6 +275,12 @@ class Supervisor:
         """Process ids of the live workers, by worker id, and of holders of leases."""
         held = self.driver.leases.pids if self.driver is not None else {}
         return held | self._parts.pool.pids if self._parts is not None else {}
+
+    @property
+    def pool(self) -> Pool:
+        """The workers."""
+        assert self._parts is not None
+        return self._parts.pool
 
     def enforce_gpu_memory(self, enforces: bool) -> None:
         """Whether to end who uses more device memory than it reserved."""

@@ -21,6 +21,8 @@ WHY: Final = "why"
 """Asks why a child waits, by its number; 0 for nobody's."""
 WHY_TASK: Final = "why task"
 """The same of any task, by the node's number."""
+TIMELINE: Final = "timeline"
+"""Asks what has run where and when."""
 
 
 class Refused(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -27,9 +28,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands(arguments: list[str]) -> None:
     ran = run(*arguments)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "\n  demo        Compute a picture" in ran.stdout
-    assert "\n  doctor      Try which mechanisms" in ran.stdout
-    assert "\n  gpus        Show the GPUs" in ran.stdout
+    assert re.search(r"\n  demo +Compute a picture", ran.stdout)
+    assert re.search(r"\n  doctor +Try which mechanisms", ran.stdout)
+    assert re.search(r"\n  gpus +Show the GPUs", ran.stdout)
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import socket
 import sys
@@ -13,10 +14,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import aiogpu
+from aiogpu.cli.spans import timeline
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
+from aiogpu.engines.remote import RemoteEngine
 from aiogpu.runtime.task_log import FILE
 from tests.until import until
 
@@ -114,3 +118,31 @@ async def test_a_slow_terminal_slows_the_task_and_nobody_else(
         monkeypatch.undo()
         assert not clients.routes._paused
         assert terminal.getvalue().count("x" * 1000) == 6000
+
+
+def fail() -> None:
+    raise KeyError("x")
+
+
+async def test_what_has_run_is_written_down(tmp_path: Path) -> None:
+    async with service(tmp_path) as (path, engine):
+        async with aiogpu.init(address=path) as node:
+            await asyncio.gather(*(aiogpu.remote(say).remote("a") for _ in range(8)))
+            with pytest.raises(KeyError):
+                await aiogpu.remote(fail).remote()
+            remote = node._engine
+            assert isinstance(remote, RemoteEngine)
+            spans = await remote.timeline()
+        assert [span.name for span in spans].count("say") == 8
+        assert all(span.queued <= span.started <= span.ended for span in spans)
+        assert {span.client for span in spans} == {remote.client}
+        ended = {span.name: span.outcome for span in spans}
+        assert ended == {"say": "finished", "fail": "failed"}
+        out = tmp_path / "out.json"
+        written = await asyncio.to_thread(
+            CliRunner().invoke, timeline, [str(out), "--address", path]
+        )
+        assert written.exit_code == 0, written.output
+        events = json.loads(out.read_text())["traceEvents"]
+        assert sum(event["name"] == "say" for event in events) == 8
+        assert len(engine.spans()) == 9

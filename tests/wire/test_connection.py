@@ -4,6 +4,7 @@ import pytest
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import (
+    CLIENT,
     HEARS,
     KEEPER,
     SAYS,
@@ -27,7 +28,7 @@ from aiogpu.wire.messages import (
 
 
 def test_every_message_is_said_by_one_side_to_one_kind_of_peer():
-    assert set(SAYS) == set(HEARS) == {ZYGOTE, KEEPER, WORKER}
+    assert set(SAYS) == set(HEARS) == {ZYGOTE, KEEPER, WORKER, CLIENT}
     said, heard = (frozenset().union(*table.values()) for table in (SAYS, HEARS))
     assert said | heard | {Hello} == set(TAGS)
     assert not said & heard

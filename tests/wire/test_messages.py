@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import acting, messages, sharing, streaming
+from aiogpu.wire import acting, joining, messages, sharing, streaming
 from aiogpu.wire.fields import from_fields
 from aiogpu.wire.messages import (
     TAGS,
@@ -31,6 +31,7 @@ def test_every_tuple_of_the_vocabulary_is_a_message():
         for kind in (
             *vars(messages).values(),
             *vars(acting).values(),
+            *vars(joining).values(),
             *vars(sharing).values(),
             *vars(streaming).values(),
         )

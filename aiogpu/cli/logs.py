@@ -1,0 +1,140 @@
+"""`aiogpu logs`: what tasks have printed on the node, and what the node says itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import click
+
+from aiogpu.cli.trail import Trail
+from aiogpu.runtime.meeting import default_socket, logs_beside
+from aiogpu.runtime.task_log import FILE
+
+NODE: Final = "node.log"
+"""What the node says itself; see `aiogpu.daemon`."""
+USUAL: Final = 1000
+"""Lines that are shown if nothing was said of it."""
+EVERY: Final = 200
+"""Milliseconds between two looks at what has come."""
+BROKEN_PIPE: Final = 141
+"""What shells report of a program that SIGPIPE ended: 128 + 13."""
+AUTO: Final = "auto"
+_LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
+
+Wanted = Callable[[str], bool]
+
+
+@click.command()
+@click.option("--follow", "-f", is_flag=True, help="Go on with what comes.")
+@click.option(
+    "--task", type=click.IntRange(1), metavar="ID", help="Of this task alone."
+)
+@click.option(
+    "--client", type=click.IntRange(1), metavar="ID", help="Of this program alone."
+)
+@click.option("--node", is_flag=True, help="What the node itself says.")
+@click.option(
+    "--lines",
+    "-n",
+    type=click.IntRange(0),
+    default=USUAL,
+    show_default=True,
+    help="Show so many of the last lines.",
+)
+@click.option(
+    "--address",
+    metavar="SOCKET",
+    envvar="AIOGPU_ADDRESS",
+    default=AUTO,
+    help="The node's socket; if not given, AIOGPU_ADDRESS, or where `aiogpu start` "
+    "listens.",
+)
+@click.option(
+    "--log-dir", metavar="DIRECTORY", help="Where it logs, if not beside its socket."
+)
+def logs(  # noqa: PLR0913, PLR0917 - its options
+    follow: bool,
+    task: int | None,
+    client: int | None,
+    node: bool,
+    lines: int,
+    address: str,
+    log_dir: str | None,
+) -> None:
+    """Show what tasks have printed, with the time, the program and the task.
+
+    The files are read, so this works as well when the node has ended.
+
+    \b
+    Examples:
+      aiogpu logs -n 20
+      aiogpu logs --follow --task 12
+      aiogpu logs --node
+
+    \b
+    Exit codes:
+      0    all is shown
+      1    no node has logged there
+      2    bad input
+      130  --follow was ended by Ctrl-C
+    """  # noqa: D301 - click's mark for lines to be left as they are
+    if node and (task or client):
+        raise click.UsageError("--node has no tasks: leave out --task and --client.")
+    socket = default_socket() if address == AUTO else address
+    directory = logs_beside(socket) if log_dir is None else log_dir
+    if not os.path.isdir(directory):
+        raise click.ClickException(
+            f"there are no logs in {directory}. A node that `aiogpu start --head` has "
+            f"started writes them beside its socket: name that by --address, or the "
+            f"directory by --log-dir."
+        )
+    trail = Trail(os.path.join(directory, NODE if node else FILE))
+    try:
+        _show(deque(filter(_wanted(task, client), trail.read()), lines))
+        while follow and _wait():
+            _show(filter(_wanted(task, client), trail.read()))
+    except BrokenPipeError:
+        # Nobody reads on, such as after `| head`; nor may the exit try to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
+    finally:
+        trail.close()
+
+
+def _wanted(task: int | None, client: int | None) -> Wanted:
+    """Whether a line is to be shown."""
+    if task is None and client is None:
+        return lambda _line: True
+
+    def is_of(line: str) -> bool:
+        found = _LINE.match(line)
+        if found is None:
+            return False
+        of_client, of_task = map(int, found.groups())
+        return task in (None, of_task) and client in (None, of_client)
+
+    return is_of
+
+
+def _show(lines: Iterable[str]) -> None:
+    out = sys.stdout
+    encoding = out.encoding or "utf-8"
+    for line in lines:
+        raw = line.encode(encoding, "backslashreplace")
+        out.write(raw.decode(encoding, "replace") + "\n")
+    out.flush()
+
+
+def _wait() -> bool:
+    """Let a while pass; raises `BrokenPipeError` as soon as nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if any(event & select.POLLERR for _, event in poll.poll(EVERY)):
+        raise BrokenPipeError
+    return True

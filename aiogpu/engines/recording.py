@@ -1,0 +1,79 @@
+"""Has what a node's driver does written down; other drivers pay nothing for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.core.effects import Assign
+from aiogpu.core.ids import WorkerId
+from aiogpu.observe.recorder import Recorder, Span
+from aiogpu.wire.failure import STOPPED
+from aiogpu.wire.messages import Done, Failed
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.death import Death
+    from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.pool import Pool
+
+FINISHED: Final = "finished"
+FAILED: Final = "failed"
+RETRIED: Final = "retried"
+CANCELLED: Final = "cancelled"
+DIED: Final = "died"
+
+
+class Recording:
+    """One node's recorder, and its clock.
+
+    Attributes:
+        recorder: has what was written down.
+    """
+
+    def __init__(
+        self, driver: Driver, loop: asyncio.AbstractEventLoop, pool: Pool
+    ) -> None:
+        self.recorder = Recorder()
+        self._workers = driver.scheduler.workers
+        self._pool = pool
+        self._now = loop.time
+        self._end = self.recorder.end
+        self._assign: Callable[[Any], None] = driver.ways[Assign]
+        self._gone = pool.on_gone
+        driver.ways[Assign] = self._on_assign
+        driver.on_end = self._on_end
+        pool.on_gone = self._on_gone
+
+    def _on_assign(self, effect: Assign) -> None:
+        live = self._pool.workers.get(effect.worker)
+        self.recorder.begin(effect.worker, 0 if live is None else live.pid, self._now())
+        self._assign(effect)
+
+    def _on_end(self, worker_id: int, answer: Done | Failed) -> None:
+        worker = self._workers.get(worker_id)  # type: ignore[arg-type]
+        record = None if worker is None else worker.task
+        if worker is None or record is None or record.id != answer.task:
+            return
+        if type(answer) is Done:
+            self._end(worker, record, FINISHED, self._now(), answer.took * 1e-6)
+        elif isinstance(answer, Failed):
+            is_again = answer.is_retried and record.retries_left
+            outcome = RETRIED if is_again else FAILED
+            if answer.kind == STOPPED:
+                outcome = CANCELLED
+            self.recorder.end(worker, record, outcome, self._now())
+
+    def _on_gone(self, worker_id: int, death: Death) -> None:
+        worker = self._workers.get(WorkerId(worker_id))
+        if worker is not None and worker.task is not None:
+            outcome = CANCELLED if worker.task.stop is not None else DIED
+            self.recorder.end(worker, worker.task, outcome, self._now())
+        self.recorder.forget(worker_id)
+        self._gone(worker_id, death)
+
+    def spans(self) -> list[Span]:
+        """All that is kept; see `Recorder.spans`."""
+        now = self._now()
+        return self.recorder.spans(self._workers, now, time.time() - now)

@@ -1,0 +1,137 @@
+"""What has run where and when: the last so many tasks, in a ring.
+
+Fed with each task's begin and end; all that can be done when somebody asks is done
+then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+from aiogpu.core.ledger import Lease
+from aiogpu.core.records import TaskRecord, WorkerRecord
+
+MOST: Final = 20_000
+"""Spans that are kept."""
+RUNNING: Final = "running"
+
+
+class Span(NamedTuple):
+    """One attempt at a task.
+
+    Attributes:
+        task: its number.
+        name: how people call it.
+        client: whose it is, 0 for the node's own.
+        worker: the worker that has run it.
+        pid: its process, 0 where it is not known any more.
+        devices: what it had of which kind: `("GPU", 0)`.
+        queued: seconds since the epoch, when it was submitted.
+        started: the same, when its worker was sent it or began it.
+        ended: the same, or the time of asking if it runs.
+        outcome: "finished", "failed", "cancelled", "died", "retried" or "running".
+    """
+
+    task: int
+    name: str
+    client: int
+    worker: int
+    pid: int
+    devices: tuple[tuple[str, int], ...]
+    queued: float
+    started: float
+    ended: float
+    outcome: str
+
+
+_Ended = tuple[int, str, int, int, int, Lease | None, float, float, float, str]
+
+
+class Recorder:
+    """See above. Times are those of one clock, in seconds.
+
+    Attributes:
+        outcomes: how many attempts have ended how.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._spans: deque[_Ended] = deque(maxlen=most)
+        self._begun: dict[int, list[Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Recorder {len(self._spans)} spans>"
+
+    def begin(self, worker: int, pid: int, now: float) -> None:
+        """A worker that was idle was sent a task."""
+        self._begun[worker] = [now, pid]
+
+    def end(
+        self,
+        worker: WorkerRecord,
+        record: TaskRecord,
+        outcome: str,
+        now: float,
+        took: float = 0.0,
+    ) -> None:
+        """A worker has answered, or died.
+
+        Args:
+            worker: it.
+            record: what it has run.
+            outcome: how that has ended.
+            now: the time.
+            took: seconds that its code has run, 0.0 where nobody knows.
+        """
+        number = worker.id
+        known = self._begun.get(number) or [now, 0]
+        begun = now - took if took else known[0]
+        # What was sent ahead begins when what was before it has ended.
+        known[0] = now
+        self.outcomes[outcome] += 1
+        name, client, lease = record.spec.name, record.client, worker.lease
+        whose = record.id, name, client, number, known[1]
+        self._spans.append((*whose, lease, record.since, begun, now, outcome))
+
+    def forget(self, worker: int) -> None:
+        """A worker has gone."""
+        self._begun.pop(worker, None)
+
+    def spans(
+        self, workers: Iterable[WorkerRecord], now: float, epoch: float
+    ) -> list[Span]:
+        """All that is kept, and what runs, by their begin.
+
+        Args:
+            workers: those that live.
+            now: the time.
+            epoch: what is to be added to a time to have it count from the epoch.
+        """
+        told = [*self._spans]
+        for worker in workers:
+            record = worker.task
+            if record is None or worker.id not in self._begun:
+                continue
+            begun, pid = self._begun[worker.id]
+            whose = record.id, record.spec.name, record.client, worker.id, pid
+            told.append((*whose, worker.lease, record.since, begun, now, RUNNING))
+        spans = [_span(one, epoch) for one in told]
+        return sorted(spans, key=lambda span: span.started)
+
+
+def _span(ended: _Ended, epoch: float) -> Span:
+    task, name, client, worker, pid, lease, queued, started, last, outcome = ended
+    return Span(
+        *(task, name, client, worker, pid, tuple(_devices(lease))),
+        *(queued + epoch, started + epoch, last + epoch, outcome),
+    )
+
+
+def _devices(lease: Lease | None) -> Iterator[tuple[str, int]]:
+    if lease is None:
+        return
+    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=False):
+        for index, _amount in shares:
+            yield kind, index

@@ -1,0 +1,109 @@
+"""Spans in the Trace Event Format, which Perfetto and Chrome's tracing open.
+
+One group of rows has a device each, the other a worker each. Tasks that share a device
+have a row of it each, since in this format what overlaps in one row is nested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, Final
+
+from aiogpu.observe.recorder import Span
+
+DEVICES: Final = 1
+"""The number that the format calls the process: of the rows of devices."""
+WORKERS: Final = 2
+Event = dict[str, Any]
+
+
+class Rows:
+    """The rows of one group: as many of each thing as overlap there."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._rows: dict[Hashable, list[tuple[int, float]]] = {}
+        self._last = 0
+        self.names: list[Event] = []
+
+    def place(self, thing: Hashable, name: str, span: Span) -> int:
+        """The row in which a span has room; spans come by their begin."""
+        rows = self._rows.setdefault(thing, [])
+        for place, (row, free_from) in enumerate(rows):
+            if free_from <= span.started:
+                rows[place] = row, span.ended
+                return row
+        self._last += 1
+        rows.append((self._last, span.ended))
+        nth = f" ({len(rows)})" if len(rows) > 1 else ""
+        self.names += _named(self._group, self._last, f"{name}{nth}")
+        return self._last
+
+
+def trace_of(spans: Iterable[Span]) -> dict[str, Any]:
+    """What is to be written as JSON."""
+    devices, workers = Rows(DEVICES), Rows(WORKERS)
+    events: list[Event] = []
+    for span in sorted(spans, key=lambda span: span.started):
+        for kind, index in span.devices:
+            row = devices.place((kind, index), f"{kind} {index}", span)
+            events.append(_event(span, DEVICES, row))
+        row = workers.place(span.worker, f"worker {span.worker}", span)
+        events.append(_event(span, WORKERS, row))
+    return {
+        "traceEvents": [
+            *_groups(),
+            *devices.names,
+            *workers.names,
+            *events,
+        ],
+        "displayTimeUnit": "ms",
+    }
+
+
+def _event(span: Span, group: int, row: int) -> Event:
+    return {
+        "name": span.name,
+        "cat": span.outcome,
+        "ph": "X",
+        "ts": round(span.started * 1e6),
+        "dur": max(round((span.ended - span.started) * 1e6), 1),
+        "pid": group,
+        "tid": row,
+        "args": {
+            "task": span.task,
+            "client": span.client,
+            "worker": span.worker,
+            "pid": span.pid,
+            "waited": round(max(span.started - span.queued, 0.0), 6),
+            "outcome": span.outcome,
+            "devices": [f"{kind} {index}" for kind, index in span.devices],
+        },
+    }
+
+
+def _groups() -> Iterator[Event]:
+    for group, name in ((DEVICES, "devices"), (WORKERS, "workers")):
+        yield {
+            "name": "process_name",
+            "ph": "M",
+            "pid": group,
+            "args": {"name": name},
+        }
+        yield {
+            "name": "process_sort_index",
+            "ph": "M",
+            "pid": group,
+            "args": {"sort_index": group},
+        }
+
+
+def _named(group: int, row: int, name: str) -> Iterator[Event]:
+    for kind, value in (("thread_name", "name"), ("thread_sort_index", "sort_index")):
+        yield {
+            "name": kind,
+            "ph": "M",
+            "pid": group,
+            "tid": row,
+            "args": {value: name if value == "name" else row},
+        }

@@ -1,0 +1,76 @@
+"""What is kept of what has run."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiogpu.core.ids import ClientId, LeaseId, TaskId, WorkerId
+from aiogpu.core.ledger import Lease
+from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.observe.recorder import Recorder, Span
+
+REQUEST = Request.of({"CPU": UNIT}, {"GPU": 2500})
+SPEC = TaskSpec("embed", Shape(REQUEST))
+
+
+def record(task: int, since: float = 0.0) -> TaskRecord:
+    return TaskRecord(TaskId(task), SPEC, 3, since, ClientId(5))
+
+
+@pytest.fixture
+def worker() -> WorkerRecord:
+    lease = Lease(LeaseId(1), REQUEST, (((3, 2500),),))
+    return WorkerRecord(WorkerId(7), lease=lease)
+
+
+def test_a_task_from_begin_to_end(worker: WorkerRecord) -> None:
+    recorder = Recorder()
+    recorder.begin(7, 99, 2.0)
+    recorder.end(worker, record(1, since=1.0), "failed", 4.0)
+    (span,) = recorder.spans([worker], now=9.0, epoch=100.0)
+    assert span == Span(
+        *(1, "embed", 5, 7, 99, (("GPU", 3),), 101.0, 102.0, 104.0, "failed")
+    )
+    assert recorder.outcomes == {"failed": 1}
+
+
+def test_what_was_sent_ahead_begins_after_what_was_before_it(
+    worker: WorkerRecord,
+) -> None:
+    recorder = Recorder()
+    recorder.begin(7, 99, 1.0)
+    recorder.end(worker, record(1), "finished", 2.0, took=0.5)
+    recorder.end(worker, record(2), "failed", 3.0)
+    recorder.end(worker, record(3), "finished", 4.0, took=0.25)
+    times = [(span.started, span.ended) for span in recorder.spans([], 9.0, 0.0)]
+    assert times == [(1.5, 2.0), (2.0, 3.0), (3.75, 4.0)]
+
+
+def test_what_runs_is_told_as_running(worker: WorkerRecord) -> None:
+    recorder = Recorder()
+    idle = WorkerRecord(WorkerId(8))
+    worker.task = record(1)
+    assert recorder.spans([worker, idle], 9.0, 0.0) == [], "it was not seen to begin"
+    recorder.begin(7, 99, 2.0)
+    (span,) = recorder.spans([worker, idle], 9.0, 0.0)
+    assert (span.started, span.ended, span.outcome) == (2.0, 9.0, "running")
+    recorder.forget(7)
+    recorder.forget(7)
+    assert recorder.spans([worker], 9.0, 0.0) == []
+
+
+def test_without_a_lease_there_is_no_device() -> None:
+    recorder = Recorder()
+    recorder.end(WorkerRecord(WorkerId(8)), record(1), "died", 4.0)
+    (span,) = recorder.spans([], 9.0, 0.0)
+    assert (span.devices, span.pid, span.started) == ((), 0, 4.0)
+
+
+def test_the_oldest_go(worker: WorkerRecord) -> None:
+    recorder = Recorder(most=3)
+    for task in range(10):
+        recorder.end(worker, record(task), "finished", float(task))
+    assert [span.task for span in recorder.spans([], 99.0, 0.0)] == [7, 8, 9]
+    assert recorder.outcomes["finished"] == 10
