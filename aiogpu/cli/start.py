@@ -24,7 +24,6 @@ from aiogpu.daemon.unit import unit
 from aiogpu.runtime.meeting import default_socket
 
 SWITCH: Final = click.Choice(["auto", "off"])
-FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 PATH: Final = click.Path(readable=False)
 """Whether it is fit is said later, with what to do."""
 NO_HEAD: Final = (
@@ -61,10 +60,10 @@ def options(command: Any) -> Any:
             ),
             click.option(
                 "--foreign",
-                type=FOREIGN,
+                type=click.Choice(["ignore", "avoid", "wait"]),
                 default="ignore",
                 show_default=True,
-                help="GPUs on which processes outside of aiogpu are.",
+                help="What to do with GPUs on which others' processes are.",
             ),
             click.option("--mps", type=SWITCH, default="off", show_default=True),
             click.option("--cpu-affinity", type=SWITCH, default="auto"),

@@ -39,8 +39,8 @@ class Node(Protocol):
         """Be ready for clients; raises `NodeError` or `DeviceError` if it cannot."""
         ...
 
-    async def serve(self, listening: socket.socket) -> None:
-        """Let clients come in by that socket."""
+    async def serve(self, listening: socket.socket, logs: str) -> None:
+        """Let clients come in by that socket; what tasks print is logged there."""
         ...
 
     async def drain(self, patience: float) -> bool:
@@ -130,7 +130,7 @@ class Service:
             try:
                 await self._open(node)
                 listening.listen(BACKLOG)
-                await node.serve(listening)
+                await node.serve(listening, plan.place.logs)
                 on_ready(await self._ready(node))
                 alive = loop.create_task(self._show_life())
                 await self._asked.wait()

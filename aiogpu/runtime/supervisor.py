@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
-    from aiogpu.runtime.clients import Answer, Clients, Premises
+    from aiogpu.runtime.client import Premises
+    from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.console import Console
     from aiogpu.runtime.descriptors import DescriptorLimit
     from aiogpu.runtime.device_monitor import DeviceMonitor
