@@ -24,7 +24,6 @@ from aiogpu.daemon.unit import unit
 from aiogpu.runtime.meeting import default_socket
 
 SWITCH: Final = click.Choice(["auto", "off"])
-FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 PATH: Final = click.Path(readable=False)
 """Whether it is fit is said later, with what to do."""
 NO_HEAD: Final = (
