@@ -58,6 +58,13 @@ def options(command: Any) -> Any:
                 is_flag=True,
                 help="End tasks that use more GPU memory than they asked for.",
             ),
+            click.option(
+                "--foreign",
+                type=click.Choice(["ignore", "avoid", "wait"]),
+                default="ignore",
+                show_default=True,
+                help="What to do with GPUs on which others' processes are.",
+            ),
             click.option("--mps", type=SWITCH, default="off", show_default=True),
             click.option("--cpu-affinity", type=SWITCH, default="auto"),
             click.option(

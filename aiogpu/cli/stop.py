@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from aiogpu.cli.joining import default_address, where
 from aiogpu.core.wording import span
 from aiogpu.daemon.pidfile import Record
 from aiogpu.daemon.place import Place
@@ -12,7 +13,11 @@ from aiogpu.daemon.stop import stop as stop_node
 
 @click.command()
 @click.option(
-    "--socket", type=click.Path(readable=False), help="Where the node listens."
+    "--socket",
+    "--address",
+    "socket",
+    metavar="SOCKET",
+    help="The node's; if not given, AIOGPU_ADDRESS, or where `aiogpu start` listens.",
 )
 @click.option("--force", is_flag=True, help="Kill it, with all that runs on it.")
 @click.option(
@@ -28,7 +33,7 @@ def stop(socket: str | None, force: bool, drain: float | None) -> None:
     """
     if force and drain is not None:
         raise click.UsageError("--force leaves no time for --drain; give one of them.")
-    place = Place.at(socket)
+    place = Place.at(where(socket or default_address()).removeprefix("unix:"))
     ended = stop_node(place, force=force, drain=drain, on_wait=_tell_wait)
     if ended is None:
         click.echo(f"No node runs at {place.socket}.")

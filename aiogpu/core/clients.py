@@ -197,11 +197,19 @@ class Clients:
             be if the request were granted.
         """
         held, now, then = client.held, 0.0, 0.0
-        for name, parts, one in self.portion_of(request).amounts:
+        portion = self.portion_of(request)
+        if not held:
+            return 0.0, portion.cost / client.weight
+        for name, parts, one in portion.amounts:
             has = held.get(name, 0)
             now = max(now, has * one)
             then = max(then, (has + parts) * one)
         return now / client.weight, max(then, now + LEAST) / client.weight
+
+    def held_by(self, client: Client) -> float:
+        """The greatest part that a program holds of any resource."""
+        shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
+        return max(shares, default=0.0)
 
     def share_without(self, client: Client, request: Request) -> tuple[float, float]:
         """The same, if it had not been granted one lease that it has been."""
@@ -241,6 +249,16 @@ class Clients:
         client, spec = self.of(record.client), record.spec
         self.note_turn(client)
         lease.stake = Stake(self, client, lease.request, spec.is_endless)
+
+    def take_over(self, record: TaskRecord, lease: Lease) -> None:
+        """A task has the lease of one that was before it on its worker.
+
+        That may be another program's, if it was sent there before any had joined.
+        """
+        stake = lease.stake
+        if stake is not None and stake.client.id != record.client:
+            stake.end()
+            self.begin(record, lease)
 
     def note_turn(self, client: Client) -> None:
         """A program has had its turn."""

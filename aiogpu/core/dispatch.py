@@ -161,6 +161,8 @@ def take_turn(
     was before, and the task is still here, it has begun.
     """
     record = worker.task = worker.queue.popleft()
+    if node.clients is not None and worker.lease is not None:
+        node.clients.take_over(record, worker.lease)
     if record.state is _QUEUED:
         record.state = _RUNNING
     elif not worker.is_revoking:

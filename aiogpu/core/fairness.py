@@ -5,15 +5,17 @@ that, with one task more, would hold no more than it does: each share by weight,
 of what the task asks for. Among the rest it is the turn of who has had least (its
 tag, see `clients`). So what programs hold differs by one task at most, and what they
 have had by what was running meanwhile. Who has waited `LONGEST` gives way to nobody.
+A worker that ends a task goes on with the same program for a `SLICE`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from math import inf
+from typing import Final
 
-from aiogpu.core.clients import Clients
+from aiogpu.core.clients import Client, Clients
 from aiogpu.core.effects import Effect
 from aiogpu.core.ids import ClientId
 from aiogpu.core.ledger import Lease
@@ -29,6 +31,10 @@ from aiogpu.core.stopping import make_way
 Turns = list[tuple[Precedence, int, Group]]
 """The groups of one program as a heap, in the order of their heads."""
 
+SLICE: Final = 0.02
+"""Seconds for which a program may go on with a lease, whoever waits: another program's
+task would need another process, and its start takes about as long."""
+
 
 def place_fairly(
     node: Node, now: float, effects: list[Effect]
@@ -41,18 +47,18 @@ def place_fairly(
     round_ = Round(node, queue, clients)
     if not round_.stands():
         node.reservation = None
-    while turns := round_.next():
-        _, number, group = turns[0]
+    while (one := round_.next()) is not None:
+        group = one.turns[0][2]
         first = group.first()
         assert first is not None, group
         _, record, bucket = first
         if clients.bars(record):
-            heappop(turns)
+            round_.leave_out(one)
             continue
         refused = node.room.refused
         lease = node.take(record)
         if lease is None:
-            heappop(turns)
+            round_.leave_out(one)
             if refused == node.room.refused:
                 round_.refuse(record)
             make_way(node, now, effects)
@@ -62,11 +68,26 @@ def place_fairly(
             node.reservation = None
         queue.pop(bucket)
         yield record, lease
-        after = group.first()
-        if after is None:
-            heappop(turns)
-        else:
-            heapreplace(turns, (after[0], number, group))
+        round_.go_on(one)
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A program in a round.
+
+    Attributes:
+        turns: its groups.
+        priority: of the first of them, negated.
+        task: the number of its first task.
+        now, then: what it holds of what that asks for, and what it would (`share_of`).
+    """
+
+    client: Client
+    turns: Turns
+    priority: int = 0
+    task: int = 0
+    now: float = 0.0
+    then: float = 0.0
 
 
 class Round:
@@ -76,15 +97,17 @@ class Round:
         self._node = node
         self._queue = queue
         self._clients = clients
-        self._lines: dict[ClientId, Turns] = {}
+        self._left: dict[ClientId, Candidate] = {}
         self._refused: set[Request] = set()
         for id_, groups in queue.of_client.items():
-            self._lines[id_] = turns = []
+            turns: Turns = []
             for number, group in enumerate(groups.values()):
                 first = group.first()
                 assert first is not None, group
                 turns.append((first[0], number, group))
             heapify(turns)
+            self._left[id_] = one = Candidate(clients.of(id_), turns)
+            self._note(one)
 
     def stands(self) -> bool:
         """Whether what is kept is still for the first of its kind."""
@@ -96,49 +119,66 @@ class Round:
         first = None if group is None else group.first()
         return first is not None and first[1] is kept.record
 
+    def _note(self, one: Candidate) -> None:
+        """Another group is its first, or it holds more; nothing more may fit."""
+        turns = one.turns
+        while turns and turns[0][2].request in self._refused:
+            heappop(turns)
+        if not turns:
+            del self._left[one.client.id]
+            return
+        ((priority, _), one.task), _, group = turns[0]
+        one.priority = priority
+        one.now, one.then = self._clients.share_of(one.client, group.request)
+
+    def go_on(self, one: Candidate) -> None:
+        """The first task of a program has begun."""
+        _, number, group = one.turns[0]
+        after = group.first()
+        if after is None:
+            heappop(one.turns)
+        else:
+            heapreplace(one.turns, (after[0], number, group))
+        self._note(one)
+
+    def leave_out(self, one: Candidate) -> None:
+        """Nothing more of the first group of a program can begin."""
+        heappop(one.turns)
+        self._note(one)
+
     def refuse(self, record: TaskRecord) -> None:
         """A task does not fit: neither do others that ask for the same."""
-        node = self._node
+        node, request = self._node, record.spec.shape.request
         kept = node.reservation
         is_kept_away = kept is not None and not kept.lets_pass(record)
         if not is_kept_away and not node.solitude.is_wanted:
-            self._refused.add(record.spec.shape.request)
+            self._refused.add(request)
+            for one in list(self._left.values()):
+                if one.turns[0][2].request == request:
+                    self._note(one)
 
-    def next(self) -> Turns | None:
-        """The groups of the program whose turn it is; None when nobody is left."""
-        found: list[tuple[Turns, ClientId]] = []
-        priority: float = inf
-        for id_, turns in list(self._lines.items()):
-            while turns and turns[0][2].request in self._refused:
-                heappop(turns)
-            if not turns:
-                del self._lines[id_]
-                continue
-            mine = turns[0][0][0][0]
-            if mine < priority:
-                priority = mine
-                found.clear()
-            if mine == priority:
-                found.append((turns, id_))
-        if len(found) < 2:
-            return found[0][0] if found else None
-        return self._fairest(found)
-
-    def _fairest(self, found: list[tuple[Turns, ClientId]]) -> Turns:
-        """Of those with the same priority, who goes first."""
-        clients, kept = self._clients, self._node.reservation
-        floor = inf
-        shares = []
-        for turns, id_ in found:
-            (_, task), _, group = turns[0]
-            if kept is not None and kept.record.id == task:
-                return turns
-            client = clients.of(id_)
-            now, then = clients.share_of(client, group.request)
-            floor = min(floor, then)
-            shares.append((client.tag, now, task, turns, client.since))
-        overdue = clients.now - LONGEST
-        return min(each for each in shares if each[1] < floor or each[4] <= overdue)[3]
+    def next(self) -> Candidate | None:
+        """The program whose turn it is; None when nobody is left."""
+        candidates: Iterable[Candidate] = self._left.values()
+        if not candidates:
+            return None
+        priority = min(one.priority for one in candidates)
+        candidates = [one for one in candidates if one.priority == priority]
+        kept = self._node.reservation
+        if kept is not None:
+            for one in candidates:
+                if one.task == kept.record.id:
+                    return one
+        floor = min(one.then for one in candidates)
+        overdue = self._clients.now - LONGEST
+        return min(
+            (
+                each
+                for each in candidates
+                if each.now < floor or each.client.since <= overdue
+            ),
+            key=lambda each: (each.client.tag, each.now, each.task),
+        )
 
 
 def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
@@ -163,8 +203,9 @@ def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
         mine = clients.of(record.client).tag
         if any(clients.of(id_).tag < mine for id_ in queue.of_client):
             return
+    is_others = kept is not None and kept.record is not record
     found = keep_for(node, group, kept, now)
-    if found is not None or kept is None or kept.record is record:
+    if found is not None or not is_others:
         node.reservation = found
 
 
@@ -178,11 +219,11 @@ def may_go_on(node: Node, lease: Lease, bucket: Bucket) -> bool:
     assert isinstance(queue, SharedQueue), queue
     assert head is not None, bucket
     client = clients.of(head.client)
-    if lease.stake is None or lease.stake.client is not client:
+    stake = lease.stake
+    if stake is None or stake.client is not client or clients.exceeds(client):
         return False
-    lease.stake.go_on()
-    if clients.exceeds(client):
-        return False
+    if stake.note_task() < SLICE:
+        return True
     helped: dict[Request, bool] = {}
     rivals = []
     for group in queue.by_request.values():
@@ -199,6 +240,7 @@ def may_go_on(node: Node, lease: Lease, bucket: Bucket) -> bool:
     if rivals and not _is_fairest(clients, lease, head, rivals):
         return False
     clients.note_turn(client)
+    stake.begin_slice()
     return True
 
 

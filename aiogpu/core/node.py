@@ -34,7 +34,9 @@ from aiogpu.core.workers import Workers
 
 if TYPE_CHECKING:
     from aiogpu.core.clients import Clients
+    from aiogpu.core.ids import ClientId
     from aiogpu.core.reservation import Reservation
+    from aiogpu.core.resources import Request
 
 _ENDED: Final = TaskState.ENDED
 
@@ -88,6 +90,20 @@ class Node:
         """Whether something free may be kept from some of those that wait."""
         is_for_another = self.reservation is not None or self.solitude.is_wanted
         return is_for_another or self.room.refused > 0
+
+    def admit(
+        self, request: Request, client: ClientId, parent: TaskId | None = None
+    ) -> None:
+        """Let a program submit a task, or say why it may not; a child is its parent's.
+
+        Raises:
+            LimitError: the program has as many unfinished ones as it may.
+            InfeasibleError: the task alone is more than the program may hold.
+        """
+        if self.clients is not None:
+            starter = None if parent is None else self.tasks.get(parent)
+            whose = client if starter is None else starter.client
+            self.clients.admit(whose, request)
 
     def take(self, record: TaskRecord) -> Lease | None:
         """Take what a task asks for, unless it is kept for another.

@@ -61,8 +61,7 @@ class SharedQueue(ReadyQueue):
         if groups is None:
             groups = self.of_client[id_] = {}
             client = self._clients.of(id_)
-            if not client.is_waiting:
-                self._clients.note_wish(client)
+            self._clients.note_wish(client)
             client.is_waiting = True
         group = groups.get(shape.request)
         if group is None:
@@ -129,11 +128,11 @@ class SharedQueue(ReadyQueue):
         heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
         for id_, line in lines.items():
             client = self._clients.of(id_)
-            for entry in line:
-                record = record_of(entry)
-                priority = lane_of(record)[0]
-                heap.append((priority, client.tag, record.id, entry, client, line))
-                break
+            # Who holds something is likely to have had more when others end.
+            tag = client.tag + EXPECTED * self._clients.held_by(client) / client.weight
+            entry = next(line)
+            record = record_of(entry)
+            heap.append((lane_of(record)[0], tag, record.id, entry, client, line))
         heapify(heap)
         while heap:
             _, tag, _, entry, client, line = heap[0]

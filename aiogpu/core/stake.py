@@ -54,10 +54,19 @@ class Stake:
         client: the program.
         portion: what was asked for.
         cost: what a second of it counts; 0 of what is held without end.
+        turn_since: when it was last the program's turn to have it.
     """
 
     __slots__ = (
-        *("_clients", "_cost_lent", "_full_cost", "_held", "_left", "_since"),
+        *(
+            "_clients",
+            "_cost_lent",
+            "_full_cost",
+            "_held",
+            "_left",
+            "_since",
+            "turn_since",
+        ),
         *("client", "cost", "portion"),
     )
 
@@ -67,7 +76,7 @@ class Stake:
         self._clients = clients
         self.client = client
         self.portion = portion = clients.portion_of(request)
-        self._since = clients.now
+        self._since = self.turn_since = clients.now
         self._left = LONGEST
         self.cost = self._full_cost = 0.0 if is_endless else portion.cost
         self._cost_lent = 0.0 if is_endless else portion.cost_lent
@@ -83,10 +92,15 @@ class Stake:
         self._since = now
         self._left -= seconds
 
-    def go_on(self) -> None:
-        """It is held for another task from now on."""
+    def note_task(self) -> float:
+        """It is held for another task from now on; gives the age of its slice."""
         self.charge()
         self._left = LONGEST
+        return self._since - self.turn_since
+
+    def begin_slice(self) -> None:
+        """The program has its turn anew."""
+        self.turn_since = self._since
 
     def end(self) -> None:
         """Nothing is held any more."""

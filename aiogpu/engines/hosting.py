@@ -14,8 +14,8 @@ from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.engines.local import LocalEngine
+    from aiogpu.runtime.client import Premises
     from aiogpu.runtime.clients import Answer
-    from aiogpu.runtime.premises import Premises
 
 
 def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
@@ -27,7 +27,7 @@ def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
         spill: where values go for which there is no memory; "" for the system's choice.
     """
     from aiogpu import __version__
-    from aiogpu.runtime.premises import Premises
+    from aiogpu.runtime.client import Premises
 
     return Premises(
         os.path.basename(directory),

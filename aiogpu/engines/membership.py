@@ -19,6 +19,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.acting import Release
 from aiogpu.wire.connection import CLIENT, greeting
+from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.joining import (
     FIRST_CLIENT,
     Carried,
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
     from aiogpu.core.ledger import Ledger
     from aiogpu.runtime.call import Receiver
 
-JOIN_LIMIT: Final = 10.0
+JOIN_LIMIT: Final = 30.0
 """Seconds in which a node lets a program join."""
+IMPORT_LIMIT: Final = 60.0
+"""Seconds that each module gets which the program wants preloaded."""
 DEPART_LIMIT: Final = 30.0
 """Seconds in which what a program leaves has stopped, or is left to the node."""
 
@@ -97,13 +100,14 @@ class Membership:
         try:
             self._line.connect(self._path, greeting(CLIENT, self.client, os.getpid()))
             self._line.send(join_of(self._options))
-            async with asyncio.timeout(JOIN_LIMIT):
+            limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
+            async with asyncio.timeout(limit):
                 welcome = await self._welcome
             self._move_in(welcome)
         except TimeoutError:
             self._line.close()
             raise NodeDiedError(
-                f"the node at {self._path} has not answered within {JOIN_LIMIT:g} s. "
+                f"the node at {self._path} has not answered within {limit:g} s. "
                 f"`aiogpu stop --force` ends it, `aiogpu start --head` starts another."
             ) from None
         except OSError as error:
@@ -166,6 +170,9 @@ class Membership:
             receiver = receivers.pop(message.child, None)
             if receiver is not None:
                 receiver.reject(Failed(*message))
+            elif not message.child and not self._welcome.done():
+                # The program may not begin.
+                self._welcome.set_exception(unpack_failure(Failed(*message), "init()"))
         elif isinstance(message, ChildItems):
             receiver = receivers.get(message.child)
             if receiver is not None:

@@ -13,18 +13,16 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from aiogpu.core.ids import ClientId, TaskId
-from aiogpu.errors import AiogpuError, NodeClosedError, NodeError, ProtocolError
-from aiogpu.runtime.caller import Caller
+from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
+from aiogpu.runtime.client import Client, Premises
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
 from aiogpu.runtime.nest import Nest
-from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.store import Store
@@ -32,6 +30,7 @@ from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.acting import Ask, Carry, Make
 from aiogpu.wire.connection import CLIENT
+from aiogpu.wire.failure import pack_told
 from aiogpu.wire.joining import (
     FIRST_CLIENT,
     WHY,
@@ -41,7 +40,7 @@ from aiogpu.wire.joining import (
     Join,
     Welcome,
 )
-from aiogpu.wire.messages import Close, Hello, Message, Submit
+from aiogpu.wire.messages import ChildFailed, Close, Hello, Message, Submit
 from aiogpu.wire.parcel import MARK
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.sharing import Put
@@ -55,33 +54,6 @@ LONGEST_LOOK: Final = 0.02
 """Seconds between two looks at whether all of a client that leaves has stopped."""
 
 Answer = Callable[[int], Coroutine[Any, Any, object]]
-
-
-@dataclass(slots=True, eq=False)
-class Client(Caller):
-    """One program that has joined.
-
-    Attributes:
-        pid: its process, 0 where the kernel does not know it.
-        name: how people know it.
-        shows: whether it is sent what its tasks print.
-        only_looks: whether it runs nothing, and is listed nowhere.
-        is_joined: whether it has said what its workers begin with.
-        pidfd: tells its end, whoever else has its connection open; -1 for none.
-        is_slow: it has not read what it was sent.
-        leases: those that it has asked for and not given back, by its own numbers.
-        departing: tasks whose code has not stopped, since it says that it leaves.
-    """
-
-    pid: int = 0
-    name: str = ""
-    shows: bool = True
-    only_looks: bool = False
-    is_joined: bool = False
-    is_slow: bool = False
-    pidfd: int = -1
-    departing: set[TaskId] = field(default_factory=set)
-    leases: dict[int, int] = field(default_factory=dict)
 
 
 class Clients:
@@ -116,7 +88,7 @@ class Clients:
         self._store = store
         self._premises = premises
         self._server: asyncio.AbstractServer | None = None
-        self._asking: set[asyncio.Task[None]] = set()
+        self._doing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
@@ -193,9 +165,7 @@ class Clients:
         if kind is Join:
             self._join(client, message)  # type: ignore[arg-type]
         elif kind is Inquire:
-            asking = self._loop.create_task(self._tell(client, message))  # type: ignore[arg-type]
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
+            self._do(self._tell(client, message))  # type: ignore[arg-type]
         elif kind is Depart:
             self._depart(client)
         elif isinstance(message, Carry) and message.task:
@@ -227,17 +197,30 @@ class Clients:
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
         if not client.only_looks:
-            try:
-                self._zygotes.join(program.key, program)
-            except NodeError as error:
-                _log.warning("! no workers for %s: %s", join.name, error)
             client.program = program.key
         client.is_joined = True
         self.on_joined(client)
+        self._do(self._welcome(client, program))
+
+    async def _welcome(self, client: Client, program: Program) -> None:
+        """Let a program begin as soon as workers can be forked for it."""
+        ours, peer = self._premises, client.peer
+        assert peer is not None, client
+        try:
+            if not client.only_looks:
+                await self._zygotes.join(program.key, program)
+        except AiogpuError as error:
+            peer.send_one(ChildFailed(0, *pack_told(error).why))
+            return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
         peer.send_one(
             Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
         )
+
+    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        doing = self._loop.create_task(coroutine)
+        self._doing.add(doing)
+        doing.add_done_callback(self._doing.discard)
 
     async def _tell(self, client: Client, inquiry: Inquire) -> None:
         """Answer what a client asks of the node."""
@@ -333,8 +316,8 @@ class Clients:
     def close(self) -> None:
         """The node has ended all that ran: part from those that are still there."""
         self.stop_listening()
-        for asking in self._asking:
-            asking.cancel()
+        for doing in self._doing:
+            doing.cancel()
         for client in list(self.by_id.values()):
             peer = client.peer
             self._on_lost(client)

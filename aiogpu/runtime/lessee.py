@@ -11,7 +11,7 @@ from aiogpu.wire.joining import TakeLease
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.clients import Client
+    from aiogpu.runtime.client import Client
     from aiogpu.runtime.driver import Driver
 
 

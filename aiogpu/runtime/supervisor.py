@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
+    from aiogpu.runtime.client import Premises
     from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.console import Console
     from aiogpu.runtime.descriptors import DescriptorLimit
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from aiogpu.runtime.nest import Check, Nest
     from aiogpu.runtime.passage import Passage
     from aiogpu.runtime.pool import Pool
-    from aiogpu.runtime.premises import Premises
     from aiogpu.runtime.store import Store
     from aiogpu.runtime.transport import Peer
     from aiogpu.runtime.zygotes import Zygotes

@@ -169,15 +169,17 @@ class Zygotes:
         if earliest is not None:
             self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
 
-    def join(self, key: str, program: Program) -> None:
-        """A client of that program has come: have a zygote ready for it.
+    async def join(self, key: str, program: Program) -> None:
+        """A client of that program has come: wait until its zygote can be forked.
 
         Raises:
-            NodeError: there is none, and will be none.
+            PreloadError: a module that it preloads cannot be imported.
+            NodeError: there is no zygote for it, and will be none.
         """
         self._surroundings.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1
         self.serving(((PROGRAM, key),))
+        await self._lineages[((PROGRAM, key),)].ready()
 
     def leave(self, key: str) -> None:
         """A client of that program has gone."""

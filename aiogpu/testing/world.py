@@ -113,8 +113,7 @@ class World(Stage):
     ) -> None:
         """Submit a task by a new name; `InfeasibleError` if it could never run.
 
-        `LimitError` if its program has as many as it may; that of a child is its
-        parent's.
+        `LimitError` if its program, that of its parent, has as many as it may.
         """
         assert name not in self.tasks, f"{name!r} was submitted before"
         scalars = _amounts({CPU: num_cpus, **(resources or {})})
@@ -134,16 +133,22 @@ class World(Stage):
         )
         if reason := self.scheduler.ledger.why_infeasible(request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
-        starter = self.scheduler.tasks.get(self.tasks[parent].id) if parent else None
-        whose = starter.client if starter else ClientId(client)
-        if self.scheduler.clients is not None:
-            self.scheduler.clients.admit(whose, request)
-        task = PaperTask(TaskId(len(self._by_id)), spec)
-        self.tasks[name] = task
-        self._by_id.append(task)
         by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
-        self._happen(events.Submitted(task.id, spec, by, expected, whose))
+        self._submit(spec, by, expected, ClientId(client))
+
+    def _submit(
+        self,
+        spec: TaskSpec,
+        parent: TaskId | None,
+        needs: tuple[TaskId, ...] | None,
+        client: ClientId,
+    ) -> None:
+        self.scheduler.admit(spec.shape.request, client, parent)
+        task = PaperTask(TaskId(len(self._by_id)), spec)
+        self.tasks[spec.name] = task
+        self._by_id.append(task)
+        self._happen(events.Submitted(task.id, spec, parent, needs, client))
 
     def join(
         self, client: int, weight: float = 1.0, limits: Limits | None = None

@@ -44,7 +44,12 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         *("--memory=4GiB", "--object-store-memory=1GiB", "--gpu-memory=80GiB"),
         *("--accelerator-type=A100", "--gpu-memory-enforce", "--mps=auto"),
         *("--cpu-affinity=off", "--preload=json,math", "--preload=auto"),
-        *("--cancel-grace=1", "--spare-workers=0", "--no-memory-guard"),
+        *(
+            "--foreign=avoid",
+            "--cancel-grace=1",
+            "--spare-workers=0",
+            "--no-memory-guard",
+        ),
         *(f"--spill-directory={spill}", "--drain=3", f"--log-dir={tmp_path}"),
     )
     assert ran.exit_code == 0, ran.output
@@ -57,6 +62,7 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
         "gpu_memory": 80 << 30,
         "gpu_memory_enforce": True,
         "mps": "auto",
+        "foreign": "avoid",
         "cpu_affinity": "off",
         "preload": ("json", "math"),
         "learns": True,
@@ -125,12 +131,27 @@ def test_a_unit_gives_the_same_options(
     assert not plans
 
 
-def test_stop_where_no_node_is(runtime_directory: Path) -> None:
-    ran = CliRunner().invoke(stop, [])
-    assert (ran.exit_code, ran.output) == (
-        0,
-        f"No node runs at {runtime_directory}/aiogpu/node.sock.\n",
+@pytest.mark.parametrize(
+    ("arguments", "variable", "at"),
+    [
+        ([], None, "aiogpu/node.sock"),
+        ([], "auto", "aiogpu/node.sock"),
+        ([], "local", "aiogpu/node.sock"),
+        ([], "{}/b.sock", "b.sock"),
+        (["--socket={}/c.sock"], "{}/b.sock", "c.sock"),
+        (["--address=unix:{}/c.sock"], None, "c.sock"),
+    ],
+)
+def test_which_node_is_stopped(
+    runtime_directory: Path, arguments: list[str], variable: str | None, at: str
+) -> None:
+    here = str(runtime_directory)
+    ran = CliRunner().invoke(
+        stop,
+        [argument.format(here) for argument in arguments],
+        env={"AIOGPU_ADDRESS": variable and variable.format(here)},
     )
+    assert (ran.exit_code, ran.output) == (0, f"No node runs at {here}/{at}.\n")
 
 
 def test_stop_by_force_waits_for_nobody(runtime_directory: Path) -> None:

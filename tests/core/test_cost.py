@@ -9,10 +9,18 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.effects import Ahead, Assign, Spawn
-from aiogpu.core.events import Cancelled, TaskFinished, TimePassed, WorkerStarted
-from aiogpu.core.ids import TaskId
+from aiogpu.core.events import (
+    Cancelled,
+    ClientJoined,
+    TaskFinished,
+    TimePassed,
+    WorkerStarted,
+)
+from aiogpu.core.fairness import SLICE
+from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.core.lane import SWEPT
 from aiogpu.core.ledger import Ledger
+from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
@@ -27,7 +35,7 @@ HALF = Request.of({"CPU": UNIT}, {"GPU": UNIT // 2})
 class Node:
     """A scheduler of four CPUs and one GPU, with workers that do as they are told."""
 
-    def __init__(self, *specs: TaskSpec, took: float = 0.0) -> None:
+    def __init__(self, *specs: TaskSpec, took: float = 0.0, programs: int = 0) -> None:
         gpus = DeviceSet("GPU", [Device(0)])
         self.scheduler = Scheduler(Ledger({"CPU": 4 * UNIT}, [gpus]))
         self.now = 0.0
@@ -35,12 +43,17 @@ class Node:
         self._specs = specs
         self._took = took
         self._count = 0
+        self._programs = programs
+        for number in range(1, programs + 1):
+            self.handle(ClientJoined(ClientId(number)))
 
     def submit(self) -> None:
-        """Submit a task; its spec is the next in turn."""
+        """Submit a task; its spec is the next in turn, and so is its program."""
         spec = self._specs[self._count % len(self._specs)]
+        client = ClientId(self._count % self._programs + 1) if self._programs else OWN
         self._count += 1
-        self._apply(self.scheduler.submit(TaskId(self._count), spec, self.now))
+        task, submit = TaskId(self._count), self.scheduler.submit
+        self._apply(submit(task, spec, self.now, client=client))
 
     def finish(self) -> None:
         """End the task that was begun first."""
@@ -87,9 +100,11 @@ def calls_of(work) -> int:
     return count
 
 
-def calls_a_round(waiting: int, *specs: TaskSpec, took: float = 0.0, age=0.0) -> float:
+def calls_a_round(
+    waiting: int, *specs: TaskSpec, took: float = 0.0, age=0.0, programs=0, passes=0.0
+) -> float:
     """Calls for a task's whole life while so many wait, who have waited so long."""
-    node = Node(*specs, took=took)
+    node = Node(*specs, took=took, programs=programs)
     for _ in range(waiting):
         node.submit()
     node.now += age
@@ -98,6 +113,7 @@ def calls_a_round(waiting: int, *specs: TaskSpec, took: float = 0.0, age=0.0) ->
     def rounds() -> None:
         for _ in range(ROUNDS):
             node.submit()
+            node.now += passes
             node.finish()
 
     rounds()
@@ -174,3 +190,22 @@ def test_one_that_leaves_costs_the_same(is_last_first):
         most.append(max(calls_of(partial(node.cancel, task)) for task in order))
         node.scheduler.check()
     assert most[0] == pytest.approx(most[1], abs=4)
+
+
+@pytest.mark.parametrize("passes", [1e-6, 0.1], ids=["in a slice", "in turns"])
+@pytest.mark.parametrize("programs", [1, 4, 16])
+def test_a_task_costs_the_same_however_many_wait_in_all_programs(programs, passes):
+    own = [spec(CPU, (("P", str(number)),)) for number in range(programs)]
+    options = {"programs": programs, "passes": passes}
+    few = calls_a_round(20 * programs, *own, **options)
+    assert calls_a_round(200 * programs, *own, **options) < few * 1.1 + 8
+    # Whose turn it is is asked of each program that waits, and of none within a slice.
+    assert few < (300 if passes < SLICE else 400 + 60 * programs)
+
+
+def test_a_node_that_one_program_has_alone_keeps_no_account():
+    node = Node(spec())
+    node.submit()
+    assert node.scheduler.clients is None
+    assert type(node.scheduler.ready) is ReadyQueue
+    assert all(lease.stake is None for lease in node.scheduler.ledger.leases.values())

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from aiogpu.core import events
 from aiogpu.core.devices import Device
+from aiogpu.core.fairness import SLICE
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.limits import Limits
@@ -97,6 +98,7 @@ class Judge(World):
     def __init__(self, **options) -> None:
         self._waited: set[str] = set()
         self._since: dict[int, float] = {}
+        self._slices: dict[int, float] = {}
         self._kept = False
         super().__init__(**options)
 
@@ -116,6 +118,7 @@ class Judge(World):
             for record in records
             if record.spec.name in self._waited and record.state is TaskState.WAITING
         ]
+        begun = [record for record in begun if not self._is_in_its_slice(record)]
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
                 assert CPU not in dict(record.spec.shape.request.scalars), record
@@ -128,11 +131,24 @@ class Judge(World):
         self._kept = is_kept
         self._waited = self.waiting
         self._since = {one.id: one.since for one in scheduler.clients or ()}
+        self._slices = {
+            lease.id: lease.stake.turn_since
+            for lease in scheduler.ledger.leases.values()
+            if lease.stake is not None
+        }
 
     @property
     def has_room(self) -> bool:
         """Whether nobody has to wait for a worker."""
         return len(self.scheduler.workers) < self.scheduler.room.now
+
+    def _is_in_its_slice(self, record: TaskRecord) -> bool:
+        """Whether its program went on with a lease, and need not ask whose turn it is.
+
+        It must be its own turn all the same, among those of its program.
+        """
+        begun = self._slices.get(record.worker.lease.id)
+        return begun is not None and self.now - begun < SLICE
 
     def _may_hold(self, record: TaskRecord) -> bool:
         """Whether its program's limits let it run."""

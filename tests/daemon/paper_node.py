@@ -27,6 +27,7 @@ class PaperNode:
         self.may_drain.set()
         self.error: Exception | None = None
         self.listening: socket.socket | None = None
+        self.logs = ""
 
     async def open(self) -> None:
         self.asked.append("open")
@@ -34,9 +35,9 @@ class PaperNode:
         if self.error is not None:
             raise self.error
 
-    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
+    async def serve(self, listening: socket.socket, logs: str) -> None:
         self.asked.append("serve")
-        self.listening = listening
+        self.listening, self.logs = listening, logs
 
     async def drain(self, patience: float) -> bool:
         self.asked.append(f"drain {patience:g}")

@@ -32,7 +32,7 @@ LACKS: Final = {
 
 
 DRAWN: Final = 8
-"""Of so many cases on a node of another process one is run, and all in the full check."""
+"""Of so many cases on a service one is run, and all in the full check."""
 
 
 @pytest.hookimpl(tryfirst=True)

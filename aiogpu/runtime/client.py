@@ -1,0 +1,54 @@
+"""One program that has joined a node, and what it finds there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiogpu.core.ids import TaskId
+from aiogpu.runtime.caller import Caller
+
+
+@dataclass(slots=True, eq=False)
+class Client(Caller):
+    """One program that has joined.
+
+    Attributes:
+        pid: its process, 0 where the kernel does not know it.
+        name: how people know it.
+        shows: whether it is sent what its tasks print.
+        only_looks: whether it runs nothing, and is listed nowhere.
+        is_joined: whether it has said what its workers begin with.
+        pidfd: tells its end, whoever else has its connection open; -1 for none.
+        is_slow: it has not read what it was sent.
+        leases: those that it has asked for and not given back, by its own numbers.
+        departing: tasks whose code has not stopped, since it says that it leaves.
+    """
+
+    pid: int = 0
+    name: str = ""
+    shows: bool = True
+    only_looks: bool = False
+    is_joined: bool = False
+    is_slow: bool = False
+    pidfd: int = -1
+    departing: set[TaskId] = field(default_factory=set)
+    leases: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """What clients find on a node.
+
+    Attributes:
+        node: its id.
+        descriptors: path of the socket for shared memory.
+        spill: directory for values for which there is no memory, "" for the system's.
+        ledger: what it has to share out, pickled.
+        release: the version of aiogpu.
+    """
+
+    node: str
+    descriptors: str
+    spill: str
+    ledger: bytes
+    release: str
