@@ -23,6 +23,7 @@ from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.unit import unit
 from aiogpu.runtime.meeting import default_socket
 
+FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])
 PATH: Final = click.Path(readable=False)
 """Whether it is fit is said later, with what to do."""

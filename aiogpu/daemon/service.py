@@ -39,8 +39,8 @@ class Node(Protocol):
         """Be ready for clients; raises `NodeError` or `DeviceError` if it cannot."""
         ...
 
-    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
-        """Let clients come in by that socket; log what their tasks print."""
+    async def serve(self, listening: socket.socket, logs: str) -> None:
+        """Let clients come in by that socket; what tasks print is logged there."""
         ...
 
     async def drain(self, patience: float) -> bool:

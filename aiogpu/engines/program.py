@@ -6,6 +6,7 @@ import os
 import sys
 
 from aiogpu.engines.base import NodeOptions
+from aiogpu.errors import OptionError
 from aiogpu.wire.joining import Join
 
 
@@ -23,7 +24,27 @@ def join_of(options: NodeOptions) -> Join:
         preload=tuple(options.preload),
         shows=options.log_to_driver,
         only_looks=options.only_looks,
+        weight=_weight(),
     )
+
+
+def _weight() -> float:
+    """What this program gets where another gets 1, by the variable AIOGPU_WEIGHT.
+
+    Raises:
+        OptionError: it is no number above 0.
+    """
+    given = os.environ.get("AIOGPU_WEIGHT") or "1"
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise OptionError(
+            f"AIOGPU_WEIGHT={given!r} is no weight; give a number above 0, such as 2 "
+            f"for twice what another program gets, or leave it out."
+        )
+    return weight
 
 
 def _name() -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from aiogpu.core.events import ClientJoined, ClientLeft
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
@@ -63,7 +64,6 @@ class Clients:
     Attributes:
         answers: what can be asked of the node, by what it is called.
         routes: takes the lines of their tasks to them.
-        on_change: told when one has joined or gone.
         is_draining: no new work is taken.
     """
 
@@ -77,8 +77,6 @@ class Clients:
         premises: Premises,
     ) -> None:
         self.answers: Mapping[str, Answer] = {}
-        self.on_joined: Callable[[Client], object] = bool
-        self.on_gone: Callable[[Client], object] = bool
         self.is_draining = False
         self.by_id: dict[int, Client] = {}
         self.routes = Routes(driver.scheduler, self.by_id)
@@ -200,7 +198,9 @@ class Clients:
         if not client.only_looks:
             client.program = program.key
         client.is_joined = True
-        self.on_joined(client)
+        if not client.only_looks:
+            joined = ClientJoined(client.client, join.weight, self._premises.limits)
+            self._driver.feed(joined)
         self._do(self._welcome(client, program))
 
     async def _welcome(self, client: Client, program: Program) -> None:
@@ -260,7 +260,8 @@ class Clients:
         client.return_loans()
         if client.program:
             self._zygotes.leave(client.program)
-        self.on_gone(client)
+        if client.is_joined and not client.only_looks:
+            self._driver.feed(ClientLeft(client.client))
 
     def _give_up(self, client: Client) -> None:
         """Stop what is a client's own."""

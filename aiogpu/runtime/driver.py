@@ -136,7 +136,9 @@ class Driver:
         parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
-        """Start a task; gives its id, with which it can be cancelled."""
+        """Start a task; gives its id. Raises what `Node.admit` raises."""
+        if self.scheduler.clients is not None:
+            self.scheduler.admit(site.spec.shape.request, client, parent)
         self._last_task += 1
         task = TaskId(self._last_task)
         self._calls[task] = Call(site, payload, receiver, client)

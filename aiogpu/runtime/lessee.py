@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.errors import InternalError, NodeClosedError
+from aiogpu.errors import AiogpuError, InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.joining import TakeLease
@@ -63,7 +63,11 @@ def _take(
     if is_draining:
         lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
     elif isinstance(site, Site) and site.spec.is_lease:
-        task = driver.submit(site, b"", lessee, None, client.client)
+        try:
+            task = driver.submit(site, b"", lessee, None, client.client)
+        except AiogpuError as error:
+            lessee.fail(error)
+            return
         if driver.knows(task):
             client.leases[message.child] = task
     elif isinstance(site, Failed):

@@ -139,11 +139,16 @@ class Nest:
         site = caller.declared.get(message.site)
         if isinstance(site, Site):
             receiver = self._far.carrying(caller, child)
-            parent = None if caller.client else TaskId(message.task)
-            task = self._driver.submit(
-                site, message.payload, receiver, parent, caller.client
-            )
-            if self._driver.knows(task):
+            driver, client = self._driver, caller.client
+            parent = None if client else TaskId(message.task)
+            if driver.scheduler.clients is not None:
+                client = self._client_of(caller)
+            try:
+                task = driver.submit(site, message.payload, receiver, parent, client)
+            except AiogpuError as error:
+                receiver.fail(error)
+                return
+            if driver.knows(task):
                 caller.children[message.child] = task
         elif site is not None:
             child.reject(site)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from aiogpu.core.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class Premises:
         spill: directory for values for which there is no memory, "" for the system's.
         ledger: what it has to share out, pickled.
         release: the version of aiogpu.
+        limits: what each of them may have at once.
     """
 
     node: str
@@ -22,3 +25,4 @@ class Premises:
     spill: str
     ledger: bytes
     release: str
+    limits: Limits = field(default_factory=Limits)

@@ -39,7 +39,8 @@ class Join(NamedTuple):
 
     `release`: its version of aiogpu. `executable`, `sys_path`, `directory` and
     `environ` are its own. `preload`: modules for its zygote. `shows`: whether it is
-    sent what its tasks print. `only_looks`: it will run nothing.
+    sent what its tasks print. `only_looks`: it will run nothing. `weight`:
+    what it gets where another of weight 1 gets 1.
     """
 
     release: str
@@ -51,6 +52,7 @@ class Join(NamedTuple):
     preload: tuple[str, ...]
     shows: bool
     only_looks: bool
+    weight: float
 
 
 class Welcome(NamedTuple):

@@ -35,7 +35,7 @@ class PaperNode:
         if self.error is not None:
             raise self.error
 
-    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
+    async def serve(self, listening: socket.socket, logs: str) -> None:
         self.asked.append("serve")
         self.listening, self.logs = listening, logs
 
