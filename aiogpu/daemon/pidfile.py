@@ -18,7 +18,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.errors import NodeRunningError, NodeStartError
 
 LONGEST: Final = 1 << 16
-WRITTEN_WITHIN: Final = 1.0
+WRITTEN_WITHIN: Final = 5.0
 """Seconds from a node's lock until it says who it is."""
 _PAUSE: Final = 0.01
 
