@@ -45,8 +45,7 @@ class Session:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        self.far = engine.far
-        self._new_handle = handle_maker(engine.waits, self.far)
+        self.far, self._new_handle = engine.far, handle_maker(engine.waits, engine.far)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
         self._early = EarlyRequests()

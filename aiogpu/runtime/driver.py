@@ -136,7 +136,7 @@ class Driver:
         parent: TaskId | None = None,
         client: ClientId = OWN,
     ) -> int:
-        """Start a task; gives its id. Raises what `Node.admit` raises."""
+        """Start a task; gives its id. Raises what `Scheduler.admit` does."""
         if self.scheduler.clients is not None:
             self.scheduler.admit(site.spec.shape.request, client, parent)
         self._last_task += 1
@@ -144,8 +144,7 @@ class Driver:
         self._calls[task] = Call(site, payload, receiver, client)
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
-        needs = None if supply is None else supply.tasks
-        submit = self.scheduler.submit
+        needs, submit = None if supply is None else supply.tasks, self.scheduler.submit
         self._carry_out(submit(task, site.spec, now, parent, needs, client))
         if supply is not None:
             supply.watch()

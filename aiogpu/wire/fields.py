@@ -21,6 +21,7 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "bytes | None": (bytes, NoneType),
     "dict[str, str]": (dict,),
     "dict[str, float]": (dict,),
+    "float": (float,),
     "dict[str, int]": (dict,),
     "dict[str, tuple[int | str, ...]]": (dict,),
     "tuple[int, ...]": (tuple,),
