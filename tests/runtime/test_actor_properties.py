@@ -49,7 +49,7 @@ class Owner:
         self.told.append(payload)
 
     def reject(self, failed: Failed) -> None:
-        self.told.append(failed.kind)
+        self.told.append(failed.kind.partition(":")[0])  # or that it is dead, and why
 
     def fail(self, error: Exception) -> None:
         assert isinstance(error, ActorDiedError), error

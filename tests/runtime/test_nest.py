@@ -38,7 +38,12 @@ class PaperDriver:
         self.actors = SimpleNamespace()
 
     def submit(
-        self, site: Site, payload: bytes, receiver: Receiver, parent: int
+        self,
+        site: Site,
+        payload: bytes,
+        receiver: Receiver,
+        parent: int,
+        _client: int = 0,
     ) -> int:
         task = 100 + len(self.sites)
         self.sites.append(site)
