@@ -95,6 +95,12 @@ def options(command: Any) -> Any:
     show_default=True,
     help="Seconds for what runs when it is asked to stop.",
 )
+@click.option(
+    "--metrics",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Serve Prometheus metrics on this port of 127.0.0.1.",
+)
 @click.option("--block", is_flag=True, help="Stay in the foreground; Ctrl-C ends it.")
 @click.option("--systemd", is_flag=True, help="Print a user unit, and start nothing.")
 def start(  # noqa: PLR0913, PLR0917 - the options of a command
@@ -102,6 +108,7 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
     socket: str | None,
     log_dir: str | None,
     drain: float,
+    metrics: int | None,
     block: bool,
     systemd: bool,
     **given: Any,
@@ -121,6 +128,7 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         Place.at(socket, log_dir),
         drain,
         import_path(),
+        metrics,
     )
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])

@@ -28,12 +28,14 @@ class Plan(NamedTuple):
         place: where it is to be.
         drain: seconds for what runs when it is asked to stop.
         sys_path: where it finds modules.
+        metrics: port of 127.0.0.1 for Prometheus; None for none.
     """
 
     options: NodeOptions
     place: Place
     drain: float = DRAIN
     sys_path: tuple[str, ...] = ()
+    metrics: int | None = None
 
     @property
     def ends_within(self) -> float:

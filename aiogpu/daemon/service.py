@@ -12,9 +12,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import aiogpu
 from aiogpu.core.wording import span, terms
@@ -26,8 +26,14 @@ from aiogpu.daemon.readiness import Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeStartError
 
+if TYPE_CHECKING:
+    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.observe.metrics import MetricsServer
+
 _log: Final = logging.getLogger("aiogpu.daemon")
 
+SEEN_WITHIN: Final = 10.0
+"""Seconds that the loop has to answer a fetch of metrics."""
 BACKLOG: Final = 256
 """Programs that may knock at the same moment."""
 
@@ -49,6 +55,10 @@ class Node(Protocol):
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
+        ...
+
+    async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
+        """Who holds what, and how many attempts at tasks have ended how."""
         ...
 
     async def close(self) -> None:
@@ -86,6 +96,7 @@ class Service:
         self._notifier = notifier
         self._make = make
         self._node: Node | None = None
+        self._metrics: MetricsServer | None = None
         self._asked = asyncio.Event()
         self._hurried = asyncio.Event()
 
@@ -131,12 +142,16 @@ class Service:
                 await self._open(node)
                 listening.listen(BACKLOG)
                 await node.serve(listening, plan.place.logs)
+                self._begin_metrics(node, loop)
                 on_ready(await self._ready(node))
                 alive = loop.create_task(self._show_life())
                 await self._asked.wait()
                 self._notifier.tell(STOPPING=1, STATUS="lets what runs end")
                 await self._drain(node)
             finally:
+                if self._metrics is not None:
+                    # Its thread may wait for this loop.
+                    await loop.run_in_executor(None, self._metrics.close)
                 begun = time.monotonic()
                 await node.close()
                 _log.info("ended in %s", span(time.monotonic() - begun))
@@ -146,6 +161,18 @@ class Service:
             listening.close()
             remove(plan.place.socket)
             remove(plan.place.wish)
+
+    def _begin_metrics(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        if self._plan.metrics is None:
+            return
+        from aiogpu.observe.metrics import ADDRESS, MetricsServer, Seen
+
+        def see() -> Seen:
+            seeing = asyncio.run_coroutine_threadsafe(node.seen(), loop)
+            return Seen(*seeing.result(SEEN_WITHIN))
+
+        self._metrics = MetricsServer(self._plan.metrics, see)
+        _log.info("metrics at http://%s:%d/metrics", ADDRESS, self._metrics.port)
 
     async def _open(self, node: Node) -> None:
         """Open it, unless it is asked to stop meanwhile."""

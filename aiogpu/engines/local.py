@@ -15,6 +15,8 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
@@ -224,6 +226,12 @@ class LocalEngine:
     def spans(self) -> list[Span]:
         """What has run where and when, since it lets other programs join."""
         return [] if self._recording is None else self._recording.spans()
+
+    async def seen(self) -> tuple[NodeStatus, Mapping[str, int]]:
+        """Who holds what, and how many attempts at tasks have ended how."""
+        recording = self._recording
+        outcomes = {} if recording is None else dict(recording.recorder.outcomes)
+        return await self.status(), outcomes
 
     async def drain(self, patience: float) -> bool:
         """Take no more work of those that have joined, and let what runs end.
