@@ -101,6 +101,17 @@ def options(command: Any) -> Any:
     metavar="PORT",
     help="Serve Prometheus metrics on this port of 127.0.0.1.",
 )
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Unfinished tasks that one program may have.",
+)
+@click.option(
+    "--max-share",
+    metavar="JSON",
+    help="What one program may hold of a resource: '{\"GPU\": 0.5}' for half.",
+)
 @click.option("--block", is_flag=True, help="Stay in the foreground; Ctrl-C ends it.")
 @click.option("--systemd", is_flag=True, help="Print a user unit, and start nothing.")
 def start(  # noqa: PLR0913, PLR0917 - the options of a command
@@ -109,6 +120,8 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
     log_dir: str | None,
     drain: float,
     metrics: int | None,
+    max_waiting: int | None,
+    max_share: str | None,
     block: bool,
     systemd: bool,
     **given: Any,
@@ -121,7 +134,7 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     if not head:
         raise click.UsageError(NO_HEAD)
-    given["resources"] = resources(given["resources"])
+    given["resources"] = amounts(given["resources"], "--resources", '{"license": 2}')
     given["preload"] = modules(given["preload"])
     plan = Plan(
         check_node_options(**given, log_to_driver=True),
@@ -129,7 +142,10 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         drain,
         import_path(),
         metrics,
+        max_waiting,
+        amounts(max_share, "--max-share", '{"GPU": 0.5}') or {},
     )
+    check_limits(plan)
     if systemd:
         check_absolute(socket, log_dir, given["spill_directory"])
         click.echo(unit_of(plan), nl=False)
@@ -139,6 +155,11 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
         run_here(plan, tell)
     else:
         tell(start_detached(plan))
+
+
+def check_limits(plan: Plan) -> None:
+    """Refuse what is no limit, before a node is started for it."""
+    assert plan.limits
 
 
 def check_absolute(*paths: str | None) -> None:
@@ -152,8 +173,8 @@ def check_absolute(*paths: str | None) -> None:
             )
 
 
-def resources(text: str | None) -> dict[str, Any] | None:
-    """The custom resources of `--resources`, of which the names are checked later."""
+def amounts(text: str | None, option: str, example: str) -> dict[str, Any] | None:
+    """Amounts by name, of which the names are checked later; None if not given."""
     if text is None:
         return None
     try:
@@ -163,8 +184,8 @@ def resources(text: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise click.BadParameter(
             f"{text!r} is no JSON object of names and amounts; write it as "
-            f"'{{\"license\": 2}}', in single quotes for the shell.",
-            param_hint="--resources",
+            f"'{example}', in single quotes for the shell.",
+            param_hint=option,
         )
     return found
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from aiogpu.core.limits import Limits
 from aiogpu.daemon.place import Place
 from aiogpu.engines.base import NodeOptions
 
@@ -29,6 +31,8 @@ class Plan(NamedTuple):
         drain: seconds for what runs when it is asked to stop.
         sys_path: where it finds modules.
         metrics: port of 127.0.0.1 for Prometheus; None for none.
+        max_waiting: unfinished tasks that a program may have; None for no limit.
+        max_share: the part that a program may hold of a resource, by its name.
     """
 
     options: NodeOptions
@@ -36,6 +40,13 @@ class Plan(NamedTuple):
     drain: float = DRAIN
     sys_path: tuple[str, ...] = ()
     metrics: int | None = None
+    max_waiting: int | None = None
+    max_share: Mapping[str, float] = {}
+
+    @property
+    def limits(self) -> Limits:
+        """What a program may have at once; raises `OptionError` for what is none."""
+        return Limits(self.max_waiting, max_share=self.max_share)
 
     @property
     def ends_within(self) -> float:

@@ -27,6 +27,7 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeStartError
 
 if TYPE_CHECKING:
+    from aiogpu.core.limits import Limits
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.observe.metrics import MetricsServer
 
@@ -45,7 +46,7 @@ class Node(Protocol):
         """Be ready for clients; raises `NodeError` or `DeviceError` if it cannot."""
         ...
 
-    async def serve(self, listening: socket.socket, logs: str) -> None:
+    async def serve(self, listening: socket.socket, logs: str, limits: Limits) -> None:
         """Let clients come in by that socket; what tasks print is logged there."""
         ...
 
@@ -141,7 +142,7 @@ class Service:
             try:
                 await self._open(node)
                 listening.listen(BACKLOG)
-                await node.serve(listening, plan.place.logs)
+                await node.serve(listening, plan.place.logs, plan.limits)
                 self._begin_metrics(node, loop)
                 on_ready(await self._ready(node))
                 alive = loop.create_task(self._show_life())

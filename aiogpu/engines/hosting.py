@@ -14,28 +14,39 @@ from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
+    from aiogpu.core.limits import Limits
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.premises import Premises
 
 
-def premises_of(directory: str, ledger: Ledger, spill: str) -> Premises:
+def premises_of(
+    directory: str, ledger: Ledger, spill: str, limits: Limits | None = None
+) -> Premises:
     """What clients find on a node.
 
     Args:
         directory: where the node's own sockets are.
         ledger: what it has.
         spill: where values go for which there is no memory; "" for the system's choice.
+        limits: what each client may have at once; None for no limits.
+
+    Raises:
+        OptionError: a resource is limited that the node does not have.
     """
     from aiogpu import __version__
+    from aiogpu.core.limits import Limits
     from aiogpu.runtime.premises import Premises
 
+    limits = limits or Limits()
+    limits.on(ledger)
     return Premises(
         os.path.basename(directory),
         descriptor_path(directory),
         spill,
         pack_capacity(ledger),
         __version__,
+        limits,
     )
 
 

@@ -17,6 +17,7 @@ from aiogpu.runtime.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiogpu.core.limits import Limits
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
@@ -200,13 +201,22 @@ class LocalEngine:
         """The same; see `Engine.why_task`."""
         return await self.why(number)
 
-    async def serve(self, listening: socket.socket, logs: str | None = None) -> None:
+    async def serve(
+        self,
+        listening: socket.socket,
+        logs: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         """Let other programs of this user join the node, which is open.
 
         Args:
             listening: a Unix socket that is bound, and listens; the node closes it.
             logs: directory in which all that their tasks print is logged; None for
                 nowhere.
+            limits: what each of them may have at once; None for no limits.
+
+        Raises:
+            OptionError: a resource is limited that the node does not have.
         """
         from aiogpu.engines.hosting import answers_of, premises_of
         from aiogpu.engines.recording import Recording
@@ -218,7 +228,7 @@ class LocalEngine:
         await supervisor.welcome(
             listening,
             self.store,
-            premises_of(supervisor.directory, ledger, spill),
+            premises_of(supervisor.directory, ledger, spill, limits),
             answers_of(self),
             logs,
         )

@@ -34,7 +34,7 @@ def create_engine(
         from aiogpu.engines.inline.engine import InlineEngine
 
         return InlineEngine(options, loop)
-    if address == "auto" or "/" in address:
+    if address == "auto" or address.startswith(("/", "unix:")):
         from aiogpu.engines.remote import RemoteEngine
         from aiogpu.runtime.meeting import default_socket
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from aiogpu.core.limits import Limits
 from aiogpu.engines.base import NodeOptions
 
 
@@ -35,8 +36,9 @@ class PaperNode:
         if self.error is not None:
             raise self.error
 
-    async def serve(self, listening: socket.socket, logs: str) -> None:
+    async def serve(self, listening: socket.socket, logs: str, limits: Limits) -> None:
         self.asked.append("serve")
+        self.limits = limits
         self.listening, self.logs = listening, logs
 
     async def drain(self, patience: float) -> bool:

@@ -18,7 +18,9 @@ from tests.engines.served import ServedEngine
 ENGINES: Final = ("local", "inline", "node")
 LACKS: Final = {
     "local": {},
-    "node": {},
+    "node": {
+        "same turn": "the node is another process, and goes on while it is asked",
+    },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
         "modules": "a task finds the modules that the program has imported",

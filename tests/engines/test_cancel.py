@@ -243,7 +243,7 @@ async def test_a_coroutine_may_take_its_time_to_end(gate: Gate) -> None:
         assert await tasks.pid.remote() == gate.pids["out"] == gate.pids["in"]
 
 
-@pytest.mark.needs("processes")
+@pytest.mark.needs("processes", "same turn")
 async def test_cancelling_while_its_process_is_forked() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         for _ in range(5):

@@ -10,7 +10,7 @@ from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.inline.engine import InlineEngine
 from aiogpu.engines.local import LocalEngine
 from aiogpu.engines.registry import create_engine
-from aiogpu.errors import NodeClosedError, OptionError
+from aiogpu.errors import NodeClosedError, NodeDiedError, OptionError
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,33 @@ async def test_a_node_inside_the_program(
     engine = create_engine(address, NodeOptions(), asyncio.get_running_loop())
     assert isinstance(engine, kind)
     with pytest.raises(NodeClosedError):
-        engine.total()
+        await engine.total()
     engine.cancel(1)
     await engine.close()
 
 
-@pytest.mark.parametrize("address", ["auto", "ray", "ray://host:1", "/run/x.sock"])
+@pytest.mark.parametrize("address", ["auto", "/run/x.sock", "unix:/run/x.sock"])
+async def test_a_node_of_another_process(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/nowhere")
+    loop = asyncio.get_running_loop()
+    engine = create_engine(address, NodeOptions(log_to_driver=False), loop)
+    path = "/run/nowhere/aiogpu/node.sock" if address == "auto" else "/run/x.sock"
+    assert repr(engine) == f"<RemoteEngine {path}>"
+    with pytest.raises(NodeDiedError, match=rf"{path}.*`aiogpu start --head`"):
+        await engine.open()
+    await engine.close()
+    await engine.close()
+
+
+async def test_what_only_the_start_of_a_node_can_say() -> None:
+    loop = asyncio.get_running_loop()
+    with pytest.raises(OptionError, match=r"num_gpus=.*aiogpu start --head"):
+        create_engine("auto", NodeOptions(num_gpus=1), loop)
+
+
+@pytest.mark.parametrize("address", ["ray", "ray://host:1", "Auto", ""])
 async def test_what_this_version_does_not_know(address: str) -> None:
     with pytest.raises(OptionError, match=repr(address)):
         create_engine(address, NodeOptions(), asyncio.get_running_loop())

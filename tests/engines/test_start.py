@@ -13,6 +13,8 @@ import pytest
 import aiogpu
 from aiogpu.runtime.cpus import usable_cpus
 from aiogpu.testing.traces import Traces
+from aiogpu.wire.connection import CLIENT, Connection
+from aiogpu.wire.joining import Refused
 from tests.deaths.remains import gone_within
 from tests.engines import tasks
 from tests.gate import Gate
@@ -398,7 +400,8 @@ async def test_garbage_on_the_socket_closes_that_connection_alone(
                 str(directory / "node.sock")
             )
             writer.write(garbage)
-            assert await reader.read() == b""
+            (told,) = Connection.connecting(CLIENT).receive(await reader.read())
+            assert isinstance(told, Refused)
             writer.close()
         assert await tasks.add.remote(1) == 2
     assert len(caplog.records) == 3

@@ -41,6 +41,9 @@ class PaperTransport(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written.append(bytes(data))
 
+    def close(self) -> None:
+        self.calls.append("close")
+
     def abort(self) -> None:
         self.calls.append("abort")
 

@@ -36,6 +36,7 @@ class PaperDriver:
         self.sites: list[Site] = []
         self.ends_at_once = False
         self.actors = SimpleNamespace()
+        self.scheduler = SimpleNamespace(clients=None)
 
     def submit(
         self,

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
-from aiogpu.wire.connection import KEEPER, WORKER, greeting
+from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Message, Run
 from aiogpu.wire.printing import Log
@@ -72,6 +72,10 @@ def test_a_user_id_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.calls == []
 
 
+def refusals(data: bytes) -> list[Message]:
+    return Connection.connecting(CLIENT).receive(data)
+
+
 @pytest.mark.parametrize(
     "bytes_",
     [
@@ -92,7 +96,11 @@ def test_whoever_breaks_the_rules_is_cut_off_alone(
     good.data_received(greeting(WORKER, 7, 1))
     bad, bad_transport = hall.connect()
     bad.data_received(bytes_)
-    assert bad_transport.calls == ["abort"]
+    # Whoever has not greeted may be a program of another version: it is told why.
+    is_new = bad._connection.peer is None
+    assert bad_transport.calls == ["close" if is_new else "abort"]
+    told = [message for data in bad_transport.written for message in refusals(data)]
+    assert len(told) == is_new
     assert "cut off" in caplog.text
     bad.data_received(encode(Ended(1, 0)))
     good.data_received(encode(Done(1, b"x")))

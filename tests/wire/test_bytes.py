@@ -65,6 +65,7 @@ MESSAGES = st.one_of(*map(messages_of, KINDS))
 SIMPLEST = {
     int: 1,
     str: "a",
+    float: 0.5,
     bool: True,
     bytes: b"b",
     dict[str, str]: {"k": "v"},

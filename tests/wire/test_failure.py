@@ -456,3 +456,23 @@ def test_what_others_are_told_of_a_failure():
     failed = Failed(7, RAISED, "Kind", "why", "trace", b"x", True)
     assert failed.why == (RAISED, "Kind", "why", "trace", b"x")
     assert Failed(7, *failed.why) == failed._replace(is_retried=False)
+
+
+def test_what_the_node_tells_keeps_its_cause() -> None:
+    error = aiogpu.ActorDiedError("it is dead", "Counter")
+    error.__cause__ = aiogpu.WorkerDiedError("killed", pid=3)
+    failed = Failed(*pack_told(error))
+    told = unpack_failure(failed, "add")
+    assert type(told) is aiogpu.ActorDiedError
+    assert str(told) == "it is dead"
+    assert type(told.__cause__) is aiogpu.WorkerDiedError
+    assert str(told.__cause__) == str(error.__cause__)
+
+
+@pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
+def test_without_a_cause_that_can_travel(cause: BaseException | None) -> None:
+    error = aiogpu.ActorDiedError("it is dead", "Counter")
+    error.__cause__ = cause
+    told = unpack_failure(pack_told(error), "add")
+    assert str(told) == "it is dead"
+    assert isinstance(told.__cause__, RemoteTraceback)
