@@ -15,6 +15,7 @@ from aiogpu.errors import (
     RemoteTraceback,
     SerializationError,
     TaskError,
+    WorkerDiedError,
 )
 from aiogpu.wire.failure import (
     DIED,
@@ -23,6 +24,7 @@ from aiogpu.wire.failure import (
     UNREADABLE,
     UNSENDABLE,
     pack_failure,
+    pack_told,
     unpack_failure,
 )
 from aiogpu.wire.frames import FrameReader, encode
@@ -459,19 +461,19 @@ def test_what_others_are_told_of_a_failure():
 
 
 def test_what_the_node_tells_keeps_its_cause() -> None:
-    error = aiogpu.ActorDiedError("it is dead", "Counter")
-    error.__cause__ = aiogpu.WorkerDiedError("killed", pid=3)
+    error = ActorDiedError("it is dead", "Counter")
+    error.__cause__ = WorkerDiedError("killed", pid=3)
     failed = Failed(*pack_told(error))
     told = unpack_failure(failed, "add")
-    assert type(told) is aiogpu.ActorDiedError
+    assert type(told) is ActorDiedError
     assert str(told) == "it is dead"
-    assert type(told.__cause__) is aiogpu.WorkerDiedError
+    assert type(told.__cause__) is WorkerDiedError
     assert str(told.__cause__) == str(error.__cause__)
 
 
 @pytest.mark.parametrize("cause", [None, KeyboardInterrupt()])
 def test_without_a_cause_that_can_travel(cause: BaseException | None) -> None:
-    error = aiogpu.ActorDiedError("it is dead", "Counter")
+    error = ActorDiedError("it is dead", "Counter")
     error.__cause__ = cause
     told = unpack_failure(pack_told(error), "add")
     assert str(told) == "it is dead"
