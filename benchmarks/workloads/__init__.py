@@ -23,6 +23,7 @@ from benchmarks.workloads import (
     noop_latency,
     queue,
     scheduler_only,
+    service,
     spaced,
     start,
     streams,
@@ -52,6 +53,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "map": mapping.measure,
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
+    "service": service.measure,
     "queue": queue.measure,
     "many_gpus": many_gpus.measure,
 }
