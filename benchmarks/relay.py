@@ -64,8 +64,9 @@ async def relay(near: socket.socket, far: socket.socket) -> None:
     def to_client(number: int, payload: bytes) -> None:
         client.send(asked.pop(number), payload)
 
-    _, client = await loop.create_unix_connection(lambda: Hop(to_worker), sock=near)
+    # The worker first: the client may have spoken already.
     _, worker = await loop.create_unix_connection(lambda: Hop(to_client), sock=far)
+    _, client = await loop.create_unix_connection(lambda: Hop(to_worker), sock=near)
 
 
 @asynccontextmanager

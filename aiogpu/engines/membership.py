@@ -98,14 +98,21 @@ class Membership:
             NodeError: it has refused.
         """
         try:
+            await self._open()
+        except BaseException:
+            self._line.close()
+            self._page.close()
+            raise
+
+    async def _open(self) -> None:
+        limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
+        try:
             self._line.connect(self._path, greeting(CLIENT, self.client, os.getpid()))
             self._line.send(join_of(self._options))
-            limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
             async with asyncio.timeout(limit):
                 welcome = await self._welcome
             self._move_in(welcome)
         except TimeoutError:
-            self._line.close()
             raise NodeDiedError(
                 f"the node at {self._path} has not answered within {limit:g} s. "
                 f"`aiogpu stop --force` ends it, `aiogpu start --head` starts another."
@@ -114,9 +121,6 @@ class Membership:
             if isinstance(error, AiogpuError):
                 raise
             raise NodeDiedError(unreachable(self._path, error)) from error
-        except BaseException:
-            self._line.close()
-            raise
 
     def _move_in(self, welcome: Welcome) -> None:
         from aiogpu.engines.hosting import unpack_capacity

@@ -11,7 +11,7 @@ from typing import Final
 
 from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.errors import AiogpuError, InternalError
-from aiogpu.runtime.call import Function, Site
+from aiogpu.runtime.call import Function, Receiver, Site
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.driver import Driver
@@ -54,7 +54,7 @@ class Nest:
     def on_message(self, caller: Caller, message: Message) -> None:
         """Take in one of their messages."""
         if type(message) is Submit:
-            self._submit(caller, message)
+            self.submit(caller, message)
         elif type(message) is Wait:
             caller.waits_for = message.children
             if caller.actor is None:
@@ -134,11 +134,14 @@ class Nest:
         )
         return OWN if record is None else record.client
 
-    def _submit(self, caller: Caller, message: Submit) -> None:
+    def submit(self, caller: Caller, message: Submit) -> None:
+        """Start a task for whoever asks."""
         child = Child(caller, message.child)
         site = caller.declared.get(message.site)
         if isinstance(site, Site):
-            receiver = self._far.carrying(caller, child)
+            receiver: Receiver = child
+            if caller.carried:
+                receiver = self._far.carrying(caller, child)
             driver, client = self._driver, caller.client
             parent = None if client else TaskId(message.task)
             if driver.scheduler.clients is not None:

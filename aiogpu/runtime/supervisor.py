@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
@@ -78,6 +78,7 @@ class Supervisor:
         self._passage: Passage | None = None
         self._nest: Nest | None = None
         self.clients: Clients | None = None
+        self._note_heard: Callable[[], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
 
     async def start_zygote(
@@ -107,7 +108,7 @@ class Supervisor:
         pool, peers = parts.pool, self._peers
 
         def accept() -> Peer:
-            peer = Peer(pool.greeted)
+            peer = Peer(pool.greeted, self._heard)
             peers.add(peer)
             return peer
 
@@ -203,18 +204,24 @@ class Supervisor:
         """
         from aiogpu.runtime.clients import Clients
         from aiogpu.runtime.task_log import TaskLog
+        from aiogpu.runtime.wakefulness import Wakefulness
 
         assert self._parts is not None
         assert self.driver is not None
         assert self._nest is not None
+        wakefulness = Wakefulness(self._loop)
+        self._note_heard = wakefulness.note
         self.clients = Clients(
             self._loop, self.driver, self._nest, self._parts.zygotes, store, premises
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
         routes.log = None if logs is None else TaskLog(logs)
-        await self.clients.listen(listening)
+        await self.clients.listen(listening, wakefulness.note)
         return self.clients
+
+    def _heard(self) -> None:
+        self._note_heard()
 
     @property
     def directory(self) -> str:

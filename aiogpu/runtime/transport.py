@@ -40,11 +40,12 @@ class Peer(asyncio.Protocol):
     on together, in order.
     """
 
-    def __init__(self, greeted: Greeted) -> None:
+    def __init__(self, greeted: Greeted, on_heard: Callable[[], object] = bool) -> None:
         self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
         self.on_slow: Callable[[bool], object] = bool  # nobody minds
         self._greeted = greeted
+        self._on_heard = on_heard
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
         self._posted: list[bytes] = []
@@ -86,6 +87,7 @@ class Peer(asyncio.Protocol):
             self._put_off(messages)
         elif messages:
             self.on_messages(messages)
+        self._on_heard()
 
     def _put_off(self, messages: list[Message]) -> None:
         """Pass on a flood in parts, between which the loop does other things."""

@@ -169,15 +169,18 @@ class Zygotes:
         if earliest is not None:
             self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
 
-    async def join(self, key: str, program: Program) -> None:
-        """A client of that program has come: wait until its zygote can be forked.
+    def join(self, key: str, program: Program) -> None:
+        """A client of that program has come."""
+        self._surroundings.programs.setdefault(key, program)
+        self._joined[key] = self._joined.get(key, 0) + 1
+
+    async def ready_for(self, key: str) -> None:
+        """Wait until workers of that program can be forked.
 
         Raises:
             PreloadError: a module that it preloads cannot be imported.
             NodeError: there is no zygote for it, and will be none.
         """
-        self._surroundings.programs.setdefault(key, program)
-        self._joined[key] = self._joined.get(key, 0) + 1
         self.serving(((PROGRAM, key),))
         await self._lineages[((PROGRAM, key),)].ready()
 

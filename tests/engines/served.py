@@ -73,6 +73,7 @@ class ServedEngine(RemoteEngine):
             self.service = await asyncio.to_thread(forker.fork, self._path, given)
             await super().open()
         except BaseException:
+            self._page.close()
             await self._end_service()
             raise
 
