@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from benchmarks import service
 from benchmarks.method import Scale
 from benchmarks.port import Environment
 from benchmarks.rows import Row
@@ -23,7 +24,6 @@ from benchmarks.workloads import (
     noop_latency,
     queue,
     scheduler_only,
-    service,
     spaced,
     start,
     streams,

@@ -25,7 +25,10 @@ from tests.engines.actor_classes import (
 )
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
 
 
 async def test_an_actor_keeps_its_state_and_its_order() -> None:

@@ -14,7 +14,10 @@ import aiogpu
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "each_engine")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "each_engine"),
+    pytest.mark.either_loop,
+]
 
 Waiter = Callable[[aiogpu.Handle[str]], Awaitable[object]]
 

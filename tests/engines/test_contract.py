@@ -16,7 +16,7 @@ import aiogpu
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 async def test_a_task_runs(address: str) -> None:

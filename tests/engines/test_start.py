@@ -20,7 +20,7 @@ from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run, start
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
 async def test_cpus_are_those_this_process_may_use() -> None:
