@@ -62,8 +62,10 @@ class Line:
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connected.setblocking(False)
+            # It waits only for room in the queue of a node that is being stormed.
+            connected.settimeout(PATIENCE)
             connected.connect(path)
+            connected.setblocking(False)
             connected.send(greeting)
         except BaseException:
             connected.close()

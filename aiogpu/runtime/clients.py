@@ -20,6 +20,7 @@ from aiogpu.core.events import ClientJoined, ClientLeft
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
+from aiogpu.runtime.claims import check_claims
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
@@ -34,6 +35,7 @@ from aiogpu.wire.acting import Ask, Carry, Make
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.failure import pack_told
 from aiogpu.wire.joining import (
+    END_OF_CLIENTS,
     FIRST_CLIENT,
     WHY,
     Depart,
@@ -99,7 +101,8 @@ class Clients:
         )
 
     def _greeted(self, peer: Peer, hello: Hello) -> None:
-        if hello.role != CLIENT or hello.id < FIRST_CLIENT or hello.id in self.by_id:
+        is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
+        if not is_client or hello.id in self.by_id:
             peer.refuse("this socket is for programs, each with a number of its own")
             return
         if self.is_draining:
@@ -147,11 +150,11 @@ class Clients:
                 exc_info=not is_told,
             )
             if client.peer is not None:
-                client.peer.send_one(Close())
-                client.peer.abort()
+                client.peer.drop(f"it has said what it may not: {error}")
 
     def _take(self, client: Client, message: Message) -> None:
         kind = type(message)
+        check_claims(client, message)
         if kind in _CARRIERS:
             if message.payload[:1] == MARK:  # type: ignore[union-attr, index]
                 payload = self._store.admit(client, message.payload)  # type: ignore[union-attr, arg-type]
@@ -201,16 +204,17 @@ class Clients:
         if not client.only_looks:
             joined = ClientJoined(client.client, join.weight, self._premises.limits)
             self._driver.feed(joined)
-        self._do(self._welcome(client, program))
+            self._zygotes.join(program.key, program)
+        self._do(self._welcome(client))
 
-    async def _welcome(self, client: Client, program: Program) -> None:
+    async def _welcome(self, client: Client) -> None:
         """Let a program begin as soon as workers can be forked for it."""
         ours, peer = self._premises, client.peer
         assert peer is not None, client
         try:
             if not client.only_looks:
-                await self._zygotes.join(program.key, program)
-        except AiogpuError as error:
+                await self._zygotes.joined(client.program)
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
             peer.send_one(ChildFailed(0, *pack_told(error).why))
             return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
@@ -307,7 +311,10 @@ class Clients:
     @property
     def is_idle(self) -> bool:
         """Whether nothing of any client runs or waits."""
-        return not any(client.children for client in self.by_id.values())
+        return not any(
+            client.children or any(number for _, number in client.asked.values())
+            for client in self.by_id.values()
+        )
 
     def stop_listening(self) -> None:
         """Let nobody join any more."""

@@ -138,6 +138,9 @@ class Nest:
         child = Child(caller, message.child)
         site = caller.declared.get(message.site)
         if isinstance(site, Site):
+            if site.actor is not None or site.spec.is_lease:
+                child.fail(InternalError(f"{site.spec.name} was declared as no task"))
+                return
             receiver = self._far.carrying(caller, child)
             driver, client = self._driver, caller.client
             parent = None if client else TaskId(message.task)

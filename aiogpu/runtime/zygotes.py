@@ -169,23 +169,31 @@ class Zygotes:
         if earliest is not None:
             self._timer = self._loop.call_at(earliest + UNUSED, self._give_up_unused)
 
-    async def join(self, key: str, program: Program) -> None:
-        """A client of that program has come: wait until its zygote can be forked.
+    def join(self, key: str, program: Program) -> None:
+        """A client of that program has come."""
+        self._surroundings.programs.setdefault(key, program)
+        self._joined[key] = self._joined.get(key, 0) + 1
+
+    async def joined(self, key: str) -> None:
+        """Wait until the zygote of a program that has joined can be forked.
 
         Raises:
             PreloadError: a module that it preloads cannot be imported.
             NodeError: there is no zygote for it, and will be none.
         """
-        self._surroundings.programs.setdefault(key, program)
-        self._joined[key] = self._joined.get(key, 0) + 1
         self.serving(((PROGRAM, key),))
         await self._lineages[((PROGRAM, key),)].ready()
 
     def leave(self, key: str) -> None:
         """A client of that program has gone."""
         self._joined[key] -= 1
-        if not self._joined[key]:
-            del self._joined[key]
+        if self._joined[key]:
+            return
+        del self._joined[key]
+        lineage = self._lineages.get(((PROGRAM, key),))
+        if lineage is not None and lineage.problem is not None:
+            # Whoever comes next may have mended what was wrong.
+            self._give_up(lineage)
 
     def _is_joined(self, lineage: Lineage) -> bool:
         return program_of(lineage.environment) in self._joined
