@@ -136,7 +136,7 @@ class Lending:
                 found = receiver.read(socket.MSG_DONTWAIT)
             except EOFError:
                 break
-            for number, descriptor in found.items():
+            for number, descriptor in found:
                 if number in self._arrived:
                     os.close(self._arrived[number])
                 self._arrived[number] = descriptor

@@ -148,7 +148,6 @@ async def test_a_program_that_is_killed_leaves_nothing(
         running = start(program(node.path, source))
         assert running.stdout is not None
         assert await asyncio.to_thread(running.stdout.readline) == "here\n"
-        assert len((await aiogpu.status()).clients) == 2
         running.kill()
         await asyncio.to_thread(running.communicate)
 
