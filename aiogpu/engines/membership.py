@@ -106,8 +106,8 @@ class Membership:
 
     async def _join(self) -> None:
         try:
-            self._line.connect(self._path, greeting(CLIENT, self.client, os.getpid()))
-            self._line.send(join_of(self._options))
+            greeted = greeting(CLIENT, self.client, os.getpid())
+            self._line.connect(self._path, greeted, join_of(self._options))
             limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
             async with asyncio.timeout(limit):
                 welcome = await self._welcome
