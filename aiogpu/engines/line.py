@@ -50,28 +50,31 @@ class Line:
         """Whether the node is there, as far as is known."""
         return self._socket is not None
 
-    def connect(self, path: str, greeting: bytes) -> None:
+    def connect(self, path: str, greeting: bytes, first: Message) -> None:
         """Connect and greet.
 
         Args:
             path: of the node's socket.
             greeting: see `wire.connection.greeting`.
+            first: what is said next, before what was said until now.
 
         Raises:
             OSError: nobody listens there.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connected.setblocking(False)
+            # It waits only for room in the queue of a node that is being stormed.
+            connected.settimeout(PATIENCE)
             connected.connect(path)
+            connected.setblocking(False)
             connected.send(greeting)
         except BaseException:
             connected.close()
             raise
         self._socket = connected
         self._loop.add_reader(connected.fileno(), self._read)
-        if self._unsent:
-            self._flush_soon()
+        self._unsent.insert(0, encode(first))
+        self._flush_soon()
 
     def send(self, message: Message) -> None:
         """Say something: at once, and what is said later in this turn together.

@@ -98,17 +98,17 @@ class Membership:
             NodeError: it has refused.
         """
         try:
-            await self._open()
+            await self._join()
         except BaseException:
             self._line.close()
-            self._page.close()
+            self._move_out()
             raise
 
-    async def _open(self) -> None:
-        limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
+    async def _join(self) -> None:
         try:
-            self._line.connect(self._path, greeting(CLIENT, self.client, os.getpid()))
-            self._line.send(join_of(self._options))
+            greeted = greeting(CLIENT, self.client, os.getpid())
+            self._line.connect(self._path, greeted, join_of(self._options))
+            limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
             async with asyncio.timeout(limit):
                 welcome = await self._welcome
             self._move_in(welcome)
@@ -151,7 +151,7 @@ class Membership:
     def check_open(self) -> None:
         """Raise `NodeError` where the node has gone."""
         if self._error is not None:
-            raise self._error
+            raise _again(self._error)
         if self._ledger is None:
             raise NodeClosedError("this node is not open.")
 
@@ -255,7 +255,7 @@ class Membership:
             self._terminal.hold_nothing()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
-            receiver.fail(error)
+            receiver.fail(_again(error))
 
     async def close(self) -> None:
         """Stop what is this program's, wait for that, and leave."""
@@ -271,6 +271,9 @@ class Membership:
         self._end(NodeClosedError("this program has left its node."))
         if self._terminal is not None:
             await self._terminal.close()
+        self._move_out()
+
+    def _move_out(self) -> None:
         self.loans.close()
         self._page.close()
 
@@ -287,6 +290,11 @@ class Membership:
         """This process is a fork of the program: the connection is its parent's."""
         self._line.leave()
         self.loans.leave()
+
+
+def _again(error: NodeError) -> NodeError:
+    """The same for one more who hears of it, with a traceback of his own."""
+    return type(error)(*error.args)
 
 
 def _nothing() -> None:

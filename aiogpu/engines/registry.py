@@ -7,7 +7,7 @@ import asyncio
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import OptionError
 
-OF_PROGRAMS = frozenset({"preload", "log_to_driver", "only_looks"})
+OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
 """What a program may say that joins a node; all else is the node's."""
 
 

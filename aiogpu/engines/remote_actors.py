@@ -8,6 +8,7 @@ from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import ActorNameError
 from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.runtime.claims import NUMBERS
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -30,9 +31,6 @@ from aiogpu.wire.streaming import ChildDemand
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
     from aiogpu.runtime.call import Receiver
-
-OF_ACTORS = 20
-"""Bits of an actor's id below those of its client's, as in `worker.children`."""
 
 
 class RemoteActor:
@@ -93,7 +91,7 @@ class RemoteActors:
                 f"get_if_exists=True to have that one."
             )
         namespace, name = key or ("", "")
-        identity = -((engine.client << OF_ACTORS) + engine.new_number())
+        identity = -((engine.client << NUMBERS) + engine.new_number())
         engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
         return RemoteActor(engine, identity, site)
 

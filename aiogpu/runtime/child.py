@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import pass_on
 from aiogpu.wire.failure import pack_told
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
@@ -36,7 +37,10 @@ class Child:
     def receive(self, payload: bytes) -> None:
         """Pass on the result."""
         for value, part in self.values or ():
-            value.receive(part_of(payload, part))
+            try:
+                value.receive(part_of(payload, part))
+            except IndexError:
+                value.fail(ProtocolError(f"a result has no part {part}"))
         if type(payload) is not bytes:
             payload = self.caller.borrow(payload)
         self._send(ChildDone(self.number, payload))

@@ -21,6 +21,7 @@ class Client(Caller):
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
         leases: those that it has asked for and not given back, by its own numbers.
+        last: the highest number that it has given to anything.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
 
@@ -31,5 +32,6 @@ class Client(Caller):
     is_joined: bool = False
     is_slow: bool = False
     pidfd: int = -1
+    last: int = 0
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from aiogpu.core.events import ClientJoined, ClientLeft
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
+from aiogpu.runtime.claims import check_claims
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import give_back_all, hear_of_leases
@@ -34,6 +35,7 @@ from aiogpu.wire.acting import Ask, Carry, Make
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.failure import pack_told
 from aiogpu.wire.joining import (
+    END_OF_CLIENTS,
     FIRST_CLIENT,
     WHY,
     Depart,
@@ -104,7 +106,8 @@ class Clients:
         )
 
     def _greeted(self, peer: Peer, hello: Hello) -> None:
-        if hello.role != CLIENT or hello.id < FIRST_CLIENT or hello.id in self.by_id:
+        is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
+        if not is_client or hello.id in self.by_id:
             peer.refuse("this socket is for programs, each with a number of its own")
             return
         if self.is_draining:
@@ -144,6 +147,7 @@ class Clients:
             for message in messages:
                 # By far the commonest, where programs are in a hurry.
                 if is_open and type(message) is Submit and message.payload[:1] != MARK:
+                    check_claims(client, message)
                     submit(client, message)
                 else:
                     self._take(client, message)
@@ -157,11 +161,11 @@ class Clients:
                 exc_info=not is_told,
             )
             if client.peer is not None:
-                client.peer.send_one(Close())
-                client.peer.abort()
+                client.peer.drop(f"it has said what it may not: {error}")
 
     def _take(self, client: Client, message: Message) -> None:
         kind = type(message)
+        check_claims(client, message)
         if kind in _CARRIERS:
             if message.payload[:1] == MARK:  # type: ignore[union-attr, index]
                 payload = self._store.admit(client, message.payload)  # type: ignore[union-attr, arg-type]
@@ -220,8 +224,8 @@ class Clients:
             return  # it has gone before its turn
         try:
             if not client.only_looks:
-                await self._zygotes.ready_for(client.program)
-        except AiogpuError as error:
+                await self._zygotes.joined(client.program)
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
             peer.send_one(ChildFailed(0, *pack_told(error).why))
             return
         page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
@@ -318,7 +322,10 @@ class Clients:
     @property
     def is_idle(self) -> bool:
         """Whether nothing of any client runs or waits."""
-        return not any(client.children for client in self.by_id.values())
+        return not any(
+            client.children or any(number for _, number in client.asked.values())
+            for client in self.by_id.values()
+        )
 
     def stop_listening(self) -> None:
         """Let nobody join any more."""

@@ -200,6 +200,8 @@ class Far:
         try:
             if not isinstance(site, Site):
                 raise _refusal(site)
+            if site.actor is None:
+                raise InternalError(f"{site.spec.name} was declared as no actor")
             actor = self._actors.create(
                 *(site, message.payload, key, message.get_if_exists, message.actor),
                 self._client_of(caller),

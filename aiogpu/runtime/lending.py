@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from aiogpu.runtime.values import Value
 
 
+MOST_EARLY: Final = 1024
+"""Descriptors that may come before what names them."""
 REFUSED: Final = 5e-3
 """Seconds after which descriptors are sent again that the kernel would not take."""
 _SHORT_OF_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
@@ -134,8 +136,11 @@ class Lending:
                 found = receiver.read(socket.MSG_DONTWAIT)
             except EOFError:
                 break
-            self._arrived.update(found)
-            if not found:
+            for number, descriptor in found:
+                if number in self._arrived:
+                    os.close(self._arrived[number])
+                self._arrived[number] = descriptor
+            if not found or len(self._arrived) > MOST_EARLY:
                 break
         if segment not in self._arrived:
             raise ProtocolError(f"worker {self.worker} has passed no segment {segment}")

@@ -139,6 +139,9 @@ class Nest:
         child = Child(caller, message.child)
         site = caller.declared.get(message.site)
         if isinstance(site, Site):
+            if site.actor is not None or site.spec.is_lease:
+                child.fail(InternalError(f"{site.spec.name} was declared as no task"))
+                return
             receiver: Receiver = child
             if caller.carried:
                 receiver = self._far.carrying(caller, child)

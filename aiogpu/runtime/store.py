@@ -201,6 +201,9 @@ class Store:
         if not lending.is_connected:
             self.catch_up()
         descriptor = lending.receive(contents.segment)
+        if not 0 < contents.size <= os.fstat(descriptor).st_size:
+            os.close(descriptor)
+            raise ProtocolError(f"the segment {contents.segment} is not of that size")
         self.memory.use_warm(lending.warm.pop(contents.segment, 0))
         return self._shared(contents.segment, descriptor, contents.size)
 

@@ -98,7 +98,10 @@ class Terms(NamedTuple):
         fields: Any = load_plain(data)
         if not fits(fields, _FIELDS):
             raise ProtocolError("what a site asks for is not said as it must be")
-        return cls(*fields)
+        terms = cls(*fields)
+        if not _may_be(terms):
+            raise ProtocolError("a site asks for what nobody can ask for")
+        return terms
 
     def of_program(self, program: str) -> Terms:
         """The same for the workers of that program alone."""
@@ -140,6 +143,20 @@ class Terms(NamedTuple):
             actor=None if self.acting is None else _actor_terms(self.acting),
             window=self.window,
         )
+
+
+def _may_be(terms: Terms) -> bool:
+    """Whether the numbers are such as `@remote` lets through."""
+    names = [[name for name, _ in of] for of in (terms.scalars, terms.devices)]
+    amounts = [amount for _, amount in (*terms.scalars, *terms.devices)]
+    seconds = [each for each in terms[11:13] if each is not None]
+    return (
+        all(given == sorted(set(given)) for given in names)
+        and min((terms.max_calls, terms.window, *amounts)) >= 0
+        and min(terms.gpu_memory, terms.max_retries) >= -1
+        and all(0 <= each < float("inf") for each in seconds)
+        and (not terms.is_lease or (terms.is_endless and terms.acting is None))
+    )
 
 
 def _acting(terms: ActorTerms) -> tuple[Any, ...]:

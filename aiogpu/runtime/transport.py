@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.connection import Connection
+from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.joining import Refused
 from aiogpu.wire.messages import Hello, Message
@@ -77,6 +77,8 @@ class Peer(asyncio.Protocol):
             if self._connection.peer is None:
                 # It may be of another version, and somebody's program.
                 self.refuse(str(error))
+            elif self._connection.peer.role == CLIENT:
+                self.drop(f"it has said what it may not: {error}")
             else:
                 self.abort()
             return
@@ -205,6 +207,17 @@ class Peer(asyncio.Protocol):
         """Say why it may not stay, and close."""
         self.send_one(Refused(reason))
         self.end()
+
+    def drop(self, reason: str) -> None:
+        """Say why it is cut off, hear nothing more of it, and close at once."""
+        self._waiting.clear()
+        self.on_messages = _ignore
+        if self.has_unsent:
+            self.abort()  # it does not read, and would never hear
+            return
+        self.send_one(Refused(reason))
+        if self._transport is not None:
+            self._transport.close()
 
     def end(self) -> None:
         """Close after what was sent; nothing more is passed on, not even the end."""

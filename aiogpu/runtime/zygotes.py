@@ -174,8 +174,8 @@ class Zygotes:
         self._surroundings.programs.setdefault(key, program)
         self._joined[key] = self._joined.get(key, 0) + 1
 
-    async def ready_for(self, key: str) -> None:
-        """Wait until workers of that program can be forked.
+    async def joined(self, key: str) -> None:
+        """Wait until the zygote of a program that has joined can be forked.
 
         Raises:
             PreloadError: a module that it preloads cannot be imported.
@@ -187,8 +187,13 @@ class Zygotes:
     def leave(self, key: str) -> None:
         """A client of that program has gone."""
         self._joined[key] -= 1
-        if not self._joined[key]:
-            del self._joined[key]
+        if self._joined[key]:
+            return
+        del self._joined[key]
+        lineage = self._lineages.get(((PROGRAM, key),))
+        if lineage is not None and lineage.problem is not None:
+            # Whoever comes next may have mended what was wrong.
+            self._give_up(lineage)
 
     def _is_joined(self, lineage: Lineage) -> bool:
         return program_of(lineage.environment) in self._joined

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 
 FIRST_CLIENT: Final = 1 << 26
 """Ids of clients begin here; those of workers are below. A client chooses its own."""
+END_OF_CLIENTS: Final = FIRST_CLIENT + (1 << 24)
+"""Those of clients are below."""
 
 RESOURCES: Final = "resources"
 """Asks for all resources by name."""

@@ -119,9 +119,13 @@ class Descriptors:
             from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connected.connect(self._path)
-            owner = self._owner or current.worker
-            connected.sendall(owner.to_bytes(8, "little"))
+            try:
+                connected.connect(self._path)
+                owner = self._owner or current.worker
+                connected.sendall(owner.to_bytes(8, "little"))
+            except BaseException:
+                connected.close()
+                raise
             self._sender = DescriptorSender(connected)
             self._receiver = DescriptorReceiver(connected)
             self._socket = connected

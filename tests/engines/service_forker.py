@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from aiogpu.core.limits import Limits
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 
@@ -50,7 +51,8 @@ def run_service(
         if not environ.get("SERVICE_TALKS"):
             os.dup2(nothing, 2)
         # Its parent need not wait for it.
-        uvloop.run(serve(path, NodeOptions(**options), ready))
+        limits = options.pop("limits", None)
+        uvloop.run(serve(path, NodeOptions(**options), limits, ready))
         code = 0
     except BaseException as error:
         os.write(ready, pickle.dumps(error))
@@ -58,7 +60,9 @@ def run_service(
         os._exit(code)
 
 
-async def serve(path: str, options: NodeOptions, ready: int) -> None:
+async def serve(
+    path: str, options: NodeOptions, limits: Limits | None, ready: int
+) -> None:
     """A node on a socket, until SIGTERM."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -68,7 +72,7 @@ async def serve(path: str, options: NodeOptions, ready: int) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
-    await engine.serve(listening)
+    await engine.serve(listening, limits=limits)
     os.close(ready)
     await stop.wait()
     await engine.close()

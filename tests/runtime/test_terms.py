@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aiogpu.api.options import TaskOptions, check_options
+from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Site, new_site_id
 from aiogpu.runtime.terms import Terms, new_function
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL
@@ -119,3 +120,26 @@ def test_what_is_the_users_is_never_loaded() -> None:
 def test_the_programs_own_face_is_packed_for_others() -> None:
     acting = ActorTerms(SERIAL, {DEFAULT_GROUP: 1}, {}, face=["a", "face"])
     assert load_result(acting.packed_face()) == ["a", "face"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scalars": (("CPU", -1),)},
+        {"devices": (("GPU", -1),)},
+        {"scalars": (("a", 1), ("a", 1))},
+        {"scalars": (("b", 1), ("a", 1))},
+        {"gpu_memory": -2},
+        {"max_calls": -1},
+        {"max_retries": -2},
+        {"window": -1},
+        {"timeout": float("nan")},
+        {"cancel_grace": float("inf")},
+        {"is_lease": True},
+    ],
+    ids=str,
+)
+def test_what_nobody_can_ask_for_is_refused(wrong: dict[str, Any]) -> None:
+    packed = Terms.of(sites.site())._replace(**wrong).pack()
+    with pytest.raises(ProtocolError, match="nobody can ask for"):
+        Terms.unpack(packed)

@@ -1,0 +1,53 @@
+"""What a client may number and name: what is new, and what is its own.
+
+A number that it gives twice would take the place of the one before, and what went by
+that would be nobody's when the client goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Ask, Find, Make
+from aiogpu.wire.joining import Inquire, TakeLease
+from aiogpu.wire.messages import Message, Submit
+from aiogpu.wire.sharing import Fetch, Put, PutFailed, Share
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.client import Client
+
+NUMBERS: Final = 32
+"""Bits of an id below those of the client that has chosen it, negated."""
+_ASKING: Final = frozenset({Submit, Ask, Find, Fetch, TakeLease, Inquire})
+_OF_VALUES: Final = frozenset({Put, PutFailed, Share})
+
+
+def check_claims(client: Client, message: Message) -> None:
+    """Check the numbers and ids that a message gives to what it begins.
+
+    Raises:
+        ProtocolError: one was given before, or is another's.
+    """
+    kind = type(message)
+    if kind in _ASKING:
+        _count(client, message.child)  # type: ignore[union-attr]
+    elif kind in _OF_VALUES:
+        _number(client, message.value)  # type: ignore[union-attr]
+    elif kind is Make:
+        _count(client, _number(client, message.actor))  # type: ignore[union-attr]
+
+
+def _count(client: Client, number: int) -> None:
+    """Numbers go up, so that none comes twice."""
+    if number <= client.last:
+        raise ProtocolError(f"the number {number} after {client.last}")
+    client.last = number
+
+
+def _number(client: Client, identity: int) -> int:
+    """By which a client knows what it has given an id."""
+    number = -identity - (client.id << NUMBERS)
+    if not 0 < number < 1 << NUMBERS:
+        raise ProtocolError(f"the id {identity}, which is not one of its own")
+    return number

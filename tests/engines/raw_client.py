@@ -1,0 +1,205 @@
+"""A client that says whatever a test wants, and a service for it to say it to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import aiogpu
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.program import join_of
+from aiogpu.runtime.call import Site
+from aiogpu.runtime.terms import Terms
+from aiogpu.wire.connection import CLIENT, Connection, greeting
+from aiogpu.wire.frames import encode
+from aiogpu.wire.joining import FIRST_CLIENT, Join, Welcome
+from aiogpu.wire.messages import Declare, Message
+from tests.engines import served, tasks
+
+LIMIT: Final = 20.0
+M = TypeVar("M", bound=tuple[Any, ...])
+_numbers = count(FIRST_CLIENT + 1)
+
+
+class Service:
+    """A node that is another process.
+
+    Attributes:
+        path: of its socket.
+        pid: its process.
+    """
+
+    def __init__(self, path: str, pid: int) -> None:
+        self.path = path
+        self.pid = pid
+
+    @property
+    def descriptors(self) -> list[str]:
+        """What its descriptors lead to, without what differs for each."""
+        found = []
+        for link in Path(f"/proc/{self.pid}/fd").iterdir():
+            try:
+                found.append(os.readlink(link).partition(":[")[0])
+            except OSError:
+                continue  # it was closed meanwhile
+        return sorted(found)
+
+    @property
+    def children(self) -> int:
+        """How many processes it has started itself."""
+        listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return len(listed.split())
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it has in memory."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Have it end, and wait until it has."""
+        if not self.lives:
+            return
+        ended = os.pidfd_open(self.pid)
+        os.kill(self.pid, signal.SIGCONT)
+        os.kill(self.pid, number)
+        served._wait(ended)
+
+
+@contextmanager
+def service(**options: Any) -> Iterator[Service]:
+    """A service with these options; it has ended at the end."""
+    given = {"num_cpus": 2, "num_gpus": 1, "log_to_driver": False, **options}
+    with tempfile.TemporaryDirectory(prefix="ags-", dir="/tmp") as place:
+        assert served.forker is not None
+        running = Service(f"{place}/s", served.forker.fork(f"{place}/s", given))
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+class RawClient:
+    """See above; plain and blocking.
+
+    Attributes:
+        number: by which it is known.
+    """
+
+    def __init__(self, service: Service, number: int = 0, greets: bool = True) -> None:
+        self.number = number or next(_numbers)
+        self._connection = Connection.connecting(CLIENT)
+        self._heard: list[Message] = []
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(LIMIT)
+        self.socket.connect(service.path)
+        if greets:
+            self.socket.sendall(greeting(CLIENT, self.number, os.getpid()))
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def join(self, **changes: Any) -> None:
+        """Say `Join` as this program would, but for these fields."""
+        self.say(joining()._replace(**changes))
+
+    def joined(self, **changes: Any) -> Welcome:
+        """The same, and wait until it may begin."""
+        self.join(**changes)
+        return self.hear(Welcome)
+
+    def say(self, *messages: Message) -> None:
+        """Send these."""
+        self.socket.sendall(b"".join(map(encode, messages)))
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message of a kind; what comes before is passed over."""
+        while True:
+            while self._heard:
+                message = self._heard.pop(0)
+                if isinstance(message, kind):
+                    return message
+            data = self.socket.recv(1 << 16)
+            assert data, f"the node has hung up, and said no {kind.__name__}"
+            self._heard += self._connection.receive(data)
+
+    def hear_all(self) -> list[Message]:
+        """All that comes before the node hangs up."""
+        try:
+            while data := self.socket.recv(1 << 16):
+                self._heard += self._connection.receive(data)
+        except ConnectionError:
+            pass
+        return self._heard
+
+
+def joining() -> Join:
+    """What this program says when it joins."""
+    return join_of(NodeOptions(log_to_driver=False))
+
+
+def site_of(remote: Any) -> Site:
+    """What is declared of a remote function or class."""
+    site: Site = remote._site or remote._prepare()
+    return site
+
+
+def declared(number: int, site: Site, **changes: Any) -> Declare:
+    """How a client declares it, with other terms if a test says so."""
+    terms = Terms.of(site)._replace(**changes).pack()
+    return Declare(number, site.spec.name, terms, site.function.payload)
+
+
+def program(path: str, source: str) -> str:
+    """A program that joins the service there, and does this in `main()`."""
+    lines = "\n".join(f"    {line}" for line in source.strip().splitlines())
+    return (
+        "import asyncio, os, sys, aiogpu\n"
+        "from tests.engines import tasks, stream_tasks\n"
+        "from tests.engines.actor_classes import Counter\n"
+        "async def main():\n"
+        f"    await aiogpu.init(address={path!r}, log_to_driver=False)\n"
+        f"{lines}\n"
+        "asyncio.run(main())\n"
+    )
+
+
+async def all_is_free() -> None:
+    """Wait until nobody has anything of the node that this program has joined."""
+    total = await aiogpu.cluster_resources()
+    async with asyncio.timeout(LIMIT):
+        while await aiogpu.available_resources() != total:
+            await asyncio.sleep(0)
+        while (status := await aiogpu.status()).tasks or status.actors:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def watching(node: Service) -> AsyncIterator[None]:
+    """This program has joined; at the end all that others had is free again."""
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        assert await tasks.add.remote(1, 2) == 3
+        yield
+        await all_is_free()
+        assert await tasks.add.remote(1, 2) == 3
+        assert node.lives
