@@ -49,7 +49,7 @@ STEPS: Final = (
     *("leasing", "having", "streaming", "receiving", "asking", "departing"),
 )
 """How far a client comes before it ends."""
-ROUNDS: Final = 20
+ROUNDS: Final = 4
 
 
 @pytest.fixture
