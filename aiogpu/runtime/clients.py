@@ -95,11 +95,12 @@ class Clients:
         return f"<Clients {len(self.by_id)}>"
 
     async def listen(
-        self, listening: socket.socket, on_heard: Callable[[], object]
+        self, listening: socket.socket, on_heard: Callable[[int], object]
     ) -> None:
         """Let programs join over this socket, which is bound and listens.
 
-        `on_heard` is told whenever something has come from one of them.
+        `on_heard` is told whenever something has come from one of them, and how many
+        messages.
         """
         self._server = await self._loop.create_unix_server(
             lambda: Peer(self._greeted, on_heard), sock=listening

@@ -78,7 +78,7 @@ class Supervisor:
         self._passage: Passage | None = None
         self._nest: Nest | None = None
         self.clients: Clients | None = None
-        self._note_heard: Callable[[], object] = bool  # nobody wants to know
+        self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
 
     async def start_zygote(
@@ -220,8 +220,8 @@ class Supervisor:
         await self.clients.listen(listening, wakefulness.note)
         return self.clients
 
-    def _heard(self) -> None:
-        self._note_heard()
+    def _heard(self, count: int) -> None:
+        self._note_heard(count)
 
     @property
     def directory(self) -> str:

@@ -40,7 +40,9 @@ class Peer(asyncio.Protocol):
     on together, in order.
     """
 
-    def __init__(self, greeted: Greeted, on_heard: Callable[[], object] = bool) -> None:
+    def __init__(
+        self, greeted: Greeted, on_heard: Callable[[int], object] = bool
+    ) -> None:
         self.on_messages: Handler = _ignore
         self.on_lost: Callable[[], None] = _nothing
         self.on_slow: Callable[[bool], object] = bool  # nobody minds
@@ -89,7 +91,7 @@ class Peer(asyncio.Protocol):
             self._put_off(messages)
         elif messages:
             self.on_messages(messages)
-        self._on_heard()
+        self._on_heard(len(messages))
 
     def _put_off(self, messages: list[Message]) -> None:
         """Pass on a flood in parts, between which the loop does other things."""

@@ -30,8 +30,15 @@ class Wakefulness:
         # With one CPU it would only keep the others from running.
         self._may = len(os.sched_getaffinity(0)) > 1
 
-    def note(self) -> None:
-        """Something has come."""
+    def note(self, count: int) -> None:
+        """So many messages have come together.
+
+        Several are a flood: there the next ones are long under way, and whoever sends
+        them needs the CPU.
+        """
+        if count != 1:
+            self._last = 0.0
+            return
         before, self._last = self._last, perf_counter()
         if not self._is_awake and self._may and self._last - before < SHORT:
             self._is_awake = True

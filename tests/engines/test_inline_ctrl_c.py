@@ -116,8 +116,16 @@ PROGRAM = """
 @pytest.mark.parametrize(
     "kind",
     [
-        *("plain", "coroutine", "parent", "parent_of_coroutine"),
-        *("constructor", "method", "async_method", "closing"),
+        *("plain", "coroutine", "parent", "method"),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (
+                "parent_of_coroutine",
+                "constructor",
+                "async_method",
+                "closing",
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize(

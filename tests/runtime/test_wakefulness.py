@@ -34,32 +34,45 @@ class Hand:
 
 def test_it_stays_awake_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     hand = Hand(monkeypatch)
-    hand.it.note()
+    hand.it.note(1)
     assert not hand.soon
     hand.now += SHORT / 2
-    hand.it.note()
-    hand.it.note()
+    hand.it.note(1)
+    hand.it.note(1)
     assert len(hand.soon) == 1
     assert hand.turn(AWAKE / 2) == 1
-    hand.it.note()
+    hand.it.note(1)
     assert hand.turn(AWAKE * 0.9) == 1
     assert hand.turn(AWAKE) == 0
     hand.now += SHORT
-    hand.it.note()
+    hand.it.note(1)
     assert not hand.soon
+
+
+def test_in_a_flood_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = Hand(monkeypatch)
+    for _ in range(3):
+        hand.it.note(1)
+        hand.it.note(2)
+    assert not hand.soon
+    hand.it.note(1)
+    hand.it.note(1)
+    assert len(hand.soon) == 1
+    hand.it.note(9)
+    assert hand.turn(0) == 0
 
 
 def test_with_one_cpu_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     hand = Hand(monkeypatch, cpus=1)
-    hand.it.note()
-    hand.it.note()
+    hand.it.note(1)
+    hand.it.note(1)
     assert not hand.soon
 
 
 async def test_on_a_loop_it_ends_by_itself() -> None:
     it = Wakefulness(asyncio.get_running_loop())
-    it.note()
-    it.note()
+    it.note(1)
+    it.note(1)
     async with asyncio.timeout(30):
         while it._is_awake:
             await asyncio.sleep(0)
