@@ -75,6 +75,10 @@ class Several:
     def note(self, number: int) -> None:
         """The call was made, under that number."""
         self.task_id = number
+        for handle in self.handles:
+            # Some were given to others before.
+            if hasattr(handle, "task_id"):
+                handle.task_id = number
 
     def done(self) -> bool:
         """Whether nobody wants a result any more, or all have come."""

@@ -134,6 +134,21 @@ class Shares:
         due.append(_Due(loan, handle.part, handle.task_name))
         return loan
 
+    def promise(self) -> Loan:
+        """What others refer to before its task is started; said by `keep` or `fail`."""
+        return self._owned(self._new_id())
+
+    def keep(self, loan: Loan, handle: Shareable) -> None:
+        """The task of what was promised is started: its result is that value."""
+        self._channel.send(Share(loan.id, handle.child, handle.part))
+        due = self.due.setdefault(handle.child, [])
+        due.append(_Due(loan, handle.part, handle.task_name))
+
+    def fail(self, loan: Loan, error: BaseException) -> None:
+        """The task of what was promised is never started."""
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        self._channel.send(PutFailed(loan.id, *failed.why))
+
     def withdraw(self, child: int) -> None:
         """A child is cancelled: nobody else will say so of its result."""
         for due in self.due.pop(child, ()):
@@ -142,11 +157,14 @@ class Shares:
             self._channel.send(PutFailed(due.loan.id, *failed.why))
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
-        loans = self._loans or current.loans
-        assert loans is not None, self
-        loan = loans.own(message.value)
+        loan = self._owned(message.value)
         self._channel.send(message)
         return loan
+
+    def _owned(self, identity: int) -> Loan:
+        loans = self._loans or current.loans
+        assert loans is not None, self
+        return loans.own(identity)
 
     def pass_on(self, message: Message) -> None:
         """Tell the driver the answer of a child that was shared while it was due.
