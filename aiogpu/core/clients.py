@@ -244,6 +244,12 @@ class Clients:
         client.since = self.now
         client.tag = max(client.tag, self.begun)
 
+    def note_rest(self, id_: ClientId) -> None:
+        """Nothing of a program waits any more; it may be forgotten already."""
+        client = self._by_id.get(id_)
+        if client is not None:
+            client.is_waiting = False
+
     def begin(self, record: TaskRecord, lease: Lease) -> None:
         """A task has a lease: what it holds counts for its program."""
         client, spec = self.of(record.client), record.spec

@@ -90,7 +90,7 @@ class SharedQueue(ReadyQueue):
             del groups[group.request]
             if not groups:
                 del self.of_client[group.client]
-                self._clients.of(group.client).is_waiting = False
+                self._clients.note_rest(group.client)
 
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool

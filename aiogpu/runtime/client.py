@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from aiogpu.core.events import ClientJoined
 from aiogpu.core.ids import TaskId
 from aiogpu.runtime.caller import Caller
 
@@ -18,6 +19,7 @@ class Client(Caller):
         shows: whether it is sent what its tasks print.
         only_looks: whether it runs nothing, and is listed nowhere.
         is_joined: whether it has said what its workers begin with.
+        wish: what the core is told of it with its first lease, if it looks so far.
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
         leases: those that it has asked for and not given back, by its own numbers.
@@ -31,6 +33,7 @@ class Client(Caller):
     only_looks: bool = False
     is_joined: bool = False
     is_slow: bool = False
+    wish: ClientJoined | None = None
     pidfd: int = -1
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)

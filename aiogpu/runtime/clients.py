@@ -210,10 +210,12 @@ class Clients:
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
-        if not client.only_looks:
+        joined = ClientJoined(client.client, join.weight, ours.limits)
+        if client.only_looks:
+            client.wish = joined
+        else:
             client.program = program.key
             self._zygotes.join(client.program, program)
-            joined = ClientJoined(client.client, join.weight, self._premises.limits)
             self._driver.feed(joined)
         client.is_joined = True
         self._do(self._welcome(client))
@@ -276,7 +278,7 @@ class Clients:
         client.return_loans()
         if client.program:
             self._zygotes.leave(client.program)
-        if client.is_joined and not client.only_looks:
+        if client.is_joined and client.wish is None:
             self._driver.feed(ClientLeft(client.client))
 
     def _give_up(self, client: Client) -> None:

@@ -63,6 +63,10 @@ def _take(
     if is_draining:
         lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
     elif isinstance(site, Site) and site.spec.is_lease:
+        if client.wish is not None:
+            # From now on its limits and its turn are as any other program's.
+            driver.feed(client.wish)
+            client.wish = None
         try:
             task = driver.submit(site, b"", lessee, None, client.client)
         except AiogpuError as error:

@@ -216,3 +216,17 @@ def test_programs_are_forgotten_when_their_last_task_has_ended():
     assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
     w.leave(1)
     assert repr(w.scheduler.clients) == "<Clients [0]>"
+
+
+def test_a_program_that_left_is_forgotten_with_its_last_wish():
+    w = World(gpus=1)
+    w.join(1)
+    w.join(2)
+    w.submit("holds", num_gpus=1, client=1)
+    w.lease("waits", num_gpus=1, client=2)
+    w.leave(2)
+    w.cancel("waits")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"
+    w.lease("waits too", num_gpus=1, client=1)
+    w.cancel("waits too")
+    assert repr(w.scheduler.clients) == "<Clients [0, 1]>"

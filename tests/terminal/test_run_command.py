@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pexpect
 import pytest
 
+import aiogpu
 from tests.program import environment
 
 LIMIT = 30.0
@@ -299,3 +301,23 @@ def test_a_stopped_command_is_seen_by_its_shell(node: str, terminal: Any) -> Non
     terminal.expect_exact("on\r\n")
     terminal.expect_exact(PROMPT)
     assert os.path.exists(node)
+
+
+def test_it_is_one_of_the_programs_as_long_as_it_is_there(node: str) -> None:
+    """And has the limits and the turn of one; nothing stays of it in the node."""
+
+    async def look() -> tuple[int, int]:
+        async with aiogpu.init(address=node):  # from now on programs are counted
+            running = start(node, "--num-gpus=2", "--", "cat")
+            while (await aiogpu.available_resources())["GPU"]:
+                await asyncio.sleep(0)
+            late = await asyncio.to_thread(run, node, "--timeout=0.01", "true")
+            pids = [one.pid for one in (await aiogpu.status()).clients]
+            assert running.pid in pids
+            running.communicate()
+            while len((await aiogpu.status()).clients) == len(pids):
+                await asyncio.sleep(0)
+            return late.returncode, len(pids)
+
+    # The node's own program, this one, and the first command.
+    assert asyncio.run(asyncio.wait_for(look(), LIMIT)) == (124, 3)
