@@ -7,12 +7,14 @@ how wide characters are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from rich.cells import cell_len, set_cell_size
 
+T = TypeVar("T")
 GAP: Final = 2
 """Blanks between two columns."""
 
@@ -55,6 +57,32 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def printable_all(told: T, done: dict[int, Any] | None = None) -> T:
+    """A picture of a node, or of a part of it, of which all texts are `printable`.
+
+    A name of two lines would else make two of a line that is made of it. What was one
+    object stays one.
+    """
+    done = {} if done is None else done
+    if isinstance(told, str):
+        return cast("T", printable(told))
+    if id(told) in done:
+        return cast("T", done[id(told)])
+    found: Any = told
+    if isinstance(told, Mapping):
+        items = told.items()
+        found = {printable_all(name): printable_all(it, done) for name, it in items}
+    elif isinstance(told, tuple | list):
+        parts = [printable_all(one, done) for one in told]
+        found = getattr(told, "_make", type(told))(parts)
+    elif is_dataclass(told) and not isinstance(told, type):
+        values = {it.name: getattr(told, it.name) for it in fields(told)}
+        values = {name: printable_all(it, done) for name, it in values.items()}
+        found = replace(told, **values)
+    done[id(told)] = found
+    return cast("T", found)
 
 
 def grid(table: Table, width: int | None = None, indent: int = 0) -> Iterator[Line]:

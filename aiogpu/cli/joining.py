@@ -17,6 +17,8 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.runtime.meeting import default_socket
 
 AUTO: Final = "auto"
+UNIX: Final = "unix:"
+"""May stand before a socket's path, as in `aiogpu.init`."""
 EMBEDDED: Final = ("local", "inline")
 """Addresses of nodes that only the program sees which has opened them."""
 PATIENCE: Final = 15.0
@@ -61,9 +63,11 @@ class PublicNode:
 
 
 def address_option(command: Command) -> Command:
-    """The option by which a view is told which node to ask."""
+    """The option by which a command is told which node to ask."""
     return click.option(
         "--address",
+        "--socket",
+        "address",
         metavar="SOCKET",
         callback=_checked,
         help="The node's socket; if not given, AIOGPU_ADDRESS, or where "
@@ -88,7 +92,7 @@ def default_address() -> str:
 
 def where(address: str) -> str:
     """The path of the socket that an address means."""
-    return default_socket() if address == AUTO else address
+    return default_socket() if address == AUTO else address.removeprefix(UNIX)
 
 
 def check_there(address: str) -> None:

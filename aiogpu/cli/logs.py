@@ -12,8 +12,9 @@ from typing import Final
 
 import click
 
+from aiogpu.cli import joining
 from aiogpu.cli.trail import Trail
-from aiogpu.runtime.meeting import default_socket, logs_beside
+from aiogpu.runtime.meeting import logs_beside
 from aiogpu.runtime.task_log import FILE
 
 NODE: Final = "node.log"
@@ -24,7 +25,6 @@ EVERY: Final = 200
 """Milliseconds between two looks at what has come."""
 BROKEN_PIPE: Final = 141
 """What shells report of a program that SIGPIPE ended: 128 + 13."""
-AUTO: Final = "auto"
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
 
 Wanted = Callable[[str], bool]
@@ -47,14 +47,7 @@ Wanted = Callable[[str], bool]
     show_default=True,
     help="Show so many of the last lines.",
 )
-@click.option(
-    "--address",
-    metavar="SOCKET",
-    envvar="AIOGPU_ADDRESS",
-    default=AUTO,
-    help="The node's socket; if not given, AIOGPU_ADDRESS, or where `aiogpu start` "
-    "listens.",
-)
+@joining.address_option
 @click.option(
     "--log-dir", metavar="DIRECTORY", help="Where it logs, if not beside its socket."
 )
@@ -86,8 +79,8 @@ def logs(  # noqa: PLR0913, PLR0917 - its options
     """  # noqa: D301 - click's mark for lines to be left as they are
     if node and (task or client):
         raise click.UsageError("--node has no tasks: leave out --task and --client.")
-    socket = default_socket() if address == AUTO else address
-    directory = logs_beside(socket) if log_dir is None else log_dir
+    beside = logs_beside(joining.where(address))
+    directory = beside if log_dir is None else log_dir
     if not os.path.isdir(directory):
         raise click.ClickException(
             f"there are no logs in {directory}. A node that `aiogpu start --head` has "

@@ -31,6 +31,8 @@ from aiogpu.cli.command import (
     Signals,
     end_as,
 )
+from aiogpu.cli.joining import address_option, check_there
+from aiogpu.cli.quantities import Number, Seconds, size_or_share
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
 from aiogpu.wire.leasing import MARK
@@ -45,22 +47,38 @@ NAMED: Final = 40
 """Characters of a command line by which its lease is called."""
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+class BadLine(click.UsageError):
+    """A mistake in the line of `aiogpu run`: 2 might be the command's."""
+
+    exit_code = FAILED
+
+
+class RunCommand(click.Command):
+    """A command whose mistakes are `BadLine`."""
+
+    def make_context(self, *given: Any, **more: Any) -> click.Context:
+        """See click; what is wrong is told with another exit code."""
+        try:
+            return super().make_context(*given, **more)
+        except click.UsageError as error:
+            raise BadLine(error.format_message(), error.ctx) from None
+
+
+@click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
+@click.option("--num-gpus", type=Number(0), help="Share of a GPU, or whole ones. [1]")
+@click.option("--num-cpus", type=Number(0), help="CPUs to keep from others. [0]")
+@click.option(
+    "--gpu-memory",
+    type=size_or_share,
+    metavar="SIZE",
+    help='On each GPU, such as "6GiB".',
 )
-@click.option("--num-gpus", type=float, help="Share of a GPU, or whole ones. [1]")
-@click.option("--num-cpus", type=float, help="CPUs to keep from others. [0]")
-@click.option("--gpu-memory", metavar="SIZE", help='On each GPU, such as "6GiB".')
 @click.option("--gpu-type", metavar="TYPE", help="Only such GPUs, as in `aiogpu gpus`.")
 @click.option("--resources", metavar="JSON", help="""Others, '{"license": 1}'.""")
 @click.option("--priority", type=int, default=0, help="Higher goes first. [0]")
 @click.option("--name", help="For `aiogpu status`; the command unless given.")
-@click.option("--timeout", type=float, help="Seconds to wait for its turn at most.")
-@click.option(
-    *("--socket", "--address", "address"),
-    metavar="PATH",
-    help="The node's socket, if not where `aiogpu start` listens.",
-)
+@click.option("--timeout", type=Seconds(0, min_open=True), help="To wait at most.")
+@address_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
@@ -68,18 +86,21 @@ def run(ctx: click.Context, /, command: Sequence[str], **options: Any) -> None:
 
     It gets the variables that say which, such as CUDA_VISIBLE_DEVICES, and keeps them
     from others until it has ended, with all that it has started. Signals go to it; the
-    exit code is its own, or 125 if no node can be asked.
+    exit code is its own, or 125 if it could not be run at all.
 
     Example: aiogpu run --num-gpus=0.5 -- python train.py
     """
-    address = options.pop("address") or os.environ.get("AIOGPU_ADDRESS") or "auto"
+    address = options.pop("address")
     signals = Signals()
     ending = _Ending(signals)
     try:
         asked = _asked(command, **options)
+        check_there(address)
         code = asyncio.run(_hold(Lease(*lease_site(asked)), command, address, ending))
     except TaskTimeoutError as error:
         code = _say(str(error), NOT_IN_TIME)
+    except click.ClickException as error:
+        code = _say(error.message, FAILED)
     except AiogpuError as error:
         code = _say(str(error), FAILED)
     ctx.exit(code if code is not None else end_as(ending.status))

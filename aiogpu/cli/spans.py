@@ -5,33 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from typing import TYPE_CHECKING, Final
 
 import click
 
 import aiogpu
+from aiogpu.cli import joining
 from aiogpu.engines.base import NodeOptions
 from aiogpu.observe.trace import trace_of
-from aiogpu.runtime.meeting import default_socket
 
 if TYPE_CHECKING:
     from aiogpu.observe.recorder import Span
 
-AUTO: Final = "auto"
 STDOUT: Final = "-"
 
 
 @click.command()
 @click.argument("out", metavar="FILE", type=click.Path(dir_okay=False))
-@click.option(
-    "--address",
-    metavar="SOCKET",
-    envvar="AIOGPU_ADDRESS",
-    default=AUTO,
-    help="The node's socket; if not given, AIOGPU_ADDRESS, or where `aiogpu start` "
-    "listens.",
-)
+@joining.address_option
 def timeline(out: str, address: str) -> None:
     """Write what has run on the node to FILE, `-` for stdout.
 
@@ -48,11 +39,11 @@ def timeline(out: str, address: str) -> None:
       1  no node runs, or the file cannot be written
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
-    path = default_socket() if address == AUTO else address
-    spans = aiogpu.run(_spans_of(path))
+    joining.check_there(address)
+    spans = aiogpu.run(_spans_of(joining.where(address)))
     text = json.dumps(trace_of(spans), separators=(",", ":"))
     if out == STDOUT:
-        sys.stdout.write(f"{text}\n")
+        click.echo(text)
         return
     try:
         _write(out, text)
@@ -76,7 +67,15 @@ async def _spans_of(path: str) -> list[Span]:
 
 
 def _write(path: str, text: str) -> None:
-    """Write it beside its place first: nobody finds half of it."""
+    """Write it beside its place first: nobody finds half of it.
+
+    What is no file, such as a pipe, stays what it is, and so does a link to a file.
+    """
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+        return
     half = f"{path}.{os.getpid()}"
     try:
         with open(half, "x", encoding="utf-8") as file:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from aiogpu.api.node_options import check_node_options
+from aiogpu.cli.quantities import Number, Seconds, Whole, size
 from aiogpu.core.wording import terms
 from aiogpu.daemon.detach import start_detached
 from aiogpu.daemon.place import Place
@@ -37,14 +38,19 @@ def options(command: Any) -> Any:
     """Those of `aiogpu.init`, by the names that Ray's command has for them."""
     for option in reversed(
         [
-            click.option("--num-cpus", type=float, help="CPUs to share out."),
-            click.option("--num-gpus", type=int, help="GPUs; those detected if not."),
+            click.option("--num-cpus", type=Number(min=0), help="CPUs to share out."),
+            click.option(
+                "--num-gpus", type=Whole(min=0), help="GPUs; if not, as found."
+            ),
             click.option("--resources", metavar="JSON", help='Such as {"license": 2}.'),
-            click.option("--memory", help="For tasks that ask, such as 64GiB."),
+            click.option(
+                "--memory", type=size, help="For tasks that ask, such as 64GiB."
+            ),
             click.option(
                 "--object-memory",
                 "--object-store-memory",
                 "object_memory",
+                type=size,
                 help="Shared memory for large values, such as 8GiB.",
             ),
             click.option(
@@ -53,7 +59,9 @@ def options(command: Any) -> Any:
                 help="Where values go beyond that.",
             ),
             click.option("--accelerator-type", help="Declared, such as A100."),
-            click.option("--gpu-memory", help="Of each GPU, declared: 80GiB."),
+            click.option(
+                "--gpu-memory", type=size, help="Of each GPU, declared: 80GiB."
+            ),
             click.option(
                 "--gpu-memory-enforce",
                 is_flag=True,
@@ -66,17 +74,46 @@ def options(command: Any) -> Any:
                 show_default=True,
                 help="What to do with GPUs on which others' processes are.",
             ),
-            click.option("--mps", type=SWITCH, default="off", show_default=True),
-            click.option("--cpu-affinity", type=SWITCH, default="auto"),
+            click.option(
+                "--mps",
+                type=SWITCH,
+                default="off",
+                show_default=True,
+                help="NVIDIA's Multi-Process Service for shared GPUs.",
+            ),
+            click.option(
+                "--cpu-affinity",
+                type=SWITCH,
+                default="auto",
+                show_default=True,
+                help="Whether GPU tasks run on the CPUs near their GPU.",
+            ),
             click.option(
                 "--preload",
                 multiple=True,
                 metavar="MODULES",
                 help="What workers are forked with, by commas; auto: what proves dear.",
             ),
-            click.option("--cancel-grace", type=float, default=2.0, show_default=True),
-            click.option("--spare-workers", type=int, default=2, show_default=True),
-            click.option("--memory-guard/--no-memory-guard", default=True),
+            click.option(
+                "--cancel-grace",
+                type=Seconds(min=0, min_open=True),
+                default=2.0,
+                show_default=True,
+                help="Seconds that cancelled work gets to stop.",
+            ),
+            click.option(
+                "--spare-workers",
+                type=Whole(min=0),
+                default=2,
+                show_default=True,
+                help="Clean workers that stand ready.",
+            ),
+            click.option(
+                "--memory-guard/--no-memory-guard",
+                default=True,
+                show_default=True,
+                help="End a task that fills the memory before the kernel does.",
+            ),
         ]
     ):
         command = option(command)
@@ -90,20 +127,20 @@ def options(command: Any) -> Any:
 @click.option("--log-dir", type=PATH, help="Where its logs go.")
 @click.option(
     "--drain",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     default=DRAIN,
     show_default=True,
     help="Seconds for what runs when it is asked to stop.",
 )
 @click.option(
     "--metrics",
-    type=click.IntRange(1, 65535),
+    type=Whole(1, 65535),
     metavar="PORT",
     help="Serve Prometheus metrics on this port of 127.0.0.1.",
 )
 @click.option(
     "--max-waiting",
-    type=click.IntRange(1),
+    type=Whole(1),
     metavar="N",
     help="Unfinished tasks that one program may have.",
 )

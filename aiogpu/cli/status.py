@@ -11,7 +11,8 @@ import click
 import aiogpu
 from aiogpu.cli import joining
 from aiogpu.cli.data import problems, status_data
-from aiogpu.cli.grid import printable
+from aiogpu.cli.grid import printable_all
+from aiogpu.cli.quantities import Seconds
 from aiogpu.cli.screen import Picture, is_terminal
 from aiogpu.cli.sections import sections
 
@@ -26,7 +27,7 @@ UNHEALTHY: Final = 3
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     default=2.0,
     show_default=True,
     help="Seconds between two pictures of --watch.",
@@ -89,4 +90,4 @@ def _show_once(seen: aiogpu.NodeStatus, as_json: bool) -> None:
 
 def plain_report(seen: aiogpu.NodeStatus) -> str:
     """What `print(status)` shows, such that it can do nothing to a terminal."""
-    return "\n".join(map(printable, str(seen).splitlines()))
+    return str(printable_all(seen))

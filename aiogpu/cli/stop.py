@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from aiogpu.cli.joining import default_address, where
+from aiogpu.cli import joining
+from aiogpu.cli.quantities import Seconds
 from aiogpu.core.wording import span
 from aiogpu.daemon.pidfile import Record
 from aiogpu.daemon.place import Place
@@ -12,20 +13,14 @@ from aiogpu.daemon.stop import stop as stop_node
 
 
 @click.command()
-@click.option(
-    "--socket",
-    "--address",
-    "socket",
-    metavar="SOCKET",
-    help="The node's; if not given, AIOGPU_ADDRESS, or where `aiogpu start` listens.",
-)
+@joining.address_option
 @click.option("--force", is_flag=True, help="Kill it, with all that runs on it.")
 @click.option(
     "--drain",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     help="Seconds for what runs; those of `aiogpu start` if not given.",
 )
-def stop(socket: str | None, force: bool, drain: float | None) -> None:
+def stop(address: str, force: bool, drain: float | None) -> None:
     """Stop the node that `aiogpu start` has started.
 
     It takes no new work, lets what runs end for a while, then ends it. Said twice, it
@@ -33,7 +28,7 @@ def stop(socket: str | None, force: bool, drain: float | None) -> None:
     """
     if force and drain is not None:
         raise click.UsageError("--force leaves no time for --drain; give one of them.")
-    place = Place.at(where(socket or default_address()).removeprefix("unix:"))
+    place = Place.at(joining.where(address))
     ended = stop_node(place, force=force, drain=drain, on_wait=_tell_wait)
     if ended is None:
         click.echo(f"No node runs at {place.socket}.")

@@ -16,6 +16,7 @@ import aiogpu
 from aiogpu.cli import joining
 from aiogpu.cli.board import board
 from aiogpu.cli.keyboard import Keyboard
+from aiogpu.cli.quantities import Seconds
 from aiogpu.cli.screen import Picture, is_terminal
 from aiogpu.cli.status import plain_report
 from aiogpu.cli.view import View
@@ -30,7 +31,7 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 @joining.address_option
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1, max=3600.0),
+    type=Seconds(min=0.1, max=3600.0),
     default=1.0,
     show_default=True,
     help="Seconds between two pictures.",

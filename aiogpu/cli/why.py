@@ -8,7 +8,7 @@ import click
 
 import aiogpu
 from aiogpu.cli import joining
-from aiogpu.cli.grid import printable, text_of
+from aiogpu.cli.grid import printable_all, text_of
 from aiogpu.cli.screen import print_table
 from aiogpu.cli.tables import full_name, task_table
 
@@ -65,7 +65,7 @@ def why(task: str, address: str) -> None:
 
 def say(told: aiogpu.Why) -> None:
     """Print it as a person wants it."""
-    click.echo("\n".join(map(printable, str(told).splitlines())))
+    click.echo(str(printable_all(told)))
 
 
 async def _of_name(node: joining.Node, name: str) -> None:

@@ -241,7 +241,7 @@ def test_why_of_what_is_not_there() -> None:
         (["list", "tsks"], "'tsks' is not one of"),
         (["list", "tasks", "--limit", "0"], "0 is not in the range"),
         (["status", "--interval", "0"], "0.0 is not in the range"),
-        (["top", "--interval", "soon"], "'soon' is not a valid float"),
+        (["top", "--interval", "soon"], "'soon' is not a valid number of seconds"),
         (["why"], "Missing argument 'TASK'"),
         (["status", "--address", "inline"], "which only that program can ask"),
     ],
