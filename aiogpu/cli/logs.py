@@ -23,8 +23,6 @@ USUAL: Final = 1000
 """Lines that are shown if nothing was said of it."""
 EVERY: Final = 200
 """Milliseconds between two looks at what has come."""
-BROKEN_PIPE: Final = 141
-"""What shells report of a program that SIGPIPE ended: 128 + 13."""
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
 
 Wanted = Callable[[str], bool]
@@ -92,10 +90,6 @@ def logs(  # noqa: PLR0913, PLR0917 - its options
         _show(deque(filter(_wanted(task, client), trail.read()), lines))
         while follow and _wait():
             _show(filter(_wanted(task, client), trail.read()))
-    except BrokenPipeError:
-        # Nobody reads on, such as after `| head`; nor may the exit try to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(BROKEN_PIPE)
     finally:
         trail.close()
 
