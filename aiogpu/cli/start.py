@@ -171,6 +171,9 @@ def start(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     if not head:
         raise click.UsageError(NO_HEAD)
+    for option, path in (("--socket", socket), ("--log-dir", log_dir)):
+        if path == "":
+            raise click.BadParameter("it is empty.", param_hint=option)
     given["resources"] = amounts(given["resources"], "--resources", '{"license": 2}')
     given["preload"] = modules(given["preload"])
     plan = Plan(

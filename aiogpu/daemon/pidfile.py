@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.daemon.place import Place
 from aiogpu.errors import NodeRunningError, NodeStartError
+from aiogpu.runtime.meeting import default_socket
 
 LONGEST: Final = 1 << 16
 WRITTEN_WITHIN: Final = 5.0
@@ -180,8 +181,11 @@ def _taken(place: Place) -> NodeRunningError:
                 f"in a moment, or name another place by --socket."
             )
         time.sleep(_PAUSE)
+    is_usual = record.socket == default_socket()
+    address = "auto" if is_usual else record.socket
+    stop = "aiogpu stop" if is_usual else f"aiogpu stop --socket {record.socket}"
     return NodeRunningError(
         f"a node runs at {record.socket} already (pid {record.pid}). Join it by "
-        f"aiogpu.init(address={record.socket!r}), end it by `aiogpu stop`, or start "
-        f"another at a place of its own by --socket."
+        f"aiogpu.init(address={address!r}), end it by `{stop}`, or start another at a "
+        f"place of its own by --socket."
     )

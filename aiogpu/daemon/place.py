@@ -56,6 +56,8 @@ class Place(NamedTuple):
             NodeStartError: the place is not fit for a node; says what to do.
         """
         check_length(self.socket)
+        if os.path.isdir(self.socket):
+            check_socket(self.socket)
         prepare_directory(os.path.dirname(self.socket), "--socket", 0o077)
         check_socket(self.socket)
         prepare_directory(self.logs, "--log-dir", 0o022)
@@ -110,6 +112,11 @@ def _problem(found: os.stat_result, forbidden: int) -> str:
         return "is a symbolic link, which is not followed here; make a directory of it"
     if not stat.S_ISDIR(found.st_mode):
         return f"is {kind(found)}, where a directory is needed; move it away"
+    if mode & stat.S_ISVTX:  # /tmp and its like
+        return (
+            f"is everybody's (mode {mode:04o}); a node needs a directory of its own. "
+            f"Make one in it by `mkdir -m 700`"
+        )
     if found.st_uid != uid:
         return (
             f"belongs to uid {found.st_uid}, and this is uid {uid}: a node's files "
@@ -118,7 +125,7 @@ def _problem(found: os.stat_result, forbidden: int) -> str:
     if mode & forbidden:
         return (
             f"has mode {mode:04o}, so others can reach into it; a node needs 0700. "
-            f"Run `chmod 700` on it"
+            f"Run `chmod 700` on it if nobody else needs it"
         )
     return ""
 

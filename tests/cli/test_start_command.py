@@ -79,6 +79,11 @@ def test_options_become_those_of_init(plans: list[Plan], tmp_path: Path) -> None
     assert all(map(os.path.isabs, plan.sys_path))
 
 
+def test_sizes_may_be_bytes_as_in_rays_command(plans: list[Plan]) -> None:
+    assert given("--head", "--object-store-memory", "2000000000").exit_code == 0
+    assert plans[0].options.object_memory == 2_000_000_000
+
+
 def test_without_options_it_is_the_default(plans: list[Plan]) -> None:
     assert given("--head").exit_code == 0
     (plan,) = plans
@@ -99,6 +104,13 @@ def test_no_modules_at_all(plans: list[Plan]) -> None:
         (["--head", "--resources=x"], "'x' is no JSON object"),
         (["--head", "--resources=[1]"], "'[1]' is no JSON object"),
         (["--head", "--drain=-1"], "--drain"),
+        (["--head", "--drain=5m"], "'5m' is not a valid number of seconds"),
+        (["--head", "--num-gpus=2.5"], "'2.5' is not a valid whole number"),
+        (["--head", "--num-gpus=-1"], "-1 is not in the range x>=0"),
+        (["--head", "--memory=64G"], "'64G' is no amount of memory; write it with"),
+        (["--head", "--gpu-memory=-1"], "--gpu-memory': '-1' is no amount of memory"),
+        (["--head", "--socket="], "--socket: it is empty"),
+        (["--head", "--log-dir="], "--log-dir: it is empty"),
         (["--head", "--mps=on"], "--mps"),
         (["--head", "--systemd", "--socket=a.sock"], "paths begin with a slash: /"),
     ],

@@ -54,7 +54,7 @@ def test_the_second_is_told_who_was_first(place: Place, claim: Claim) -> None:
     with pytest.raises(NodeRunningError) as error:
         Claim.take(place)
     assert f"at {place.socket} already (pid {os.getpid()})" in str(error.value)
-    assert "aiogpu stop" in str(error.value)
+    assert f"`aiogpu stop --socket {place.socket}`" in str(error.value)
 
 
 def test_who_has_not_said_his_name_is_there_too(

@@ -68,6 +68,20 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     assert not list(directory.iterdir())
 
 
+def test_nobody_is_told_to_take_from_others_what_is_everybodys(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    assert "is everybody's (mode 1777)" in told
+    assert "`mkdir -m 700`, or name another place by --socket" in told
+    assert "chmod" not in told
+
+
+def test_a_directory_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    told = refused(Place.at(f"{tmp_path}/d"))
+    assert f"is to listen at {tmp_path}/d, but that is a directory" in told
+
+
 def test_logs_may_be_read_by_others_and_not_written(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
