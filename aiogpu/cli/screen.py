@@ -88,11 +88,11 @@ class Picture:
 
     def draw(self, lines: Iterable[Line]) -> None:
         """Show these lines."""
-        drawn = Lines(list(lines))
         if self.is_live:
-            self._live.update(drawn, refresh=True)
+            self._live.update(Lines(list(lines)), refresh=True)
         else:
-            self._console.print(drawn, soft_wrap=True)
+            # The prompt of a shell is to begin on a line of its own.
+            self._console.print(Lines([*lines, []]), soft_wrap=True)
 
 
 def print_table(table: Table) -> None:

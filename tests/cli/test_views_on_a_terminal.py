@@ -35,6 +35,7 @@ def shown(*arguments: str, columns: int, **variables: str) -> list[str]:
         program.expect(pexpect.EOF)
         told = program.before
         assert isinstance(told, str)
+        assert told.endswith("\r\n"), "where a prompt would be"
         return told.splitlines()
     finally:
         program.close(force=True)
