@@ -119,6 +119,15 @@ def none_runs(why: str) -> click.ClickException:
     )
 
 
+def silent(address: str, patience: float | None) -> click.ClickException:
+    """The error for a node that says nothing."""
+    within = "" if patience is None else f" within {patience:g} s"
+    return click.ClickException(
+        f"the node at {where(address)} has not answered{within}; `aiogpu doctor` says "
+        f"how it stands, and `aiogpu stop --force` ends it."
+    )
+
+
 @asynccontextmanager
 async def joined(
     address: str, patience: float | None = PATIENCE
@@ -136,7 +145,10 @@ async def joined(
     options = NodeOptions(only_looks=True, log_to_driver=False)
     opening = Opening(address, options, ignore_reinit_error=False)
     try:
-        session = await opening
+        async with asyncio.timeout(patience):
+            session = await opening
+    except TimeoutError:
+        raise silent(address, patience) from None
     except (aiogpu.NodeError, OSError) as error:
         raise click.ClickException(str(error)) from None
     try:
@@ -144,10 +156,7 @@ async def joined(
     except (aiogpu.NodeDiedError, aiogpu.NodeClosedError) as error:
         raise click.ClickException(str(error)) from None
     except TimeoutError:
-        raise click.ClickException(
-            f"the node at {where(address)} has not answered within {patience:g} s; "
-            f"`aiogpu doctor` says how it stands."
-        ) from None
+        raise silent(address, patience) from None
     finally:
         # Nothing of a view has to stop first, and the node may not answer any more.
         await session.shutdown(at_once=True)

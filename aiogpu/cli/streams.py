@@ -7,6 +7,7 @@ that is full.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def open_streams() -> None:
     """Put nothing where a stream was closed, by `>&-`.
 
-    Otherwise the next socket that is opened becomes the standard output.
+    Otherwise the next socket that is opened becomes the standard output. What an
+    encoding cannot say, as ASCII none of the bars, is a question mark.
     """
     for number in range(3):
         try:
@@ -34,6 +36,8 @@ def open_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager

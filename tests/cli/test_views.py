@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import click
 import pytest
 
 import aiogpu
 from aiogpu.api.session import current_session
+from aiogpu.cli import joining
 from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks
 from tests.engines.actor_classes import Counter
@@ -120,3 +122,13 @@ async def test_a_node_that_does_not_answer_is_left(
         """
         told = await asyncio.to_thread(failing, asked, path)
         assert f"the node at {path} has not answered within 0.1 s" in told
+
+
+async def test_who_never_lets_anybody_join_is_not_waited_for(tmp_path: Path) -> None:
+    path = f"{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(click.ClickException, match=r"not answered within 0\.1 s"):
+            async with joining.joined(path, 0.1):
+                pass

@@ -54,3 +54,9 @@ def test_no_colours_where_they_are_unwanted() -> None:
     assert "\x1b[3" not in "".join(lines)
     told = [COLOUR.sub("", line).rstrip() for line in lines]
     assert told == list(plain(grid(worker_table(BUSY.workers), 80)))
+
+
+def test_an_encoding_without_such_characters_is_no_failure() -> None:
+    lines = shown("list", "tasks", columns=60, PYTHONIOENCODING="ascii", NO_COLOR="1")
+    (cut,) = [line for line in lines if "whole" in line]
+    assert "?" in cut
