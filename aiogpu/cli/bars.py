@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from aiogpu.cli.grid import GAP, Line, cut, printable, within
+from aiogpu.cli.grid import GAP, Line, cut, within
 from aiogpu.cli.tables import device_name, held_by, memory
 from aiogpu.core.holding import DeviceStatus
+from aiogpu.core.wording import printable
 
 COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
 """Of holders, one after the other."""

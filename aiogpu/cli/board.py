@@ -10,7 +10,7 @@ from typing import Final
 
 import aiogpu
 from aiogpu.cli.bars import device_lines
-from aiogpu.cli.grid import Column, Line, Table, cut, drawers, printable, within
+from aiogpu.cli.grid import Column, Line, Table, cut, drawers, within
 from aiogpu.cli.tables import (
     Programs,
     actor_table,
@@ -26,7 +26,7 @@ from aiogpu.core.device_report import amount
 from aiogpu.core.holding import Holder
 from aiogpu.core.report import held_tasks, state_of, summary
 from aiogpu.core.snapshot import TaskStatus
-from aiogpu.core.wording import span, terms
+from aiogpu.core.wording import printable, span, terms
 
 KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 

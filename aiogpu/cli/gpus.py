@@ -20,10 +20,10 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from aiogpu.cli.grid import printable
 from aiogpu.cli.shares import Shares, ask_shares
 from aiogpu.core.device_report import amount
 from aiogpu.core.observed import OtherProcess
+from aiogpu.core.wording import printable
 from aiogpu.engines.box import Box, Seen, look_around
 
 SHOWN: Final = 4

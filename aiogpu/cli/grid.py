@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from rich.cells import cell_len, set_cell_size
 
+from aiogpu.core.wording import printable
+
 T = TypeVar("T")
 GAP: Final = 2
 """Blanks between two columns."""
@@ -50,13 +52,6 @@ class Table(NamedTuple):
 def text_of(cell: Cell) -> str:
     """A cell's text, such that it can do nothing to a terminal."""
     return printable(cell if isinstance(cell, str) else cell[0])
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would obey: names are whatever a program gives."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def printable_all(told: T, done: dict[int, Any] | None = None) -> T:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import aiogpu
-from aiogpu.cli.grid import Line, Table, cut, grid, printable
+from aiogpu.cli.grid import Line, Table, cut, grid
 from aiogpu.cli.tables import (
     actor_table,
     client_table,
@@ -17,7 +17,7 @@ from aiogpu.cli.tables import (
     task_table,
 )
 from aiogpu.core.report import held_tasks, overview
-from aiogpu.core.wording import SHOWN, span
+from aiogpu.core.wording import SHOWN, printable, span
 
 
 def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:

@@ -34,88 +34,84 @@ NO_HEAD: Final = (
 )
 
 
+OPTIONS: Final = (
+    click.option("--num-cpus", type=Number(min=0), help="CPUs to share out."),
+    click.option("--num-gpus", type=Whole(min=0), help="GPUs; if not, as found."),
+    click.option("--resources", metavar="JSON", help='Such as {"license": 2}.'),
+    click.option("--memory", type=size, help="For tasks that ask, such as 64GiB."),
+    click.option(
+        "--object-memory",
+        "--object-store-memory",
+        "object_memory",
+        type=size,
+        help="Shared memory for large values, such as 8GiB.",
+    ),
+    click.option(
+        "--spill-directory",
+        type=PATH,
+        help="Where values go beyond that.",
+    ),
+    click.option("--accelerator-type", help="Declared, such as A100."),
+    click.option("--gpu-memory", type=size, help="Of each GPU, declared: 80GiB."),
+    click.option(
+        "--gpu-memory-enforce",
+        is_flag=True,
+        help="End tasks that use more GPU memory than they asked for.",
+    ),
+    click.option(
+        "--foreign",
+        type=FOREIGN,
+        default="ignore",
+        show_default=True,
+        help="What to do with GPUs on which others' processes are.",
+    ),
+    click.option(
+        "--mps",
+        type=SWITCH,
+        default="off",
+        show_default=True,
+        help="NVIDIA's Multi-Process Service for shared GPUs.",
+    ),
+    click.option(
+        "--cpu-affinity",
+        type=SWITCH,
+        default="auto",
+        show_default=True,
+        help="Whether GPU tasks run on the CPUs near their GPU.",
+    ),
+    click.option(
+        "--preload",
+        multiple=True,
+        metavar="MODULES",
+        help="What workers are forked with, by commas; auto: what proves dear.",
+    ),
+    click.option(
+        "--cancel-grace",
+        type=Seconds(min=0, min_open=True),
+        default=2.0,
+        show_default=True,
+        help="Seconds that cancelled work gets to stop.",
+    ),
+    click.option(
+        "--spare-workers",
+        type=Whole(min=0),
+        default=2,
+        show_default=True,
+        help="Clean workers that stand ready.",
+    ),
+    click.option(
+        "--memory-guard/--no-memory-guard",
+        default=True,
+        show_default=True,
+        help="End a task that fills the memory before the kernel does.",
+    ),
+)
+"""Those of `aiogpu.init`, by the names that Ray's command has for them."""
+
+
 def options(command: Any) -> Any:
-    """Those of `aiogpu.init`, by the names that Ray's command has for them."""
-    for option in reversed(
-        [
-            click.option("--num-cpus", type=Number(min=0), help="CPUs to share out."),
-            click.option(
-                "--num-gpus", type=Whole(min=0), help="GPUs; if not, as found."
-            ),
-            click.option("--resources", metavar="JSON", help='Such as {"license": 2}.'),
-            click.option(
-                "--memory", type=size, help="For tasks that ask, such as 64GiB."
-            ),
-            click.option(
-                "--object-memory",
-                "--object-store-memory",
-                "object_memory",
-                type=size,
-                help="Shared memory for large values, such as 8GiB.",
-            ),
-            click.option(
-                "--spill-directory",
-                type=PATH,
-                help="Where values go beyond that.",
-            ),
-            click.option("--accelerator-type", help="Declared, such as A100."),
-            click.option(
-                "--gpu-memory", type=size, help="Of each GPU, declared: 80GiB."
-            ),
-            click.option(
-                "--gpu-memory-enforce",
-                is_flag=True,
-                help="End tasks that use more GPU memory than they asked for.",
-            ),
-            click.option(
-                "--foreign",
-                type=FOREIGN,
-                default="ignore",
-                show_default=True,
-                help="What to do with GPUs on which others' processes are.",
-            ),
-            click.option(
-                "--mps",
-                type=SWITCH,
-                default="off",
-                show_default=True,
-                help="NVIDIA's Multi-Process Service for shared GPUs.",
-            ),
-            click.option(
-                "--cpu-affinity",
-                type=SWITCH,
-                default="auto",
-                show_default=True,
-                help="Whether GPU tasks run on the CPUs near their GPU.",
-            ),
-            click.option(
-                "--preload",
-                multiple=True,
-                metavar="MODULES",
-                help="What workers are forked with, by commas; auto: what proves dear.",
-            ),
-            click.option(
-                "--cancel-grace",
-                type=Seconds(min=0, min_open=True),
-                default=2.0,
-                show_default=True,
-                help="Seconds that cancelled work gets to stop.",
-            ),
-            click.option(
-                "--spare-workers",
-                type=Whole(min=0),
-                default=2,
-                show_default=True,
-                help="Clean workers that stand ready.",
-            ),
-            click.option(
-                "--memory-guard/--no-memory-guard",
-                default=True,
-                show_default=True,
-                help="End a task that fills the memory before the kernel does.",
-            ),
-        ]
-    ):
+    """Give a command all `OPTIONS`."""
+    for option in reversed(OPTIONS):
         command = option(command)
     return command
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from click.exceptions import Exit
-
 BROKEN_PIPE: Final = 141
 """What shells report of a program that SIGPIPE ended: 128 + 13."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -45,14 +43,14 @@ def written_out() -> Iterator[None]:
     """Have all written when the block ends.
 
     Raises:
-        Exit: nobody reads it, such as after `| head`; that is no error to be told.
+        SystemExit: nobody reads it, as after `| head`; that is no error to be told.
     """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         let_go()
-        raise Exit(BROKEN_PIPE) from None
+        sys.exit(BROKEN_PIPE)
 
 
 def let_go() -> None:

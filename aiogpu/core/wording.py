@@ -22,6 +22,13 @@ def span(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes < 119.5 else f"{minutes / 60:.0f} h"
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would obey: names are whatever a program gives."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 def listing(entries: Iterable[str], count: int, separator: str = ", ") -> str:
     """The first few of `count` entries, and how many more there are."""
     shown = list(islice(entries, SHOWN))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from aiogpu.core.wording import printable
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
@@ -122,6 +123,8 @@ class Hearing:
 
     def _show(self, worker: LiveWorker, log: Log) -> None:
         output = worker.slot.output
-        named = f"{self.name_of(log.task)} pid={worker.pid}"
-        label = named if log.task else output.label
+        label = output.label
+        if log.task:
+            # A name of two lines would be a line of its own in the log.
+            label = f"{printable(self.name_of(log.task))} pid={worker.pid}"
         output.show(log.stream, label, log.line, log.task)

@@ -3,7 +3,8 @@
 import pytest
 from rich.cells import cell_len
 
-from aiogpu.cli.grid import Column, Table, cut, fitted, grid, plain, printable
+from aiogpu.cli.grid import Column, Table, cut, fitted, grid, plain
+from aiogpu.core.wording import printable
 
 TABLE = Table(
     (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.wording import in_words, listing, span, terms
+from aiogpu.core.wording import in_words, listing, printable, span, terms
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,8 @@ def test_words():
 
 def test_terms():
     assert terms({"CPU": 1.0, "GPU": 0.25}.items()) == "{CPU: 1, GPU: 0.25}"
+
+
+def test_names_can_do_nothing_to_a_terminal():
+    assert printable("mödel 日本") == "mödel 日本"
+    assert printable("a\nb\x1b[31m\u202ec") == "a?b?[31m?c"

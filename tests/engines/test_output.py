@@ -164,3 +164,12 @@ async def test_a_broken_terminal_harms_nobody(monkeypatch: pytest.MonkeyPatch) -
     async with aiogpu.init(num_cpus=1):
         await tasks.output.remote(["x"])
         assert await tasks.add.remote(1) == 2
+
+
+async def test_a_name_is_one_line_whatever_is_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with aiogpu.init(num_cpus=1):
+        pid = await tasks.pid.remote()
+        await tasks.output.options(name="one\n\x1b[31mtwo").remote(["x"])
+        assert capsys.readouterr().out == f"(one??[31mtwo pid={pid}) x\n"
