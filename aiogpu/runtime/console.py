@@ -17,6 +17,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol
 
+from aiogpu.runtime.batches import batches
+
 if TYPE_CHECKING:
     from aiogpu.runtime.routes import Routes
 
@@ -122,13 +124,7 @@ class Console:
 
     def _write_all(self) -> None:
         """The thread: write whatever has come, then report it in one go."""
-        is_open = True
-        while is_open:
-            batch = [self._lines.get()]
-            while not self._lines.empty():
-                batch.append(self._lines.get())
-            lines = [item for item in batch if item is not None]
-            is_open = len(lines) == len(batch)
+        for lines in batches(self._lines):
             for stream in (1, 2):
                 text = "".join(f"{line}\n" for _, of, line in lines if of == stream)
                 if text:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+from aiogpu.runtime.batches import batches
+
 _log: Final = logging.getLogger(__name__)
 
 FILE: Final = "tasks.log"
@@ -99,13 +101,7 @@ class TaskLog:
             self._thread.join(PATIENCE)
 
     def _write_all(self) -> None:
-        is_open = True
-        while is_open:
-            batch = [self._lines.get()]
-            while not self._lines.empty():
-                batch.append(self._lines.get())
-            entries = [entry for entry in batch if entry is not None]
-            is_open = len(entries) == len(batch)
+        for entries in batches(self._lines):
             with self._lock:
                 self._waiting -= sum(len(e.text) + _OF_A_LINE for e in entries)
                 lost, self.lost = self.lost, 0
