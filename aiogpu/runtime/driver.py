@@ -25,6 +25,7 @@ from aiogpu.core.events import (
     WorkerStarted,
 )
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.rows import push_row
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
@@ -93,6 +94,7 @@ class Driver:
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
         pool.hearing.on_answer = self.answers.on_answer
+        pool.hearing.on_done = self.answers.on_done
         pool.hearing.on_items = self.streams.on_items
         pool.hearing.on_skipped = self.answers.on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
@@ -148,6 +150,29 @@ class Driver:
         if supply is not None:
             supply.watch()
         return task
+
+    def submit_row(
+        self,
+        site: Site,
+        payloads: Sequence[bytes],
+        receivers: Sequence[Receiver],
+        client: ClientId,
+    ) -> range:
+        """Start tasks that would wait behind others like them; gives their ids.
+
+        There are none where each is to be submitted by itself.
+        """
+        first, now = TaskId(self._last_task + 1), self._loop.time()
+        count, spec = len(payloads), site.spec
+        if not push_row(self.scheduler, first, count, spec, now, client):
+            return range(0)
+        self._last_task += count
+        calls = [
+            Call(site, payload, receiver, client)
+            for payload, receiver in zip(payloads, receivers, strict=True)
+        ]
+        self._calls.extend(first, calls)
+        return range(first, first + count)
 
     def call_of(self, task: TaskId) -> Call | None:
         """What is kept of a task that has not ended."""

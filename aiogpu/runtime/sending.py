@@ -78,13 +78,15 @@ class Sending:
         self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
 
     def _send_ahead(self, effect: effects.Ahead) -> None:
-        worker = effect.worker
+        worker, tasks = effect.worker, effect.tasks
+        number = self._last_number
         sent: list[tuple[TaskId, Call]] = []
-        for task in effect.tasks:
-            call = self._calls[task]
-            self._last_number += 1
-            call.send_to(worker, self._last_number)
+        for task, call in zip(tasks, self._calls.some(tasks), strict=True):
+            assert call is not None, task
+            number += 1
+            call.worker, call.number, call.answer = worker, number, None
             sent.append((task, call))
+        self._last_number = number
         self._orders.send_ahead(worker, sent)
 
     def revoke(self, effect: effects.Revoke) -> None:
