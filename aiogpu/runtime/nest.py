@@ -146,6 +146,11 @@ class Nest:
         Raises:
             ProtocolError: it has given one of them a number before.
         """
+        if len(messages) < 2:
+            for message in messages:
+                check_claims(client, message)
+                self.submit(client, message)
+            return
         fresh = count_fresh(client, messages)
         for number, group in groupby(messages[:fresh], attrgetter("site")):
             row, start = [*group], 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from types import SimpleNamespace
+import sys
+from collections import Counter, deque
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,3 +246,26 @@ async def test_nobody_is_told_who_has_gone(office: Office) -> None:
     office.end(4)
     assert office.told == [1, 2]
     assert len(office.client.children) == 13
+
+
+async def test_a_task_in_a_row_costs_few_calls(office: Office) -> None:
+    """Calls of Python functions are counted, which no other load changes."""
+    office.submit(*range(2, 80))
+    names: Counter[str] = Counter()
+
+    def note(frame: FrameType, what: str, _argument: object) -> None:
+        if what == "call":
+            names[frame.f_code.co_name] += 1
+
+    many, before = 2000, sys.getprofile()
+    office.peer.sent.clear()
+    sys.setprofile(note)
+    try:
+        for first in range(80, 80 + many, 250):
+            office.submit(*range(first, first + 250))
+        while office.orders.sent:
+            office.end(min(30, len(office.orders.sent)))
+    finally:
+        sys.setprofile(before)
+    assert len(office.told) == many + 78
+    assert names.total() / many < 12, names.most_common(20)
