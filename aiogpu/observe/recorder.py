@@ -6,6 +6,7 @@ then.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -53,7 +54,8 @@ _Ended = tuple[int, str, int, int, int, Lease | None, float, float, float, str]
 class _Row(NamedTuple):
     """Tasks of one program that a worker has ended one after the other.
 
-    Numbers and names side by side, since the collector looks through what is kept.
+    Numbers side by side, and no objects: those of so long ago are in no cache when
+    they are dropped, and the collector looks through all that is kept.
     """
 
     client: int
@@ -62,10 +64,10 @@ class _Row(NamedTuple):
     lease: Lease | None
     now: float
     outcome: str
-    tasks: tuple[int, ...]
+    tasks: array[int]
     names: tuple[str, ...]
-    since: tuple[float, ...]
-    took: tuple[float, ...]
+    since: array[float]
+    took: array[float]
 
     def ended(self) -> Iterator[_Ended]:
         """Each by itself."""
@@ -137,10 +139,10 @@ class Recorder:
         self.outcomes[outcome] += len(records)
         row = _Row(
             *(records[0].client, worker.id, known[1], worker.lease, now, outcome),
-            tuple([record.id for record in records]),
+            array("q", [record.id for record in records]),
             tuple([record.spec.name for record in records]),
-            tuple([record.since for record in records]),
-            tuple(took),
+            array("d", [record.since for record in records]),
+            array("d", took),
         )
         self._keep(row, len(records))
 
