@@ -248,13 +248,20 @@ def refill(
         record = bucket.head()
         if record is None or record.spec.max_calls:
             break
-        if len(queue) >= min(record.spec.pace.depth, fair):
+        room = min(record.spec.pace.depth, fair) - len(queue)
+        if room <= 0:
             break
-        _leave_queue(node, record, bucket)
-        record.state = _QUEUED
-        record.worker = worker
-        queue.append(record)
-        ahead.append(record.id)
+        kept = node.reservation
+        if kept is not None:
+            room = 1
+            if kept.record is record:
+                node.reservation = None
+        taken = node.ready.take(bucket, room)
+        for each in taken:
+            each.state = _QUEUED
+            each.worker = worker
+            ahead.append(each.id)
+        queue.extend(taken)
     worker.refill_at = len(queue) // 2
     if queue:
         soon = now + node.patience.long

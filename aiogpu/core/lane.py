@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Final
 
@@ -42,6 +42,10 @@ class WaitingLane:
         """Add a task with an id above all others."""
         self._rest.append(record)
 
+    def extend(self, records: Iterable[TaskRecord]) -> None:
+        """Add tasks with ids above all others, in order of their ids."""
+        self._rest.extend(records)
+
     def push_back(self, record: TaskRecord) -> None:
         """Add a task that has been first before; costs as many as go before it."""
         earlier = []
@@ -65,6 +69,23 @@ class WaitingLane:
     def pop(self) -> None:
         """Remove the head."""
         (self._swept or self._rest).popleft()
+
+    def take(self, most: int) -> list[TaskRecord]:
+        """Remove the head and those behind it of the same spec, so many at most."""
+        taken: list[TaskRecord] = []
+        head = self.head()
+        assert head is not None, "the lane is empty"
+        part = self._swept or self._rest
+        while part and len(taken) < most:
+            record = part[0]
+            if record.state is not _WAITING:
+                self._left -= 1
+            elif record.spec is head.spec:
+                taken.append(record)
+            else:
+                break
+            part.popleft()
+        return taken
 
     def note_left(self) -> None:
         """One that stands here waits no longer."""

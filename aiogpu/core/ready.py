@@ -67,6 +67,13 @@ class Bucket:
         else:
             lane.push(record)
 
+    def extend(self, records: list[TaskRecord]) -> None:
+        """Add new tasks of one spec, which have no kin, behind those of their lane."""
+        first, *rest = records
+        self.push(first)
+        self._lanes[first.spec.lane].extend(rest)
+        self.size += len(rest)
+
     def push_back(self, record: TaskRecord) -> None:
         """Give a task that has left the queue its old place again."""
         self.size += 1
@@ -101,6 +108,12 @@ class Bucket:
         """Remove the head."""
         self._lanes[self._order[0]].pop()
         self.size -= 1
+
+    def take(self, most: int) -> list[TaskRecord]:
+        """Remove the head and those behind it of the same spec, so many at most."""
+        taken = self._lanes[self._order[0]].take(most)
+        self.size -= len(taken)
+        return taken
 
     def discard(self, record: TaskRecord) -> None:
         """Note that a task waits no longer; its state says so already."""
@@ -245,6 +258,13 @@ class ReadyQueue:
         bucket.pop()
         if bucket.size == 0:
             self._drop(bucket)
+
+    def take(self, bucket: Bucket, most: int) -> list[TaskRecord]:
+        """Remove the head of a bucket and those like it behind, so many at most."""
+        taken = bucket.take(most)
+        if bucket.size == 0:
+            self._drop(bucket)
+        return taken
 
     def discard(self, record: TaskRecord) -> None:
         """Note that a task waits no longer; its state says so already."""

@@ -6,9 +6,9 @@ holds the loop for 50 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-from typing import Final, Generic, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, count
+from typing import Any, Final, Generic, TypeVar, cast
 
 from aiogpu.core.ids import TaskId
 
@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 BITS: Final = 12
 """Ids that differ in these last bits alone share a shard."""
+_NOTHING: Final[dict[TaskId, Any]] = {}
 
 
 class Table(Generic[T]):
@@ -59,6 +60,19 @@ class Table(Generic[T]):
         self._latest = number
         self.young = self._shards.setdefault(number, {})
 
+    def extend(self, first: TaskId, values: Sequence[T]) -> None:
+        """Add things whose ids follow each other."""
+        start = 0
+        while start < len(values):
+            task = first + start
+            number = task >> BITS
+            if number != self._latest:
+                self._open(number)
+            end = start + ((number + 1) << BITS) - task
+            ids = cast("Iterator[TaskId]", count(task))
+            self._shards[number].update(zip(ids, values[start:end], strict=False))
+            start = end
+
     def __delitem__(self, task: TaskId) -> None:
         self.pop(task)
 
@@ -66,6 +80,24 @@ class Table(Generic[T]):
         """What belongs to the id, None without it."""
         shard = self._shards.get(task >> BITS)
         return None if shard is None else shard.get(task)
+
+    def some(self, tasks: Iterable[TaskId]) -> list[T | None]:
+        """What belongs to each of these ids, None without it."""
+        shards = self._shards
+        return [shards.get(task >> BITS, _NOTHING).get(task) for task in tasks]
+
+    def pop_some(self, tasks: Collection[TaskId]) -> None:
+        """Remove what belongs to these ids.
+
+        Raises:
+            KeyError: there is nothing for one of them.
+        """
+        shards = self._shards
+        for task in tasks:
+            del shards[task >> BITS][task]
+        for number in {task >> BITS for task in tasks}:
+            if not shards[number] and number != self._latest:
+                del shards[number]
 
     def pop(self, task: TaskId) -> T:
         """Remove what belongs to the id.

@@ -19,6 +19,9 @@ from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Message
 
 CHUNK: Final = 1 << 18
+AT_ONCE: Final = 1 << 14
+"""Bytes of what is said in one turn that are sent in the midst of it, so that the node
+begins with them while the program goes on."""
 PATIENCE: Final = 5.0
 """Seconds in which a node answers what a plain call waits for."""
 
@@ -38,8 +41,9 @@ class Line:
         self._connection = Connection.connecting(CLIENT)
         self._socket: socket.socket | None = None
         self._unsent: list[bytes] = []
+        self._size = 0
+        self._rest: memoryview | None = None
         self._is_flushing = False
-        self._is_blocked = False
         self._late: list[Message] = []
 
     def __repr__(self) -> str:
@@ -83,8 +87,11 @@ class Line:
             SerializationError: it is too long.
         """
         frame = encode(message)
-        if self._is_flushing or self._is_blocked or self._socket is None:
+        if self._is_flushing or self._rest is not None or self._socket is None:
             self._unsent.append(frame)
+            self._size += len(frame)
+            if self._size >= AT_ONCE and self._socket is not None:
+                self._send_unsent()
             return
         self._flush_soon()
         self._write(frame)
@@ -95,30 +102,36 @@ class Line:
 
     def _flush(self) -> None:
         self._is_flushing = False
-        if self._unsent and not self._is_blocked:
-            unsent, self._unsent = self._unsent, []
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        """Send what is to be said; what waits for room goes before it."""
+        if self._unsent and self._rest is None:
+            unsent, self._unsent, self._size = self._unsent, [], 0
             self._write(b"".join(unsent))
 
     def _write(self, data: bytes) -> None:
         connected = self._socket
         if connected is None:
             return
-        try:
-            sent = connected.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # what it said last may still be read, and then its end
+        sent = _send(connected, data)
         if sent < len(data):
-            self._unsent.insert(0, data[sent:])
-            self._is_blocked = True
+            # Never copied again, however many times it takes.
+            self._rest = memoryview(data)[sent:]
             self._loop.add_writer(connected.fileno(), self._go_on)
 
     def _go_on(self) -> None:
-        assert self._socket is not None, self
-        self._loop.remove_writer(self._socket.fileno())
-        self._is_blocked = False
-        self._flush()
+        """There is room for more of what was not sent."""
+        connected, rest = self._socket, self._rest
+        assert connected is not None, self
+        assert rest is not None, self
+        sent = _send(connected, rest)
+        if sent < len(rest):
+            self._rest = rest[sent:]
+            return
+        self._rest = None
+        self._loop.remove_writer(connected.fileno())
+        self._send_unsent()
 
     def _read(self) -> None:
         try:
@@ -160,9 +173,10 @@ class Line:
         deadline = time.monotonic() + PATIENCE
         while True:
             self._await(deadline)
-            if self._unsent:
-                self._is_blocked = False
-                self._flush()
+            if self._rest is not None:
+                self._go_on()
+            else:
+                self._send_unsent()
             messages = self._receive()
             if messages is None:
                 # The loop finds that out as well, and tells everybody.
@@ -178,7 +192,8 @@ class Line:
         if self._socket is None:
             raise NodeDiedError("the node has ended.")
         poll = select.poll()
-        mask = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        is_waiting = self._rest is not None or self._unsent
+        mask = select.POLLIN | (select.POLLOUT if is_waiting else 0)
         poll.register(self._socket, mask)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise NodeDiedError(f"the node does not answer within {PATIENCE:g} s.")
@@ -212,3 +227,13 @@ class Line:
         connected, self._socket = self._socket, None
         if connected is not None:
             connected.close()
+
+
+def _send(connected: socket.socket, data: bytes | memoryview) -> int:
+    """Send what there is room for now; gives how much."""
+    try:
+        return connected.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)  # what the node said last may still be read, and then its end

@@ -14,6 +14,7 @@ from aiogpu.wire.failure import STOPPED
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
+    from aiogpu.core.records import TaskRecord
     from aiogpu.runtime.death import Death
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.pool import Pool
@@ -43,7 +44,8 @@ class Recording:
         self._assign: Callable[[Any], None] = driver.ways[Assign]
         self._gone = pool.on_gone
         driver.ways[Assign] = self._on_assign
-        driver.on_end = self._on_end
+        driver.answers.on_end = self._on_end
+        driver.answers.on_row = self._on_row
         pool.on_gone = self._on_gone
 
     def _on_assign(self, effect: Assign) -> None:
@@ -64,6 +66,13 @@ class Recording:
             if answer.kind == STOPPED:
                 outcome = CANCELLED
             self.recorder.end(worker, record, outcome, self._now())
+
+    def _on_row(
+        self, worker_id: int, records: list[TaskRecord], took: list[float]
+    ) -> None:
+        worker = self._workers.get(worker_id)  # type: ignore[arg-type]
+        if worker is not None:
+            self.recorder.end_row(worker, records, took, FINISHED, self._now())
 
     def _on_gone(self, worker_id: int, death: Death) -> None:
         worker = self._workers.get(WorkerId(worker_id))

@@ -6,8 +6,10 @@ then.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from aiogpu.core.ledger import Lease
@@ -49,6 +51,32 @@ class Span(NamedTuple):
 _Ended = tuple[int, str, int, int, int, Lease | None, float, float, float, str]
 
 
+class _Row(NamedTuple):
+    """Tasks of one program that a worker has ended one after the other.
+
+    Numbers side by side, and no objects: those of so long ago are in no cache when
+    they are dropped, and the collector looks through all that is kept.
+    """
+
+    client: int
+    worker: int
+    pid: int
+    lease: Lease | None
+    now: float
+    outcome: str
+    tasks: array[int]
+    names: tuple[str, ...]
+    since: array[float]
+    took: array[float]
+
+    def ended(self) -> Iterator[_Ended]:
+        """Each by itself."""
+        client, worker, pid, lease, now, outcome, *columns = self
+        for task, name, since, took in zip(*columns, strict=True):
+            whose = task, name, client, worker, pid
+            yield *whose, lease, since, now - took, now, outcome
+
+
 class Recorder:
     """See above. Times are those of one clock, in seconds.
 
@@ -58,11 +86,13 @@ class Recorder:
 
     def __init__(self, most: int = MOST) -> None:
         self.outcomes: Counter[str] = Counter()
-        self._spans: deque[_Ended] = deque(maxlen=most)
+        self._most = most
+        self._kept = 0
+        self._spans: deque[_Ended | _Row] = deque()
         self._begun: dict[int, list[Any]] = {}
 
     def __repr__(self) -> str:
-        return f"<Recorder {len(self._spans)} spans>"
+        return f"<Recorder {min(self._kept, self._most)} spans>"
 
     def begin(self, worker: int, pid: int, now: float) -> None:
         """A worker that was idle was sent a task."""
@@ -93,7 +123,36 @@ class Recorder:
         self.outcomes[outcome] += 1
         name, client, lease = record.spec.name, record.client, worker.lease
         whose = record.id, name, client, number, known[1]
-        self._spans.append((*whose, lease, record.since, begun, now, outcome))
+        self._keep((*whose, lease, record.since, begun, now, outcome), 1)
+
+    def end_row(
+        self,
+        worker: WorkerRecord,
+        records: Sequence[TaskRecord],
+        took: Sequence[float],
+        outcome: str,
+        now: float,
+    ) -> None:
+        """A worker has answered, of several tasks of a program; else as in `end`."""
+        known = self._begun.get(worker.id) or [now, 0]
+        known[0] = now
+        self.outcomes[outcome] += len(records)
+        row = _Row(
+            *(records[0].client, worker.id, known[1], worker.lease, now, outcome),
+            array("q", [record.id for record in records]),
+            tuple([record.spec.name for record in records]),
+            array("d", [record.since for record in records]),
+            array("d", took),
+        )
+        self._keep(row, len(records))
+
+    def _keep(self, ended: _Ended | _Row, count: int) -> None:
+        spans = self._spans
+        spans.append(ended)
+        self._kept += count
+        while self._kept - (size := _size_of(spans[0])) >= self._most:
+            self._kept -= size
+            spans.popleft()
 
     def forget(self, worker: int) -> None:
         """A worker has gone."""
@@ -109,7 +168,10 @@ class Recorder:
             now: the time.
             epoch: what is to be added to a time to have it count from the epoch.
         """
-        told = [*self._spans]
+        kept = chain.from_iterable(
+            one.ended() if isinstance(one, _Row) else (one,) for one in self._spans
+        )
+        told = [*kept][-self._most :]
         for worker in workers:
             record = worker.task
             if record is None or worker.id not in self._begun:
@@ -119,6 +181,10 @@ class Recorder:
             told.append((*whose, worker.lease, record.since, begun, now, RUNNING))
         spans = [_span(one, epoch) for one in told]
         return sorted(spans, key=lambda span: span.started)
+
+
+def _size_of(ended: _Ended | _Row) -> int:
+    return len(ended.tasks) if isinstance(ended, _Row) else 1
 
 
 def _span(ended: _Ended, epoch: float) -> Span:

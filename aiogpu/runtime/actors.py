@@ -258,7 +258,7 @@ class Actors(Register):
         if type(message) is Created:
             actor.on_created()
         elif message.task == actor.id:
-            self._driver.on_answer(worker_id, message)  # type: ignore[arg-type]
+            self._driver.answers.on_answer(worker_id, message)  # type: ignore[arg-type]
         else:
             if type(message) is Failed:
                 message = self._told_of(worker_id, actor, message)

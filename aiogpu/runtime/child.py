@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import pass_on
 from aiogpu.wire.failure import pack_told
+from aiogpu.wire.frames import LARGE
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
 from aiogpu.wire.parcel import part_of
 from aiogpu.wire.streaming import ChildItems
@@ -41,9 +42,15 @@ class Child:
                 value.receive(part_of(payload, part))
             except IndexError:
                 value.fail(ProtocolError(f"a result has no part {part}"))
+        caller, number = self.caller, self.number
         if type(payload) is not bytes:
-            payload = self.caller.borrow(payload)
-        self._send(ChildDone(self.number, payload))
+            payload = caller.borrow(payload)
+        # As `_send` does; of all that is told to programs, nearly all is this.
+        caller.children.pop(number, None)
+        if caller.fetched:
+            caller.fetched.pop(number, None)
+        if caller.peer is not None:
+            caller.peer.post(ChildDone(number, payload))
 
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Pass on items of its stream."""
@@ -68,6 +75,31 @@ class Child:
             caller.fetched.pop(self.number, None)
         if caller.peer is not None:
             caller.peer.post(message)
+
+
+def pass_on_all(
+    receivers: Sequence[Receiver | None], payloads: Sequence[bytes]
+) -> bool:
+    """Pass on plain results that one caller waits for, all at once.
+
+    Returns:
+        False where each is to be told by itself; then nobody was.
+    """
+    first = receivers[0]
+    if type(first) is not Child or first.caller.fetched:
+        return False
+    caller, answers = first.caller, []
+    for child, payload in zip(receivers, payloads, strict=True):
+        if type(child) is not Child or child.caller is not caller:
+            return False
+        if child.values is not None or len(payload) >= LARGE:
+            return False
+        answers.append(ChildDone(child.number, payload))
+    for number, _ in answers:
+        caller.children.pop(number, None)
+    if caller.peer is not None:
+        caller.peer.post_all(answers)
+    return True
 
 
 class Carrying:

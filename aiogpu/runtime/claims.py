@@ -6,6 +6,7 @@ that would be nobody's when the client goes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
@@ -36,6 +37,18 @@ def check_claims(client: Client, message: Message) -> None:
         _number(client, message.value)  # type: ignore[union-attr]
     elif kind is Make:
         _count(client, _number(client, message.actor))  # type: ignore[union-attr]
+
+
+def count_fresh(client: Client, submits: Sequence[Submit]) -> int:
+    """How many of the first of these have numbers of their own; they are given now."""
+    last = client.last
+    for place, submit in enumerate(submits):
+        if submit.child <= last:
+            client.last = last
+            return place
+        last = submit.child
+    client.last = last
+    return len(submits)
 
 
 def _count(client: Client, number: int) -> None:

@@ -143,15 +143,18 @@ class Clients:
             client.peer.resume()
 
     def _hear(self, client: Client, messages: list[Message]) -> None:
-        submit, is_open = self._nest.submit, client.is_joined and not self.is_draining
+        is_open = client.is_joined and not self.is_draining
+        row: list[Submit] = []
         try:
             for message in messages:
                 # By far the commonest, where programs are in a hurry.
                 if is_open and type(message) is Submit and message.payload[:1] != MARK:
-                    check_claims(client, message)
-                    submit(client, message)
-                else:
-                    self._take(client, message)
+                    row.append(message)
+                    continue
+                self._nest.submit_all(client, row)
+                row = []
+                self._take(client, message)
+            self._nest.submit_all(client, row)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
             _log.warning(

@@ -16,11 +16,8 @@ from aiogpu.core.effects import Effect
 from aiogpu.core.events import (
     Cancelled,
     Closing,
-    Detached,
     Event,
     Outdated,
-    TaskFinished,
-    TaskSkipped,
     TaskWaits,
     TimePassed,
     WorkerGone,
@@ -28,10 +25,12 @@ from aiogpu.core.events import (
     WorkerStarted,
 )
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.rows import push_row
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Environment
 from aiogpu.core.table import Table
 from aiogpu.runtime.actors import Actors
+from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
@@ -42,12 +41,11 @@ from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.leases import Leases
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.sending import Sending
 from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.runtime.telling import Telling
-from aiogpu.runtime.values import unfinished_in
-from aiogpu.wire.messages import Done, Failed, Skipped
 
 _log: Final = logging.getLogger(__name__)
 
@@ -67,20 +65,25 @@ class Driver:
         self.actors = Actors(loop, self, pool)
         self._loop = loop
         self._pool = pool
-        self._orders = pool.orders
-        self._assignment = assignment
         self._clearance = clearance
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
         clearance.tell(self.feed)
         self.shortages = Shortages(scheduler)
         self._calls: Table[Call] = Table()
-        self.streams = Streams(self._calls, self._orders)
+        self.streams = Streams(self._calls, pool.orders)
         self._taking_back = TakingBack(
-            loop, scheduler.workers, self._calls, self._orders, self.feed
+            loop, scheduler.workers, self._calls, pool.orders, self.feed
         )
         self.telling = Telling(self._calls, self.guard)
-        self._last_task = self._last_number = 0
-        self.on_end: Callable[[int, Done | Failed], None] | None = None
+        self._last_task = 0
+        self.answers = Answers(
+            *(loop, scheduler, self._calls, self.shortages),
+            *(self.feed, self._carry_out),
+        )
+        self.sending = Sending(
+            *(scheduler, self._calls, pool, self.actors, assignment),
+            *(clearance, self.guard, self._taking_back),
+        )
         self.leases = Leases(loop, self._calls, assignment, clearance, self.feed)
         self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
@@ -90,9 +93,10 @@ class Driver:
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
-        pool.hearing.on_answer = self.on_answer
+        pool.hearing.on_answer = self.answers.on_answer
+        pool.hearing.on_done = self.answers.on_done
         pool.hearing.on_items = self.streams.on_items
-        pool.hearing.on_skipped = self._on_skipped
+        pool.hearing.on_skipped = self.answers.on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
@@ -102,10 +106,7 @@ class Driver:
         return {
             **self.leases.ways,
             effects.Spawn: self._spawn,
-            effects.Assign: self._assign,
-            effects.Ahead: self._send_ahead,
-            effects.Revoke: self._revoke,
-            effects.Interrupt: self._interrupt,
+            **self.sending.ways,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
             effects.Kill: lambda effect: self._pool.kill(effect.worker),
             effects.Settle: self.telling.settle,
@@ -149,6 +150,29 @@ class Driver:
         if supply is not None:
             supply.watch()
         return task
+
+    def submit_row(
+        self,
+        site: Site,
+        payloads: Sequence[bytes],
+        receivers: Sequence[Receiver],
+        client: ClientId,
+    ) -> range:
+        """Start tasks that would wait behind others like them; gives their ids.
+
+        There are none where each is to be submitted by itself.
+        """
+        first, now = TaskId(self._last_task + 1), self._loop.time()
+        count, spec = len(payloads), site.spec
+        if not push_row(self.scheduler, first, count, spec, now, client):
+            return range(0)
+        self._last_task += count
+        calls = [
+            Call(site, payload, receiver, client)
+            for payload, receiver in zip(payloads, receivers, strict=True)
+        ]
+        self._calls.extend(first, calls)
+        return range(first, first + count)
 
     def call_of(self, task: TaskId) -> Call | None:
         """What is kept of a task that has not ended."""
@@ -224,40 +248,6 @@ class Driver:
     def _on_started(self, worker: int) -> None:
         self.feed(WorkerStarted(WorkerId(worker)))
 
-    def on_answer(self, worker: int, answer: Done | Failed) -> None:
-        """A worker has ended a task."""
-        task = TaskId(answer.task)
-        call = self._calls.young.get(task) or self._calls.get(task)
-        if call is None or call.worker != worker:
-            self.shortages.drop(worker, answer.task)
-            return
-        if self.on_end is not None:
-            self.on_end(worker, answer)
-        call.answer = answer
-        retry, took = False, 0.0
-        if type(answer) is Done:
-            if type(answer.payload) is not bytes:
-                self._keep_carried(answer.payload)
-            took = answer.took * 1e-6
-        elif type(answer) is Failed:
-            retry = answer.is_retried
-            if self.shortages and self.shortages.concerns(worker, answer):
-                self.shortages.replace(call, answer)
-                self.feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
-                return
-        now = self._loop.time()
-        self._carry_out(self.scheduler.finish(task, WorkerId(worker), retry, took, now))
-
-    def _keep_carried(self, payload: bytes) -> None:
-        """What a result has handles to goes on, though who has started it ends."""
-        for task in unfinished_in(payload):
-            self.feed(Detached(TaskId(task)))
-
-    def _on_skipped(self, worker: int, skipped: Skipped) -> None:
-        call = self._calls.get(TaskId(skipped.task))
-        if call is not None and call.number == skipped.number:
-            self.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
-
     def _on_spoilt(self, worker: int) -> None:
         if not self.actors.on_spoilt(worker):
             self.feed(WorkerSpoilt(WorkerId(worker)))
@@ -309,42 +299,3 @@ class Driver:
 
     def _spawn(self, effect: effects.Spawn) -> None:
         self._pool.spawn(effect.worker, effect.environment)
-
-    def _assign(self, effect: effects.Assign) -> None:
-        call = self._calls[effect.task]
-        self._last_number += 1
-        call.send_to(effect.worker, self._last_number)
-        self.guard.wake()
-        if effect.lease.request is not call.site.spec.shape.request:
-            call.site = call.site.holding(effect.lease.request)
-        bind = None
-        if effect.is_first:
-            bind = self._assignment.bind(effect.lease, call.site.environ)
-            self._clearance.begin(effect.worker, effect.lease)
-        if call.site.actor is not None:
-            creation = self.actors.creation(
-                self._pool.workers[effect.worker], effect.task, call
-            )
-            self._orders.create(effect.worker, call, bind, creation)
-            return
-        if effect.worker in self.actors.workers:
-            self.actors.disown(effect.worker)
-        self._orders.assign(effect.worker, effect.task, call, bind, effect.is_last)
-
-    def _send_ahead(self, effect: effects.Ahead) -> None:
-        worker, sent = effect.worker, []
-        for task in effect.tasks:
-            call = self._calls[task]
-            self._last_number += 1
-            call.send_to(worker, self._last_number)
-            sent.append((task, call))
-        self._orders.send_ahead(worker, sent)
-
-    def _revoke(self, effect: effects.Revoke) -> None:
-        self._taking_back.revoke(effect.worker, effect.number, self._last_number + 1)
-
-    def _interrupt(self, effect: effects.Interrupt) -> None:
-        site, task = self._calls[effect.task].site, int(effect.task)
-        if site.actor is not None and self.scheduler.is_closing:
-            task = self.actors.call_off(effect.worker, effect.attempt) or task
-        self._orders.interrupt(effect.worker, task, effect.attempt, site.is_coroutine)

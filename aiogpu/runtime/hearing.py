@@ -40,6 +40,7 @@ class Hearing:
 
     Attributes:
         on_answer: told of a task's end, by the driver's wish.
+        on_done: told of tasks that have ended one after the other, with plain results.
         on_items: told what a task's or a call's generator has yielded.
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
@@ -53,6 +54,7 @@ class Hearing:
 
     def __init__(self, console: Console) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]
+        self.on_done: Callable[[int, list[Done]], None]
         self.on_items: Callable[[LiveWorker, Items], None]
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
@@ -69,25 +71,45 @@ class Hearing:
         output, console = worker.slot.output, self._console
         # Written before the answers were sent, so once is enough for all of them.
         output.catch_up()
-        on_done = self.on_answer if worker.actor is None else self.on_acting
+        done: list[Done] = []
         for message in messages:
-            kind = type(message)
-            if (kind in _CARRIERS and message.payload[:1] == MARK) or kind is Items:  # type: ignore[union-attr, index]
-                admitted = self._admit(worker, message)
-                if admitted is None:
-                    return
-                message = admitted  # noqa: PLW2901 - the same, with what it refers to
-            if kind is Log:
-                self._show(worker, message)  # type: ignore[arg-type]
-            elif output.number > console.written:
-                # After what was printed before it, and the answers before it.
-                if kind in _ANNOUNCING:
-                    self.store.announce(worker, message.value)  # type: ignore[union-attr]
-                console.after(output.number, partial(self._pass_on, worker, message))
-            elif kind is Done:
-                on_done(worker.id, message)  # type: ignore[arg-type]
-            else:
-                self._pass_on(worker, message)
+            if (
+                type(message) is Done
+                and message.payload[:1] != MARK
+                and output.number <= console.written
+            ):
+                # By far the commonest; what has come together is told together.
+                if worker.actor is None:
+                    done.append(message)
+                else:
+                    self.on_acting(worker.id, message)
+                continue
+            if done:
+                self.on_done(worker.id, done)
+                done = []
+            if not self._take(worker, message):
+                return
+        if done:
+            self.on_done(worker.id, done)
+
+    def _take(self, worker: LiveWorker, message: Message) -> bool:
+        """Take in one of them; False if the worker was cut off for it."""
+        output, console, kind = worker.slot.output, self._console, type(message)
+        if (kind in _CARRIERS and message.payload[:1] == MARK) or kind is Items:  # type: ignore[union-attr, index]
+            admitted = self._admit(worker, message)
+            if admitted is None:
+                return False
+            message = admitted
+        if kind is Log:
+            self._show(worker, message)  # type: ignore[arg-type]
+        elif output.number > console.written:
+            # After what was printed before it, and the answers before it.
+            if kind in _ANNOUNCING:
+                self.store.announce(worker, message.value)  # type: ignore[union-attr]
+            console.after(output.number, partial(self._pass_on, worker, message))
+        else:
+            self._pass_on(worker, message)
+        return True
 
     def _admit(self, worker: LiveWorker, message: Message) -> Message | None:
         """Take in what a message refers to; None if the worker has made that up."""

@@ -6,14 +6,17 @@ unpickled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.errors import AiogpuError, InternalError
 from aiogpu.runtime.call import Function, Receiver, Site
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
+from aiogpu.runtime.claims import check_claims, count_fresh
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.exchange import KINDS, Exchange
 from aiogpu.runtime.far import Far
@@ -29,6 +32,9 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from aiogpu.wire.streaming import ChildDemand
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.client import Client
 
 KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
@@ -133,6 +139,42 @@ class Nest:
             TaskId(self._driver.task_of(caller.id))
         )
         return OWN if record is None else record.client
+
+    def submit_all(self, client: Client, messages: Sequence[Submit]) -> None:
+        """Start tasks for a client; their payloads refer to nothing.
+
+        Raises:
+            ProtocolError: it has given one of them a number before.
+        """
+        if len(messages) < 2:
+            for message in messages:
+                check_claims(client, message)
+                self.submit(client, message)
+            return
+        fresh = count_fresh(client, messages)
+        for number, group in groupby(messages[:fresh], attrgetter("site")):
+            row, start = [*group], 0
+            site = client.declared.get(number)
+            while start < len(row):
+                rest = row[start:]
+                if len(rest) > 1 and isinstance(site, Site) and not client.carried:
+                    start += self._submit_row(client, site, rest)
+                if start < len(row):
+                    self.submit(client, row[start])
+                    start += 1
+        if fresh < len(messages):
+            check_claims(client, messages[fresh])
+
+    def _submit_row(self, client: Client, site: Site, row: Sequence[Submit]) -> int:
+        """Start tasks that wait behind others like them; gives how many."""
+        if site.actor is not None or site.spec.is_lease:
+            return 0
+        payloads = [message.payload for message in row]
+        numbers = [message.child for message in row]
+        children = [Child(client, number) for number in numbers]
+        tasks = self._driver.submit_row(site, payloads, children, client.client)
+        client.children.update(zip(numbers, tasks, strict=False))
+        return len(tasks)
 
     def submit(self, caller: Caller, message: Submit) -> None:
         """Start a task for whoever asks."""

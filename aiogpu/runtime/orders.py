@@ -9,7 +9,7 @@ from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import Create, Drop, Leave
-from aiogpu.wire.messages import Bind, Cancel, Message, Signal
+from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
 from aiogpu.wire.streaming import Demand
 
 
@@ -76,10 +76,13 @@ class Orders:
             return
         messages: list[Message] = []
         for task, call in calls:
-            site = call.site
+            site, payload = call.site, call.payload
             if site.id not in worker.sites:
                 messages += worker.introduce(site)
-            messages.append(call.run(task, False, worker))
+            if site.window or type(payload) is not bytes:
+                messages.append(call.run(task, False, worker))
+            else:
+                messages.append(Run(task, site.id, payload, False, call.number))
         worker.peer.send(*messages)
 
     def is_reached(self, worker_id: int) -> bool:

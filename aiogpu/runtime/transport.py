@@ -11,15 +11,15 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.frames import encode, encode_all
+from aiogpu.wire.frames import LARGE, encode, encode_all
 from aiogpu.wire.joining import Refused
-from aiogpu.wire.messages import Hello, Message
+from aiogpu.wire.messages import ChildDone, Hello, Message
 
 _log: Final = logging.getLogger(__name__)
 CHUNK: Final = 1 << 18
@@ -50,7 +50,7 @@ class Peer(asyncio.Protocol):
         self._on_heard = on_heard
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
-        self._posted: list[bytes] = []
+        self._posted: list[Message | bytes] = []
         self._waiting: list[Message] = []
         self._is_paused = False
         self._is_posting = False
@@ -160,11 +160,25 @@ class Peer(asyncio.Protocol):
         if self._transport is None:
             return
         if self._is_posting:
-            self._posted.append(encode(message))
+            # What may be too long is to fail here, and nothing else with it.
+            is_small = type(message) is ChildDone and len(message.payload) < LARGE
+            self._posted.append(message if is_small else encode(message))
         else:
             self._is_posting = True
             asyncio.get_running_loop().call_soon(self._end_posting)
             self._transport.write(encode(message))
+
+    def post_all(self, messages: Sequence[ChildDone]) -> None:
+        """Send answers, none of which is large, together with what is posted later.
+
+        Where several have come at once, others are about to.
+        """
+        if self._transport is None:
+            return
+        self._posted += messages
+        if not self._is_posting:
+            self._is_posting = True
+            asyncio.get_running_loop().call_soon(self._end_posting)
 
     def _end_posting(self) -> None:
         self._is_posting = False
@@ -173,7 +187,7 @@ class Peer(asyncio.Protocol):
     def _flush(self) -> None:
         posted, self._posted = self._posted, []
         if posted and self._transport is not None:
-            self._transport.write(b"".join(posted))
+            self._transport.write(encode_all(posted))
 
     @property
     def has_unsent(self) -> bool:

@@ -189,14 +189,18 @@ class Connection:
             return []
         try:
             messages = self._feed(data)
-            for message in messages:
-                if type(message) not in self._accepted and message is not self.peer:
-                    name = type(message).__name__
-                    raise ProtocolError(f"{name} out of turn on {self!r}")
+            if not self._accepted.issuperset(map(type, messages)):
+                self._check_turns(messages)
         except ProtocolError:
             self.close()
             raise
         return messages
+
+    def _check_turns(self, messages: list[Message]) -> None:
+        for message in messages:
+            if type(message) not in self._accepted and message is not self.peer:
+                name = type(message).__name__
+                raise ProtocolError(f"{name} out of turn on {self!r}")
 
     def _feed(self, data: bytes) -> list[Message]:
         """The messages that are complete; the greeting is looked at before the rest."""

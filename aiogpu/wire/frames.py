@@ -59,8 +59,8 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
     return _pack_length(len(body)) + body
 
 
-def encode_all(messages: Iterable[Message]) -> bytes:
-    """The frames of messages that go out together.
+def encode_all(messages: Iterable[Message | bytes]) -> bytes:
+    """The frames of messages that go out together; those that are frames stay so.
 
     Raises:
         SerializationError: one of them would be too long.
@@ -68,6 +68,9 @@ def encode_all(messages: Iterable[Message]) -> bytes:
     pack, pack_length, tags = _pack, _pack_length, TAGS
     parts: list[bytes] = []
     for message in messages:
+        if isinstance(message, bytes):
+            parts.append(message)
+            continue
         if len(getattr(message, "payload", None) or b"") >= LARGE:
             parts.append(encode(message))
             continue

@@ -138,3 +138,16 @@ def test_a_place_far_behind_is_at_least_told_while_the_line_is_swept():
 def test_the_place_of_one_that_is_not_there_is_the_end():
     lane, _ = line(3)
     assert lane.position(TaskRecord(TaskId(9), SPEC, 0)) == 3
+
+
+def test_those_like_the_first_are_taken_together():
+    lane, records = line(6)
+    other = TaskSpec("g", Shape(Request()))
+    records[4].spec = other
+    leave(lane, records[2])
+    assert [record.id for record in lane.take(2)] == [0, 1]
+    assert [record.id for record in lane.take(9)] == [3]
+    assert len(lane) == 2
+    lane.extend([TaskRecord(TaskId(6), other, 0), TaskRecord(TaskId(7), SPEC, 0)])
+    assert [record.id for record in lane.take(9)] == [4]
+    assert drain(lane) == [5, 6, 7]

@@ -61,3 +61,22 @@ def test_no_shard_grows_beyond_its_part_and_an_empty_one_goes():
 def test_an_id_below_zero_is_an_id():
     made = table(-1)
     assert made.pop(TaskId(-1)) == "-1"
+
+
+@pytest.mark.parametrize("first", [1, (1 << BITS) - 2, (3 << BITS) - 1])
+def test_many_are_put_in_found_and_taken_out_together(first: int):
+    made = table()
+    count = (2 << BITS) + 3
+    ids = [TaskId(first + place) for place in range(count)]
+    made.extend(TaskId(first), [str(number) for number in ids])
+    assert list(made) == ids
+    assert made.young.keys() == {one for one in ids if one >> BITS == ids[-1] >> BITS}
+    assert made.some([ids[0], TaskId(1 << 40), ids[-1]]) == [
+        f"{first}",
+        None,
+        str(ids[-1]),
+    ]
+    made.pop_some(ids)
+    assert not made
+    with pytest.raises(KeyError):
+        made.pop_some(ids[-1:])

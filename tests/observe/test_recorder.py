@@ -74,3 +74,31 @@ def test_the_oldest_go(worker: WorkerRecord) -> None:
         recorder.end(worker, record(task), "finished", float(task))
     assert [span.task for span in recorder.spans([], 99.0, 0.0)] == [7, 8, 9]
     assert recorder.outcomes["finished"] == 10
+
+
+def test_a_row_is_as_if_each_were_told_by_itself(worker: WorkerRecord) -> None:
+    rows, singles = Recorder(), Recorder()
+    records = [record(task, since=task / 8) for task in range(3)]
+    took = [0.25, 0.5, 0.75]
+    for recorder in (rows, singles):
+        recorder.begin(7, 99, 1.0)
+    rows.end_row(worker, records, took, "finished", 4.0)
+    for one, seconds in zip(records, took, strict=True):
+        singles.end(worker, one, "finished", 4.0, seconds)
+    for recorder in (rows, singles):
+        recorder.end(worker, record(9), "failed", 5.0)
+    assert rows.spans([], 9.0, 100.0) == singles.spans([], 9.0, 100.0)
+    assert rows.outcomes == singles.outcomes == {"finished": 3, "failed": 1}
+    unseen = Recorder()
+    unseen.end_row(worker, records, took, "finished", 4.0)
+    assert {span.pid for span in unseen.spans([], 9.0, 0.0)} == {0}
+
+
+def test_the_oldest_of_a_row_go_first(worker: WorkerRecord) -> None:
+    recorder = Recorder(most=5)
+    for first in range(0, 12, 4):
+        row = [record(task) for task in range(first, first + 4)]
+        recorder.end_row(worker, row, [0.0] * 4, "finished", float(first))
+    assert [span.task for span in recorder.spans([], 99.0, 0.0)] == [7, 8, 9, 10, 11]
+    assert repr(recorder) == "<Recorder 5 spans>"
+    assert recorder.outcomes["finished"] == 12

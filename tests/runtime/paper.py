@@ -80,6 +80,9 @@ class PaperPeer:
     def post(self, message: Message) -> None:
         self.sent.append(message)
 
+    def post_all(self, messages: Sequence[Message]) -> None:
+        self.sent += messages
+
     def taken(self) -> list[Message]:
         """What was sent since the last look."""
         taken, self.sent = self.sent, []

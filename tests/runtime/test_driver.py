@@ -62,7 +62,7 @@ class Office:
         assert record is not None
         assert record.task is not None
         record.is_revoking, record.revocations = True, 1
-        self.driver._revoke(Revoke(WorkerId(1), 1))
+        self.driver.sending.revoke(Revoke(WorkerId(1), 1))
         async with asyncio.timeout(60):
             while record.is_revoking:
                 await asyncio.sleep(0)

@@ -69,6 +69,9 @@ class House:
         self.signals: list[tuple[int, int]] = []
         self.told: list[tuple[object, ...]] = []
         self.pool.on_started = lambda worker: self.told.append(("started", worker))
+        self.pool.hearing.on_done = lambda worker, answers: [
+            self.pool.hearing.on_answer(worker, answer) for answer in answers
+        ]
         self.pool.hearing.on_answer = lambda worker, answer: self.told.append(
             (worker, answer)
         )

@@ -10,8 +10,17 @@ import pytest
 
 from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
-from aiogpu.wire.frames import encode
-from aiogpu.wire.messages import Done, Ended, Exit, Fork, Hello, Message, Run
+from aiogpu.wire.frames import LARGE, encode
+from aiogpu.wire.messages import (
+    ChildDone,
+    Done,
+    Ended,
+    Exit,
+    Fork,
+    Hello,
+    Message,
+    Run,
+)
 from aiogpu.wire.printing import Log
 from tests.runtime.paper import PaperTransport
 
@@ -289,3 +298,28 @@ async def test_what_is_sent_goes_after_what_was_posted() -> None:
     frames = [encode(Fork(number)) for number in range(1, 7)]
     assert b"".join(transport.written) == b"".join(frames)
     assert len(transport.written) == 5
+
+
+async def test_answers_that_come_at_once_are_one_write_with_what_follows() -> None:
+    peer, transport = Hall().connect()
+    answers = [ChildDone(number, b"x") for number in (1, 2, 3)]
+    peer.post_all(answers[:2])
+    peer.post(answers[2])
+    peer.post_all(answers[:1])
+    assert transport.written == []
+    await asyncio.sleep(0)
+    assert transport.written == [b"".join(map(encode, [*answers, answers[0]]))]
+    peer.connection_lost(None)
+    peer.post_all(answers)
+    await asyncio.sleep(0)
+    assert len(transport.written) == 1
+
+
+async def test_a_large_answer_keeps_its_place() -> None:
+    peer, transport = Hall().connect()
+    sizes = [1, 2, LARGE, 3]
+    answers = [ChildDone(size, bytes(size)) for size in sizes]
+    for answer in answers:
+        peer.post(answer)
+    await asyncio.sleep(0)
+    assert b"".join(transport.written) == b"".join(map(encode, answers))

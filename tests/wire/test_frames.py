@@ -118,3 +118,5 @@ def test_what_goes_out_together_is_the_frames_of_each(size: int) -> None:
     messages = [Done(1, bytes(size)), Exit(), Done(2, b"x")]
     assert encode_all(messages) == b"".join(map(encode, messages))
     assert encode_all([]) == b""
+    frames = [one if place % 2 else encode(one) for place, one in enumerate(messages)]
+    assert encode_all(frames) == b"".join(map(encode, messages))

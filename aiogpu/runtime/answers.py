@@ -1,0 +1,141 @@
+"""What workers say of the ends of tasks, on its way to the core and to who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.events import Detached, TaskFinished, TaskSkipped
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.rows import end_row
+from aiogpu.runtime.child import pass_on_all
+from aiogpu.runtime.values import unfinished_in
+from aiogpu.wire.messages import Done, Failed, Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiogpu.core.effects import Effect
+    from aiogpu.core.events import Event
+    from aiogpu.core.records import TaskRecord
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.table import Table
+    from aiogpu.runtime.call import Call
+    from aiogpu.runtime.gpu_shortage import Shortages
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Answers:
+    """Hears them.
+
+    Attributes:
+        on_end: told of an answer before the core is; None for nobody.
+        on_row: told of the tasks that a worker has ended in a row, as the core knew
+            them, and of the seconds that each took; None for nobody.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - both ways, and what lies between
+        self,
+        loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
+        calls: Table[Call],
+        shortages: Shortages,
+        feed: Callable[[Event], None],
+        carry_out: Callable[[Sequence[Effect]], None],
+    ) -> None:
+        self.on_end: Callable[[int, Done | Failed], None] | None = None
+        self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
+        self._loop = loop
+        self._scheduler = scheduler
+        self._calls = calls
+        self._shortages = shortages
+        self._feed = feed
+        self._carry_out = carry_out
+
+    def on_done(self, worker: int, answers: Sequence[Done]) -> None:
+        """A worker has ended some tasks, one after the other."""
+        start = 0
+        while start < len(answers):
+            if start + 1 < len(answers):
+                start += self._end_row(worker, answers[start:])
+            if start < len(answers):
+                self.on_answer(worker, answers[start])
+                start += 1
+
+    def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
+        """End as many tasks as can be ended together; gives how many."""
+        tasks = [TaskId(answer.task) for answer in answers]
+        calls: list[Call] = []
+        ended: list[tuple[TaskId, float]] = []
+        found = self._calls.some(tasks)
+        for task, call, answer in zip(tasks, found, answers, strict=True):
+            if call is None or call.worker != worker:
+                break
+            if type(answer.payload) is not bytes:
+                break
+            calls.append(call)
+            ended.append((task, answer.took * 1e-6))
+        effects: list[Effect] = []
+        now, who = self._loop.time(), WorkerId(worker)
+        records = end_row(self._scheduler, who, ended, now, effects)
+        if not records:
+            return 0
+        if self.on_row is not None:
+            self.on_row(worker, records, [took for _, took in ended[: len(records)]])
+        if effects:
+            # What the worker is to do next goes first: others only hear of it.
+            self._carry_out(effects)
+        self._tell(calls[: len(records)], answers)
+        self._calls.pop_some(tasks[: len(records)])
+        return len(records)
+
+    def _tell(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
+        receivers = [call.receiver for call in calls]
+        payloads = [answer.payload for answer in answers[: len(calls)]]
+        if pass_on_all(receivers, payloads):
+            return
+        # Each by itself: what one makes of it is no other's business.
+        for call, answer in zip(calls, answers, strict=False):
+            if call.receiver is not None:
+                try:
+                    call.receiver.receive(answer.payload)
+                except Exception:  # noqa: BLE001
+                    _log.exception("! the result of task %d was not told", answer.task)
+
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        """A worker has ended a task."""
+        task = TaskId(answer.task)
+        call = self._calls.young.get(task) or self._calls.get(task)
+        if call is None or call.worker != worker:
+            self._shortages.drop(worker, answer.task)
+            return
+        if self.on_end is not None:
+            self.on_end(worker, answer)
+        call.answer = answer
+        retry, took = False, 0.0
+        if type(answer) is Done:
+            if type(answer.payload) is not bytes:
+                self._keep_carried(answer.payload)
+            took = answer.took * 1e-6
+        elif type(answer) is Failed:
+            retry = answer.is_retried
+            if self._shortages and self._shortages.concerns(worker, answer):
+                self._shortages.replace(call, answer)
+                self._feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
+                return
+        now, finish = self._loop.time(), self._scheduler.finish
+        self._carry_out(finish(task, WorkerId(worker), retry, took, now))
+
+    def _keep_carried(self, payload: bytes) -> None:
+        """What a result has handles to goes on, though who has started it ends."""
+        for task in unfinished_in(payload):
+            self._feed(Detached(TaskId(task)))
+
+    def on_skipped(self, worker: int, skipped: Skipped) -> None:
+        """A worker was sent a task that was taken back as it came up."""
+        call = self._calls.get(TaskId(skipped.task))
+        if call is not None and call.number == skipped.number:
+            self._feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))

@@ -1,0 +1,267 @@
+"""Tasks in a row fare as they would one by one."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from aiogpu.core import events
+from aiogpu.core.dispatch import refill
+from aiogpu.core.effects import Ahead, Assign, Settle, Spawn
+from aiogpu.core.fairness import SLICE
+from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.limits import Limits
+from aiogpu.core.resources import CPU, UNIT, Request
+from aiogpu.core.rows import end_row, push_row
+from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.specs import Shape, TaskSpec
+
+ONE = WorkerId(1)
+SHAPE = Shape(Request.of({CPU: UNIT}, {}))
+
+
+def a_spec(**options) -> TaskSpec:
+    """A short function that asks for a CPU."""
+    spec = TaskSpec("f", SHAPE, **options)
+    spec.pace.note(1e-5)
+    return spec
+
+
+class Desk:
+    """A scheduler that is told of tasks in rows, or of each by itself.
+
+    Attributes:
+        sent: by worker, what it was sent and has not ended, in order.
+        settled: what has ended, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_rows: bool = True,
+        cpus: int = 1,
+        programs: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(Ledger({CPU: cpus * UNIT}))
+        self.sent: dict[WorkerId, list[TaskId]] = {}
+        self.settled: list[TaskId] = []
+        self.now = 0.0
+        self._in_rows = in_rows
+        self._last = 0
+        for number in range(1, programs + 1):
+            joined = events.ClientJoined(ClientId(number), 1.0, limits or Limits())
+            self.tell(joined)
+
+    def tell(self, event: events.Event) -> None:
+        """Tell the scheduler, and do what it says."""
+        self.apply(self.scheduler.handle(event, self.now))
+
+    def apply(self, effects) -> None:
+        """Do what the scheduler says."""
+        for effect in effects:
+            match effect:
+                case Spawn(worker):
+                    self.sent[worker] = []
+                    self.tell(events.WorkerStarted(worker))
+                case Assign(task, worker):
+                    self.sent[worker].append(task)
+                case Ahead(worker, tasks):
+                    self.sent[worker] += tasks
+                case Settle(task):
+                    self.settled.append(task)
+
+    def submit(self, count: int, spec: TaskSpec, client: ClientId = OWN) -> None:
+        """Submit so many tasks."""
+        while count:
+            first = TaskId(self._last + 1)
+            row = (first, count, spec, self.now, client)
+            taken = 1
+            if self._in_rows and push_row(self.scheduler, *row):
+                taken = count
+            else:
+                told = self.scheduler.submit(first, spec, self.now, client=client)
+                self.apply(told)
+            self._last += taken
+            count -= taken
+
+    def end(self, worker: WorkerId, count: int) -> int:
+        """A worker ends so many; gives how many of them ended in a row."""
+        ended, self.sent[worker] = self.sent[worker][:count], self.sent[worker][count:]
+        done = 0
+        if self._in_rows:
+            done = len(self.end_row(worker, [(task, 1e-5) for task in ended]))
+        for task in ended[done:]:
+            self.tell(events.TaskFinished(task, worker, took=1e-5))
+        return done
+
+    def end_row(self, worker: WorkerId, ended) -> list[TaskId]:
+        """Tell of a row; gives what has ended."""
+        effects: list = []
+        records = end_row(self.scheduler, worker, ended, self.now, effects)
+        self.settled += [record.id for record in records]
+        self.apply(effects)
+        return [record.id for record in records]
+
+    def picture(self) -> object:
+        """All that can be seen from outside, and what the books say."""
+        scheduler = self.scheduler
+        scheduler.check()
+        clients = scheduler.clients or ()
+        return (
+            sorted(self.settled),
+            self.sent,
+            sorted(scheduler.tasks),
+            [(record.id, record.since) for record in scheduler.ready.in_turn()],
+            [(one.id, one.unfinished, one.held, one.tag) for one in clients],
+        )
+
+
+@pytest.mark.parametrize("programs", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_all_is_as_if_each_were_told_by_itself(seed: int, programs: int):
+    chance = Random(seed)
+    specs = [a_spec(), a_spec(), a_spec(priority=1), a_spec(timeout=60.0)]
+    desks = [
+        Desk(in_rows=in_rows, cpus=2, programs=programs) for in_rows in (True, False)
+    ]
+    in_a_row = 0
+    for _ in range(120):
+        client = ClientId(chance.randint(1, programs)) if programs else OWN
+        which, count = chance.choice(specs), chance.randint(1, 40)
+        submits, passes = chance.random() < 0.4, chance.choice([0.0, SLICE / 3])
+        worker, cancelled = WorkerId(chance.randint(1, 2)), chance.random()
+        for desk in desks:
+            desk.now += passes
+            if submits:
+                desk.submit(count, which, client)
+            elif worker in desk.sent:
+                in_a_row += desk.end(worker, count)
+            if desk.scheduler.tasks and cancelled < 0.1:
+                waiting = list(desk.scheduler.ready.in_turn())
+                if waiting:
+                    middle = waiting[len(waiting) // 2].id
+                    desk.tell(events.Cancelled(middle))
+        assert desks[0].picture() == desks[1].picture()
+    assert in_a_row > 100
+
+
+def test_a_row_waits_only_behind_others_like_it():
+    desk = Desk()
+    assert not push_row(desk.scheduler, TaskId(1), 3, a_spec(), 0.0)
+    desk.submit(2, a_spec())
+    assert not push_row(desk.scheduler, TaskId(3), 3, a_spec(timeout=1.0), 0.0)
+    assert push_row(desk.scheduler, TaskId(3), 3, a_spec(), 0.0)
+    desk.scheduler.reservation = object()  # type: ignore[assignment]
+    assert not push_row(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+    desk.scheduler.reservation = None
+    desk.tell(events.Closing())
+    assert not push_row(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(max_waiting=5), Limits(max_amount={CPU: 1.0})]
+)
+def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
+    desk, client = Desk(programs=1, limits=limits), ClientId(1)
+    desk.submit(2, a_spec(), client)
+    assert len(desk.scheduler.ready) == 1
+    assert not push_row(desk.scheduler, TaskId(3), 2, a_spec(), 0.0, client)
+
+
+def a_worker_with_some_ahead(**options) -> Desk:
+    """Its only worker runs one task and has been sent others of its kind."""
+    desk = Desk(**options)
+    desk.submit(8, a_spec(), ClientId(1) if "programs" in options else OWN)
+    desk.end(ONE, 1)
+    assert len(desk.sent[ONE]) > 2
+    return desk
+
+
+def took(*tasks: int) -> list[tuple[TaskId, float]]:
+    return [(TaskId(task), 1e-5) for task in tasks]
+
+
+def test_a_row_ends_where_the_next_task_was_not_sent():
+    desk = a_worker_with_some_ahead()
+    sent = list(desk.sent[ONE])
+    assert desk.end_row(ONE, took(*sent, 99))[: len(sent) - 1] == sent[:-1]
+
+
+def test_what_its_worker_does_not_run_is_left_alone():
+    desk = a_worker_with_some_ahead()
+    first, second, *_ = desk.sent[ONE]
+    assert desk.end_row(WorkerId(9), took(first)) == []
+    assert desk.end_row(ONE, took(second, first)) == []
+    assert desk.end_row(ONE, [(first, 0.0)]) == [first], "nobody knows how long"
+
+
+def test_a_doomed_worker_ends_nothing_in_a_row():
+    desk = a_worker_with_some_ahead()
+    worker = desk.scheduler.workers.get(ONE)
+    worker.refill_at = -1
+    assert desk.end_row(ONE, took(desk.sent[ONE][0])) == []
+
+
+def test_where_one_is_to_run_alone_nothing_ends_in_a_row():
+    desk = a_worker_with_some_ahead()
+    desk.scheduler.solitude.is_wanted = True
+    assert desk.end_row(ONE, took(desk.sent[ONE][0])) == []
+
+
+def test_what_was_cancelled_is_decided_about_by_itself():
+    desk = a_worker_with_some_ahead()
+    first, second, third, *_ = desk.sent[ONE]
+    desk.tell(events.Cancelled(third))
+    assert desk.end_row(ONE, took(first, second)) == [first]
+    desk.tell(events.Cancelled(second))
+    assert desk.end_row(ONE, took(second)) == []
+
+
+def test_a_lease_changes_hands_by_itself():
+    desk = a_worker_with_some_ahead(programs=2)
+    first, second, *_ = desk.sent[ONE]
+    desk.scheduler.tasks[second].client = ClientId(2)
+    assert desk.end_row(ONE, took(first)) == []
+
+
+def test_a_program_that_has_left_is_forgotten_with_its_last_task():
+    desk = Desk(programs=1)
+    desk.submit(4, a_spec(), ClientId(1))
+    desk.end(ONE, 1)
+    desk.tell(events.ClientLeft(ClientId(1)))
+    while desk.sent[ONE]:
+        desk.end(ONE, 2)
+    assert [one.id for one in desk.scheduler.clients] == [OWN]
+
+
+@pytest.mark.parametrize("whose", [0, 2, None])
+def test_what_was_kept_for_one_that_is_sent_ahead_is_kept_no_more(whose: int | None):
+    desk = Desk()
+    desk.submit(20, a_spec())
+    scheduler = desk.scheduler
+    worker, waiting = scheduler.workers.get(ONE), list(scheduler.ready.in_turn())
+    kept = SimpleNamespace(record=None if whose is None else waiting[whose])
+    scheduler.reservation = kept
+    (bucket,) = scheduler.ready.by_shape.values()
+    ahead: list[TaskId] = []
+    refill(scheduler, worker, bucket, 0.0, ahead)
+    assert ahead == [record.id for record in waiting[: len(ahead)]]
+    assert len(ahead) > 4
+    assert scheduler.reservation is (kept if whose is None else None)
+
+
+def test_a_line_of_which_all_is_taken_is_gone():
+    desk = Desk()
+    desk.submit(5, a_spec())
+    queue = desk.scheduler.ready
+    (bucket,) = queue.by_shape.values()
+    assert bucket.head().id == 2
+    assert [record.id for record in queue.take(bucket, 3)] == [2, 3, 4]
+    assert len(queue) == 1
+    assert [record.id for record in queue.take(bucket, 3)] == [5]
+    assert not queue.by_shape
+    assert not queue.by_request
