@@ -26,7 +26,7 @@ class Forker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.service_forker"],
+            [sys.executable, "-m", "tests.engines.service_forker", str(os.getpid())],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

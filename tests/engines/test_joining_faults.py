@@ -255,6 +255,8 @@ async def test_all_that_waits_hears_of_the_death_of_a_node(
     await session.shutdown()
     with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
         await aiogpu.init(address=node.path)
+    # [B7] Its zygote has seen its end, and clears up after it.
+    await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
 
 
 async def test_an_orderly_end_of_a_node_is_told_as_such(
