@@ -131,6 +131,9 @@ class BlockingHandle(Generic[T]):
         self._end("cancelled")
         if self.shared is not None:
             self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
+            if self.part >= 0 and current.loans is not None:
+                # Its call may go on for the others.
+                nested.family().shares.drop(self.child, self.shared)
         return True
 
     def why(self) -> NoReturn:

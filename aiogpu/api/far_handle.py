@@ -72,6 +72,9 @@ class FarHandle(Handle[T]):
         """Cancel the handle and stop the work; see `Handle.cancel`."""
         if not super().cancel(msg):
             return False
+        if self._loan is not None and self.part >= 0:
+            # Its call may go on for the others.
+            self._far.shares.drop(self.child, self._loan)
         self._break(TaskCancelledError(f"{self.task_name} was cancelled."))
         return True
 

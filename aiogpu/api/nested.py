@@ -107,6 +107,15 @@ class ChildHandle(Handle[T]):
         self._waits.settle(self.task_id)
         super().fail(error)
 
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the handle and stop the work; see `Handle.cancel`."""
+        if not super().cancel(msg):
+            return False
+        if self._loan is not None and self.part >= 0:
+            # Its call may go on for the others.
+            family().shares.drop(self.child, self._loan)
+        return True
+
     def abandon(self) -> None:
         """Learn that the task has ended first; called by the engine."""
         self._hand_over(self.fail, abandoned(self.task_name))

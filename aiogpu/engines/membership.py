@@ -268,9 +268,7 @@ class Membership:
                     NodeClosedError(f"the node was shut down before {name} had ended.")
                 )
             await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
-        self._end(
-            NodeClosedError("this node is shut down; join one by aiogpu.init().")
-        )
+        self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
         if self._terminal is not None:
             await self._terminal.close()
         self._move_out()

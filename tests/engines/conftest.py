@@ -20,6 +20,7 @@ LACKS: Final = {
     "local": {},
     "node": {
         "same turn": "the node is another process, and goes on while it is asked",
+        "own vendors": "a node knows the vendors that its own process has registered",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
