@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiogpu.api.handle import Handle
 from aiogpu.errors import TaskCancelledError
+from aiogpu.wire.failure import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Far
+    from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
     from aiogpu.worker.loans import Loan
 
@@ -63,10 +65,19 @@ class FarHandle(Handle[T]):
             self._loan = shares.promise() if self._is_promised else shares.share(self)
         return self._loan
 
+    def reject(self, failed: Failed) -> None:
+        """Take what is said of its failure; called by the engine."""
+        if failed.kind == STOPPED:
+            self.cancel()  # somebody has done so who was given it
+        else:
+            super().reject(failed)
+
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
         self._break(error)
         super().fail(error)
+        if self._loan is not None and not self.cancelled():
+            self.exception()  # whoever needs it tells of it
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the handle and stop the work; see `Handle.cancel`."""

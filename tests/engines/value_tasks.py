@@ -279,6 +279,27 @@ async def gated_split(path: str, name: str, value: list[Any]) -> list[Any]:
 
 
 @aiogpu.remote
+async def cancel_what_came_back(path: str) -> str:
+    slow = gated.remote(path, "slow", 5)
+    other = (await give_boxed.remote({"handle": slow}))["handle"]
+    other.cancel()
+    try:
+        return str(await slow)
+    except asyncio.CancelledError:
+        return "cancelled"
+
+
+@aiogpu.remote
+def cancel_what_came_back_plainly(path: str) -> str:
+    slow = gated.remote(path, "slow", 5)
+    aiogpu.get(give_boxed.remote({"handle": slow}))["handle"].cancel()
+    try:
+        return str(aiogpu.get(slow))
+    except aiogpu.TaskCancelledError:
+        return "cancelled"
+
+
+@aiogpu.remote
 async def cancel_a_part(path: str) -> int:
     """Who was given one of two results hears that it was cancelled."""
     a, b = gated_split.options(num_returns=2).remote(path, "slow", [1, 2])
