@@ -104,7 +104,6 @@ class Clients:
         messages.
         """
 
-
         def accept() -> Peer:
             peer = Peer(self._greeted, on_heard)
             self._strangers.come(peer)

@@ -97,9 +97,7 @@ def remains_of(clients: list[Client]) -> str:
     """What clients have asked for that has not ended, in words; "" for nothing."""
     counts = {
         "task": sum(len(one.children) for one in clients),
-        "call": sum(
-            number > 0 for one in clients for _, number in one.asked.values()
-        ),
+        "call": sum(number > 0 for one in clients for _, number in one.asked.values()),
         "lease": sum(len(one.leases) for one in clients),
     }
     return in_words(

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-PROGRAM: Final = "AIOGPU_PROGRAM"
-"""The variable that names a task's program by its key."""
+from aiogpu.core.specs import PROGRAM
+
 PASSING: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 """Variables that differ between two starts of the same program from one shell."""
 

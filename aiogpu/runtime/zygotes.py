@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
-from aiogpu.core.specs import Environment
+from aiogpu.core.specs import PROGRAM, Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.early import early_variables
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.lineage import Lineage
-from aiogpu.runtime.program import PROGRAM, Program, program_of
+from aiogpu.runtime.program import Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote

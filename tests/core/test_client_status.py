@@ -44,9 +44,7 @@ def test_each_program_tells_what_it_runs_wants_and_holds():
     status = look_at(w)
     nothing = Limits()
     assert status.clients == (
-        ClientStatus(
-            0, "the node's own program", 0, 1.0, 1, 0, {"CPU": 1.0}, nothing
-        ),
+        ClientStatus(0, "the node's own program", 0, 1.0, 1, 0, {"CPU": 1.0}, nothing),
         ClientStatus(1, "train.py", 4711, 2.0, 1, 3, {"CPU": 1.0, "GPU": 0.5}, limits),
         ClientStatus(2, "", 0, 1.0, 0, 1, {}, nothing, has_left=True),
     )

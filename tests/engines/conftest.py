@@ -20,6 +20,7 @@ LACKS: Final = {
     "local": {},
     "node": {
         "same turn": "the node is another process, and goes on while it is asked",
+        "own objects": "what the node makes is made in another process",
         "own vendors": "a node knows the vendors that its own process has registered",
     },
     "inline": {
