@@ -50,6 +50,7 @@ class FarHandle(Handle[T]):
 
     @task_id.setter
     def task_id(self, number: int) -> None:
+        """It is started; what was promised of it is named."""
         self._number = number
         if number and self._is_promised and self._loan is not None:
             self._is_promised = False

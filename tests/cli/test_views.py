@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.api.session import current_session
+from aiogpu.api.sessions import current_session
 from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks
 from tests.engines.actor_classes import Counter

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 
-from aiogpu.api import session
+from aiogpu.api import sessions
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from tests.engines import served as serving
@@ -86,7 +86,7 @@ def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
             return ServedEngine(options, loop)
         return create_engine(address, options, loop)
 
-    monkeypatch.setattr(session, "create_engine", create)
+    monkeypatch.setattr(sessions, "create_engine", create)
 
 
 @pytest.fixture
