@@ -73,9 +73,6 @@ def launch(
     except OSError as error:
         raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
     variables = {**program.environ, **own}
-    flags = program.flags
-    if flags is not None:
-        flags = fitting(flags, program.environ, variables)
     try:
         child = start_interpreter(
             setup._asdict(),
@@ -84,7 +81,7 @@ def launch(
             variables,
             program.directory or None,
             program.executable,
-            flags,
+            fitting(program.flags, program.environ, variables),
         )
     except NodeStartError:
         os.close(reading)

@@ -24,6 +24,10 @@ _CARRIED: Final = frozenset(
     }
 )
 """What may stand behind -X of the workers; the rest would print at the end."""
+_EMBEDS: Final = (
+    "this program embeds Python and sys.executable is empty; set it to a Python "
+    "interpreter that can import aiogpu."
+)
 _BOOT: Final = (
     "import marshal, os, sys; fields = marshal.loads(os.read(0, 1 << 24)); "
     "sys.path[:] = fields['sys_path']; "
@@ -71,7 +75,7 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
     environ: Mapping[str, str] | None = None,
     directory: str | None = None,
     executable: str | None = None,
-    flags: Sequence[str] | None = None,
+    flags: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
 
@@ -84,7 +88,7 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
         environ: its variables, this process's unless given.
         directory: where it starts, where this process is unless given.
         executable: the interpreter, this process's unless given.
-        flags: its command-line options, this process's unless given.
+        flags: its command-line options.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -93,12 +97,7 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
 
     executable = executable or sys.executable
     if not executable:
-        raise NodeStartError(
-            "this program embeds Python and sys.executable is empty; set it to a "
-            "Python interpreter that can import aiogpu."
-        )
-    if flags is None:
-        flags = interpreter_flags(environ)
+        raise NodeStartError(_EMBEDS)
     source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
     try:
         os.write(source, marshal.dumps(fields))
@@ -119,12 +118,8 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
         os.close(source)
 
 
-def interpreter_flags(environ: Mapping[str, str] | None = None) -> Sequence[str]:
-    """The command-line options of this interpreter that its workers are to share.
-
-    Options go before variables; so filters of warnings are left out where the
-    child's `environ` has its own.
-    """
+def interpreter_flags() -> Sequence[str]:
+    """The command-line options of this interpreter that its workers are to share."""
     options = [
         "-" + letter * int(getattr(sys.flags, name))
         for name, letter in _FLAGS
@@ -133,14 +128,16 @@ def interpreter_flags(environ: Mapping[str, str] | None = None) -> Sequence[str]
     for name, value in sys._xoptions.items():
         if name in _CARRIED:
             options += ["-X", name if value is True else f"{name}={value}"]
-    options += [f"-W{option}" for option in sys.warnoptions]
-    return options if environ is None else fitting(options, os.environ, environ)
+    return [*options, *(f"-W{option}" for option in sys.warnoptions)]
 
 
 def fitting(
     flags: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
 ) -> Sequence[str]:
     """The options of an interpreter, once its variables are others.
+
+    Options go before variables; so filters of warnings are left out where the
+    variables have others.
 
     Args:
         flags: its options.

@@ -26,7 +26,7 @@ class Program(NamedTuple):
         directory: the working directory.
         environ: its variables.
         preload: modules that its zygote imports.
-        flags: command-line options of its interpreter; None for this process's.
+        flags: command-line options of its interpreter.
     """
 
     executable: str
@@ -34,13 +34,13 @@ class Program(NamedTuple):
     directory: str
     environ: Mapping[str, str]
     preload: Sequence[str] = ()
-    flags: Sequence[str] | None = None
+    flags: Sequence[str] = ()
 
     @property
     def key(self) -> str:
         """The same for two programs whose workers may stand in for each other."""
         parts: list[str] = [self.executable, self.directory, *self.sys_path, "", ""]
-        parts += [*self.preload, "", "", *(self.flags or ()), "", ""]
+        parts += [*self.preload, "", "", *self.flags, "", ""]
         for name, value in sorted(self.environ.items()):
             if name not in PASSING:
                 parts += [name, value]

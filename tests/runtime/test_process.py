@@ -13,7 +13,12 @@ from contextlib import contextmanager
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.process import Process, interpreter_flags, start_interpreter
+from aiogpu.runtime.process import (
+    Process,
+    fitting,
+    interpreter_flags,
+    start_interpreter,
+)
 from tests.program import run
 
 FLAGS = """
@@ -69,6 +74,7 @@ def test_an_interpreter_without_options_carries_none(
 
     monkeypatch.setattr(sys, "flags", Flags)
     monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(sys, "_xoptions", {})
     assert list(interpreter_flags()) == []
 
 
@@ -79,15 +85,12 @@ def test_what_prints_at_the_end_is_not_carried(monkeypatch: pytest.MonkeyPatch) 
     assert "importtime" not in flags
 
 
-def test_a_childs_own_filters_of_warnings_go_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "warnoptions", ["error"])
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    given = ["-Werror"]
-    assert list(interpreter_flags({}))[-1:] == given
-    assert list(interpreter_flags({"PYTHONWARNINGS": "error"}))[-1:] == given
-    assert "-Werror" not in interpreter_flags({"PYTHONWARNINGS": "ignore"})
+def test_a_childs_own_filters_of_warnings_go_first() -> None:
+    flags, before = ["-O", "-Werror"], {"PYTHONWARNINGS": "error"}
+    assert fitting(flags, before, {}) == flags
+    assert fitting(flags, before, before) == flags
+    assert fitting(flags, before, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
+    assert fitting(flags, {}, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
 
 
 @contextmanager
