@@ -54,7 +54,7 @@ class Opening:
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
         session = session_of(loop)
-        if session is not None and session.is_closing:
+        if session is not None and (session.is_closing or session.has_lost_its_node):
             await session.shutdown()
             session = session_of(loop)
         if session is not None:

@@ -157,6 +157,11 @@ class Session:
         return self._closing is not None and self._state is not SessionState.CLOSED
 
     @property
+    def has_lost_its_node(self) -> bool:
+        """Whether that has ended by itself: `init` may open another."""
+        return self._state is SessionState.OPEN and self._engine.has_gone
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one that opened the session."""
         return self._state is SessionState.FORKED

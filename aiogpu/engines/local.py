@@ -47,6 +47,7 @@ class LocalEngine:
 
     waits = None
     far = None
+    has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options

@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 import aiogpu
-from aiogpu.api.node import Opening
-from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.local import LocalEngine
 from tests.engines import tasks
+from tests.engines.node_here import Here, node_here
 from tests.gate import Gate
 from tests.until import LIMIT, until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
 
-class Here:
-    """A node of this process, which it joins by its socket as others would.
-
-    Attributes:
-        engine: the node.
-        path: of its socket.
-    """
-
-    def __init__(self, engine: LocalEngine, path: str) -> None:
-        self.engine = engine
-        self.path = path
-
-    def join(self) -> aiogpu.api.node.Opening:
-        """This program works there."""
-        return aiogpu.init(address=self.path, log_to_driver=False)
-
-    def looks(self) -> Opening:
-        """This program only looks."""
-        return Opening(self.path, NodeOptions(only_looks=True), False)
-
-
 @pytest.fixture
 async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
-    engine = LocalEngine(
-        NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False),
-        asyncio.get_running_loop(),
-    )
-    await engine.open()
-    path = runtime_directory / "s"
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen(8)
-        await engine.serve(listening)
-        try:
-            yield Here(engine, str(path))
-        finally:
-            await engine.close()
-            path.unlink()
+    async with node_here(runtime_directory) as opened:
+        yield opened
 
 
 async def test_it_says_so_to_who_looks_and_lets_in_nobody_else(
