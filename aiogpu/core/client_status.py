@@ -101,7 +101,7 @@ def clients_seen(
             has_left=one.has_left,
         )
         for one in sorted(clients, key=lambda one: one.id)
-        if one.id != OWN or one.unfinished
+        if one.id != OWN or one.unfinished or one.held
     )
 
 
