@@ -15,9 +15,11 @@ from typing import Final
 
 import pytest
 
+from aiogpu.engines.line import Line
 from aiogpu.runtime.claims import NUMBERS
-from aiogpu.wire.joining import Inquire, Refused
-from aiogpu.wire.messages import ChildDone
+from aiogpu.wire.frames import encode
+from aiogpu.wire.joining import Depart, Inquire, Refused
+from aiogpu.wire.messages import ChildDone, Close
 from aiogpu.wire.parcel import Contents, pack
 from aiogpu.wire.payload import load_result
 from aiogpu.wire.setup import descriptor_path
@@ -70,6 +72,24 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
     clients = here.engine._supervisor.clients
     await until(lambda: not clients.by_id)
     assert repr(clients._strangers) == "<Strangers 0>"
+
+
+async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
+    """Also where its loop is held up for long by what comes next."""
+    line = Line(asyncio.get_running_loop())
+    line.on_messages = line.on_lost = print  # nobody speaks
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        line.send(Depart())
+        line.connect(str(tmp_path / "s"), b"greeting", Close())
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.setblocking(False)
+            assert accepted.recv(100) == b"greeting" + encode(Close())
+            await asyncio.sleep(0)
+            assert accepted.recv(100) == encode(Depart())
+            line.close()
 
 
 async def test_who_says_nothing_gets_no_memory(
