@@ -13,7 +13,7 @@ from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
-from aiogpu.wire.failure import unpack_failure
+from aiogpu.wire.failure import STOPPED, unpack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.payload import load_result
 from aiogpu.wire.sharing import Discard
@@ -131,6 +131,9 @@ class BlockingHandle(Generic[T]):
         self._end("cancelled")
         if self.shared is not None:
             self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
+            if self.part >= 0 and current.loans is not None:
+                # Its call may go on for the others.
+                nested.family().shares.drop(self.child, self.shared)
         return True
 
     def why(self) -> NoReturn:
@@ -152,6 +155,9 @@ class BlockingHandle(Generic[T]):
         """Take what the child's worker says of its failure; called by the engine."""
         if self.shared is not None:
             self._tell("reject", failed)
+        if failed.kind == STOPPED:
+            self._end("cancelled")  # somebody has done so who was given it
+            return
         self._refuse(unpack_failure(failed, self.task_name))
 
     def fail(self, error: Exception) -> None:

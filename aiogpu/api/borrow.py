@@ -76,7 +76,7 @@ class Lender:
 
     async def why(self, name: str, task: int) -> Why:
         """Why that one waits."""
-        from aiogpu.api.session import current_session
+        from aiogpu.api.sessions import current_session
 
         return await current_session().why(name, task)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aiogpu.api.session import Session, current_session, session_of
+from aiogpu.api.session import Session
+from aiogpu.api.sessions import current_session, session_of
 from aiogpu.engines.family import host_of_task
 
 if TYPE_CHECKING:

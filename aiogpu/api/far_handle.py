@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiogpu.api.handle import Handle
 from aiogpu.errors import TaskCancelledError
+from aiogpu.wire.failure import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Far
+    from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
     from aiogpu.worker.loans import Loan
 
@@ -48,6 +50,7 @@ class FarHandle(Handle[T]):
 
     @task_id.setter
     def task_id(self, number: int) -> None:
+        """It is started; what was promised of it is named."""
         self._number = number
         if number and self._is_promised and self._loan is not None:
             self._is_promised = False
@@ -63,15 +66,27 @@ class FarHandle(Handle[T]):
             self._loan = shares.promise() if self._is_promised else shares.share(self)
         return self._loan
 
+    def reject(self, failed: Failed) -> None:
+        """Take what is said of its failure; called by the engine."""
+        if failed.kind == STOPPED:
+            self.cancel()  # somebody has done so who was given it
+        else:
+            super().reject(failed)
+
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
         self._break(error)
         super().fail(error)
+        if self._loan is not None and not self.cancelled():
+            self.exception()  # whoever needs it tells of it
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the handle and stop the work; see `Handle.cancel`."""
         if not super().cancel(msg):
             return False
+        if self._loan is not None and self.part >= 0:
+            # Its call may go on for the others.
+            self._far.shares.drop(self.child, self._loan)
         self._break(TaskCancelledError(f"{self.task_name} was cancelled."))
         return True
 

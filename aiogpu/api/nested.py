@@ -12,12 +12,14 @@ from aiogpu.api.blocking_handle import abandoned
 from aiogpu.api.handle import Handle
 from aiogpu.api.stream import Stream
 from aiogpu.engines.nested import LoopLink, family
+from aiogpu.wire.failure import STOPPED
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import ValueLink, Waits
     from aiogpu.runtime.call import Site
+    from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
     from aiogpu.worker.loans import Loan
 
@@ -97,6 +99,15 @@ class ChildHandle(Handle[T]):
         self._waits.settle(self.task_id)
         super().receive(payload)
 
+    def reject(self, failed: Failed) -> None:
+        """Take what is said of its failure; called by the engine."""
+        if failed.kind != STOPPED:
+            super().reject(failed)
+        elif self._is_elsewhere():
+            self._hand_over(self.cancel)
+        else:
+            self.cancel()  # somebody has done so who was given it
+
     def fail(self, error: Exception) -> None:
         """Take the error in place of a result; called by the engine."""
         if self._is_elsewhere():
@@ -106,6 +117,15 @@ class ChildHandle(Handle[T]):
             return
         self._waits.settle(self.task_id)
         super().fail(error)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the handle and stop the work; see `Handle.cancel`."""
+        if not super().cancel(msg):
+            return False
+        if self._loan is not None and self.part >= 0:
+            # Its call may go on for the others.
+            family().shares.drop(self.child, self._loan)
+        return True
 
     def abandon(self) -> None:
         """Learn that the task has ended first; called by the engine."""

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
-from aiogpu.api.session import (
-    Session,
-    current_session,
-    session_of,
-    start_session,
-)
+from aiogpu.api.session import Session
+from aiogpu.api.sessions import current_session, session_of, start_session
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.errors import NodeRunningError
 from aiogpu.worker.context import current
@@ -58,7 +54,7 @@ class Opening:
         refuse_in_worker("aiogpu.init()")
         loop = asyncio.get_running_loop()
         session = session_of(loop)
-        if session is not None and session.is_closing:
+        if session is not None and (session.is_closing or session.has_lost_its_node):
             await session.shutdown()
             session = session_of(loop)
         if session is not None:

@@ -1,14 +1,8 @@
-"""A program's tie to a node: opened, found again by the running loop, closed.
-
-One session for each event loop. A `.remote()` without one opens an embedded node
-with the defaults, which closes with its loop. A fork of the program inherits an
-inert session: it neither works nor harms the parent's.
-"""
+"""A program's tie to a node: opened, asked, closed."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -16,13 +10,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.address import default_address, refuse_in_worker
 from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
 from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
 from aiogpu.api.session_state import SessionState
-from aiogpu.engines.base import ActorsPort, Engine, NodeOptions
-from aiogpu.engines.registry import create_engine
-from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
+from aiogpu.engines.base import ActorsPort, Engine
+from aiogpu.errors import NodeClosedError, NodeError
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
@@ -34,9 +26,8 @@ if TYPE_CHECKING:
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
-_get_running_loop: Final = asyncio._get_running_loop
-
 sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
+"""One for each event loop; see `api.sessions`."""
 
 
 class Session:
@@ -164,6 +155,11 @@ class Session:
     def is_closing(self) -> bool:
         """Whether a shutdown has begun that has not ended."""
         return self._closing is not None and self._state is not SessionState.CLOSED
+
+    @property
+    def has_lost_its_node(self) -> bool:
+        """Whether that has ended by itself: `init` may open another."""
+        return self._state is SessionState.OPEN and self._engine.has_gone
 
     @property
     def is_forked(self) -> bool:
@@ -298,53 +294,3 @@ class Session:
         """The interpreter ends and no loop runs any more: leave no files."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.abandon()
-
-
-def start_session(
-    address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
-) -> Session:
-    """Make a session and begin to open it; calls may be made at once."""
-    session = Session(create_engine(address, options, loop), loop)
-    session.start_opening()
-    return session
-
-
-def current_session() -> Session:
-    """The running loop's session; one is opened if there is none.
-
-    Raises:
-        NoLoopError: no event loop is running in this thread.
-    """
-    loop = _get_running_loop()
-    session = sessions.get(loop)  # type: ignore[arg-type]
-    if session is not None:
-        return session
-    refuse_in_worker("the node")
-    if loop is None:
-        for inherited in sessions.values():
-            if inherited.is_forked:
-                raise inherited.unusable()
-        raise NoLoopError(
-            ".remote() needs a running event loop, and there is none in this thread. "
-            "Call it inside an `async def` that runs by aiogpu.run(main())."
-        )
-    return start_session(default_address(), NodeOptions(), loop)
-
-
-def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
-    """The session of that loop, None if it has none."""
-    return sessions.get(loop)  # type: ignore[arg-type]
-
-
-def _disown_all() -> None:
-    for session in sessions.values():
-        session.disown()
-
-
-def _abandon_all() -> None:
-    for session in list(sessions.values()):
-        session.abandon()
-
-
-os.register_at_fork(after_in_child=_disown_all)
-atexit.register(_abandon_all)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.caller import host_beside_loop, session_of_caller
-from aiogpu.api.early import submit_early
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from aiogpu.api.session import Session
     from aiogpu.core.why import Why
+    from aiogpu.engines.base import Engine
     from aiogpu.engines.family import Host
     from aiogpu.engines.nested import LoopLink
     from aiogpu.runtime.call import Site
@@ -152,8 +152,11 @@ class Submission(NamedTuple):
     def in_program(self, session: Session, several: Several) -> None:
         """Start it on the program's node."""
         several.stop, several.ask = session.cancel, session.why
-        start = partial(submit_early, self.site, self.payload, several, several)
-        session.when_open(start, several.fail)
+        session.when_open(partial(self._start, several), several.fail)
+
+    def _start(self, several: Several, engine: Engine) -> None:
+        if not several.done():
+            several.note(engine.submit(self.site, self.payload, several))
 
     def on_loop(self, link: LoopLink, several: Several) -> None:
         """Start it for a task's event loop."""

@@ -6,7 +6,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.api.session import current_session, session_of, sessions
+from aiogpu.api.session import sessions
+from aiogpu.api.sessions import current_session, session_of
 from aiogpu.engines.family import host_of_task
 
 if TYPE_CHECKING:

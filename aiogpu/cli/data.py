@@ -46,6 +46,7 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
         "clients": [client_data(one) for one in status.clients],
         "actors": [actor_data(one) for one in status.actors],
         "failures": [failure_data(one) for one in status.failures],
+        "draining": status.draining,
     }
 
 

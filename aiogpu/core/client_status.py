@@ -31,6 +31,7 @@ class Program(NamedTuple):
     pid: int
 
 
+THE_NODES: Final = "the node's own program"
 NOBODY: Final[Mapping[int, Program]] = MappingProxyType({})
 """Names of nobody."""
 
@@ -40,7 +41,8 @@ class ClientStatus:
     """One of the programs that share a node.
 
     Attributes:
-        id: its number; 0 for the program that the node belongs to.
+        id: its number; 0 for the program that the node belongs to, which is among
+            them only where it has tasks.
         name: what it is called by; "" where that is not known.
         pid: its process id, 0 where that is not known.
         weight: how much it gets where a program of weight 1 gets 1.
@@ -67,7 +69,7 @@ def name_of(client: int, programs: Mapping[int, Program]) -> str:
     program = programs.get(client)
     if program is not None and program.name:
         return program.name
-    return "the node's own program" if client == OWN else f"program {client}"
+    return THE_NODES if client == OWN else f"program {client}"
 
 
 def clients_seen(
@@ -85,11 +87,12 @@ def clients_seen(
     if clients is None:
         return ()
     running = Counter(record.client for record in held)
+    known = {OWN: Program(THE_NODES, 0), **programs}
     nobody = Program("", 0)
     return tuple(
         ClientStatus(
             one.id,
-            *programs.get(one.id, nobody),
+            *known.get(one.id, nobody),
             weight=one.weight,
             running=running[one.id],
             waiting=one.unfinished - running[one.id],
@@ -98,6 +101,7 @@ def clients_seen(
             has_left=one.has_left,
         )
         for one in sorted(clients, key=lambda one: one.id)
+        if one.id != OWN or one.unfinished or one.held
     )
 
 

@@ -25,7 +25,8 @@ def summary(status: NodeStatus) -> str:
         f"{name} {written(name, free)}/{written(name, total)}"
         for name, free, total in _worth_telling(status)
     )
-    return f"{resources}; {len(status.workers)} workers; {_counts(status)}"
+    drain = "" if status.draining is None else f"{drain_told(status.draining)}; "
+    return f"{drain}{resources}; {len(status.workers)} workers; {_counts(status)}"
 
 
 def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
@@ -62,6 +63,8 @@ def report(status: NodeStatus) -> str:
 
 def overview(status: NodeStatus) -> Iterator[str]:
     """How much is free of each resource, and how many workers and tasks there are."""
+    if status.draining is not None:
+        yield drain_told(status.draining)
     rows = [
         (name, f"{written(name, free)} of {written(name, total)} free")
         for name, free, total in _worth_telling(status)
@@ -71,6 +74,11 @@ def overview(status: NodeStatus) -> Iterator[str]:
     rows.append(("workers", told or "none"))
     rows.append(("tasks", _counts(status)))
     yield from aligned(rows)
+
+
+def drain_told(seconds: float) -> str:
+    """That a node is being stopped."""
+    return f"is being stopped: no new work; what runs has {span(seconds)} to end"
 
 
 def held_tasks(status: NodeStatus) -> list[TaskStatus]:

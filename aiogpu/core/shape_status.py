@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiogpu.core.records import TaskRecord
+from aiogpu.core.specs import PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def shape_status(
     return ShapeStatus(
         request=shape.request.as_numbers(),
         strategy="spread" if shape.request.spread else "pack",
-        variables=tuple(name for name, _ in shape.environment),
+        variables=tuple(name for name, _ in shape.environment if name != PROGRAM),
         count=count,
         first=first.spec.name,
         seconds=seconds,

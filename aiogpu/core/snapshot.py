@@ -113,6 +113,8 @@ class NodeStatus:
         actors: all that have a process; then the first 100 of the others.
         failures: the last 100 that have failed, the latest first; none are kept by a
             node without processes.
+        draining: seconds that what runs still has where the node is being stopped, and
+            takes no new work; None where it is not.
     """
 
     total: Mapping[str, float]
@@ -127,6 +129,7 @@ class NodeStatus:
     clients: tuple[ClientStatus, ...] = ()
     actors: tuple[ActorStatus, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
+    draining: float | None = None
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:

@@ -50,8 +50,11 @@ class Node(Protocol):
         """Let clients come in by that socket; what tasks print is logged there."""
         ...
 
-    async def drain(self, patience: float) -> bool:
-        """Refuse new work; says whether what runs has ended within so many seconds."""
+    async def drain(self, patience: float) -> str:
+        """Refuse new work, and let what runs end, and leases, for so many seconds.
+
+        Says what is left then, in words; "" for nothing.
+        """
         ...
 
     async def total(self) -> dict[str, float]:
@@ -189,10 +192,11 @@ class Service:
         draining = asyncio.ensure_future(node.drain(seconds))
         if await _is_first(draining, self._hurried):
             took = span(time.monotonic() - begun)
-            if draining.result():
-                _log.info("all has ended in %s", took)
+            left = draining.result()
+            if left:
+                _log.warning("! still there after %s, and ended: %s", took, left)
             else:
-                _log.warning("! something still runs after %s, and is ended", took)
+                _log.info("all has ended in %s", took)
 
     async def _ready(self, node: Node) -> Ready:
         place, total = self._plan.place, await node.total()

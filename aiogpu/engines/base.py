@@ -227,6 +227,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def has_gone(self) -> bool:
+        """Whether its node has ended by itself, so that another may take its place."""
+        ...
+
+    @property
     def far(self) -> Far | None:
         """Who knows the values of a node that is another process; None for others."""
         ...

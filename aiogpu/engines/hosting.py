@@ -68,6 +68,12 @@ def programs_of(clients: Clients | None) -> dict[int, Program]:
     return {one.id: Program(one.name, one.pid) for one in found.values()}
 
 
+def drain_of(clients: Clients | None, now: float) -> float | None:
+    """Seconds that what runs has on a node that is being stopped; None if it is not."""
+    ends_at = None if clients is None else clients.ends_at
+    return None if ends_at is None else max(0.0, ends_at - now)
+
+
 def answers_of(engine: LocalEngine) -> Mapping[str, Answer]:
     """What can be asked of an engine's node from outside, by what it is called."""
 

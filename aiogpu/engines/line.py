@@ -77,8 +77,9 @@ class Line:
             raise
         self._socket = connected
         self._loop.add_reader(connected.fileno(), self._read)
-        self._unsent.insert(0, encode(first))
         self._flush_soon()
+        # Not in a turn to come: the node waits for it, and this loop may be held up.
+        self._write(encode(first))
 
     def send(self, message: Message) -> None:
         """Say something: at once, and what is said later in this turn together.

@@ -47,6 +47,7 @@ class LocalEngine:
 
     waits = None
     far = None
+    has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options
@@ -166,7 +167,7 @@ class LocalEngine:
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
         from aiogpu.core.snapshot import snapshot
-        from aiogpu.engines.hosting import programs_of
+        from aiogpu.engines.hosting import drain_of, programs_of
         from aiogpu.runtime.actor_listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
@@ -182,6 +183,7 @@ class LocalEngine:
             seen,
             actors=listed_actors(driver.actors.all(), place_of, telling.client_of),
             failures=telling.failures.at(time.monotonic()),
+            draining=drain_of(supervisor.clients, now),
         )
 
     async def why(self, task: int) -> Why | None:
@@ -243,23 +245,25 @@ class LocalEngine:
         outcomes = {} if recording is None else dict(recording.recorder.outcomes)
         return await self.status(), outcomes
 
-    async def drain(self, patience: float) -> bool:
+    async def drain(self, patience: float) -> str:
         """Take no more work of those that have joined, and let what runs end.
+
+        Leases count as what runs. Who only looks may join meanwhile.
 
         Args:
             patience: seconds to wait for it.
 
         Returns:
-            Whether nothing of theirs is left.
+            What is left of theirs, in words; "" for nothing.
         """
         clients = self._supervisor.clients
         if clients is None:
-            return True
-        clients.stop_listening()
+            return ""
+        clients.drain(patience)
         until = self._loop.time() + patience
-        while not clients.is_idle and self._loop.time() < until:  # noqa: ASYNC110
+        while (remains := clients.remains) and self._loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
-        return clients.is_idle
+        return remains
 
     async def close(self) -> None:
         """Stop all tasks and leave nothing behind."""

@@ -148,6 +148,11 @@ class Membership:
         """Say something to the node; nothing, where it has gone."""
         self._line.send(message)
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether the node has ended, or has cut this program off."""
+        return self._error is not None
+
     def check_open(self) -> None:
         """Raise `NodeError` where the node has gone."""
         if self._error is not None:
@@ -236,7 +241,8 @@ class Membership:
         self._end(
             NodeDiedError(
                 f"the node at {self._path} has ended{why}. What ran on it has ended "
-                f"with it; start it anew by `aiogpu start --head`."
+                f"with it; start it anew by `aiogpu start --head`, and join it by "
+                f"aiogpu.init()."
             )
         )
 
@@ -268,7 +274,7 @@ class Membership:
                     NodeClosedError(f"the node was shut down before {name} had ended.")
                 )
             await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
-        self._end(NodeClosedError("this program has left its node."))
+        self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
         if self._terminal is not None:
             await self._terminal.close()
         self._move_out()

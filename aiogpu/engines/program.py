@@ -7,6 +7,7 @@ import sys
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
+from aiogpu.runtime.process import interpreter_flags
 from aiogpu.wire.joining import Join
 
 
@@ -18,6 +19,7 @@ def join_of(options: NodeOptions) -> Join:
         release=__version__,
         name=_name(),
         executable=sys.executable,
+        flags=tuple(interpreter_flags()),
         sys_path=tuple(path for path in sys.path if isinstance(path, str)),
         directory=_directory(),
         environ=dict(os.environ),

@@ -69,8 +69,13 @@ class Told:
 
     def receive(self, payload: bytes) -> None:
         """It has come."""
+        try:
+            answer = load_result(payload)
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+            self.fail(error)
+            return
         if not self.future.done():
-            self.future.set_result(load_result(payload))
+            self.future.set_result(answer)
 
     def reject(self, failed: Failed) -> None:
         """The node cannot tell."""

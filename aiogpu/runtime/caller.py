@@ -23,6 +23,7 @@ class Caller:
 
     Attributes:
         id: no worker and no client has the same.
+        pid: its process, 0 where that is not known.
         client: whose its tasks are that nobody else has started.
         program: what the workers of its tasks begin with; "" for the node's own.
         peer: its connection, None before and after.
@@ -39,6 +40,7 @@ class Caller:
     """
 
     id: int
+    pid: int = field(default=0, kw_only=True)
     client: ClientId = field(default=OWN, kw_only=True)
     program: str = field(default="", kw_only=True)
     peer: Peer | None = field(default=None, kw_only=True)

@@ -14,7 +14,6 @@ class Client(Caller):
     """One program that has joined.
 
     Attributes:
-        pid: its process, 0 where the kernel does not know it.
         name: how people know it.
         shows: whether it is sent what its tasks print.
         only_looks: whether it runs nothing, and is listed nowhere.
@@ -27,7 +26,6 @@ class Client(Caller):
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
 
-    pid: int = 0
     name: str = ""
     shows: bool = True
     only_looks: bool = False

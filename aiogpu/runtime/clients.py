@@ -17,18 +17,20 @@ from functools import partial
 from typing import Any, Final
 
 from aiogpu.core.events import ClientJoined, ClientLeft
-from aiogpu.core.ids import ClientId, TaskId
+from aiogpu.core.ids import ClientId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.claims import check_claims
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.lessee import give_back_all, hear_of_leases
+from aiogpu.runtime.lessee import hear_of_leases
 from aiogpu.runtime.nest import Nest
+from aiogpu.runtime.parting import Parting, remains_of
 from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.store import Store
+from aiogpu.runtime.strangers import WITHIN, Strangers
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.acting import Ask, Carry, Make
@@ -39,7 +41,6 @@ from aiogpu.wire.joining import (
     FIRST_CLIENT,
     WHY,
     Depart,
-    Departed,
     Inquire,
     Join,
     Welcome,
@@ -51,12 +52,6 @@ from aiogpu.wire.sharing import Put
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Submit, Ask, Make, Put})
-AT_ONCE: Final = 1000
-"""Tasks of a client that has gone which are stopped in one turn of the loop."""
-FIRST_LOOK: Final = 1e-3
-LONGEST_LOOK: Final = 0.02
-"""Seconds between two looks at whether all of a client that leaves has stopped."""
-
 Answer = Callable[[int], Coroutine[Any, Any, object]]
 
 
@@ -67,6 +62,8 @@ class Clients:
         answers: what can be asked of the node, by what it is called.
         routes: takes the lines of their tasks to them.
         is_draining: no new work is taken.
+        by_id: the programs by number.
+        ends_at: when what runs is ended, by the loop's clock, where the node drains.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - all that a client has to do with
@@ -80,6 +77,7 @@ class Clients:
     ) -> None:
         self.answers: Mapping[str, Answer] = {}
         self.is_draining = False
+        self.ends_at: float | None = None
         self.by_id: dict[int, Client] = {}
         self.routes = Routes(driver.scheduler, self.by_id)
         self._loop = loop
@@ -90,6 +88,9 @@ class Clients:
         self._premises = premises
         self._server: asyncio.AbstractServer | None = None
         self._doing: set[asyncio.Task[None]] = set()
+        self._strangers = Strangers(loop, self._turn_away)
+        self._parting = Parting(loop, driver, nest.far)
+        zygotes.wants = self._parting.wants
 
     def __repr__(self) -> str:
         return f"<Clients {len(self.by_id)}>"
@@ -102,17 +103,26 @@ class Clients:
         `on_heard` is told whenever something has come from one of them, and how many
         messages.
         """
-        self._server = await self._loop.create_unix_server(
-            lambda: Peer(self._greeted, on_heard), sock=listening
-        )
+
+        def accept() -> Peer:
+            peer = Peer(self._greeted, on_heard)
+            self._strangers.come(peer)
+            return peer
+
+        self._server = await self._loop.create_unix_server(accept, sock=listening)
+
+    def _turn_away(self, peer: Peer) -> None:
+        """It has not said in time which program it is."""
+        peer.refuse(f"it was not said within {WITHIN:g} s which program this is")
+        for client in list(self.by_id.values()):
+            if client.peer is peer:
+                self._on_lost(client)
 
     def _greeted(self, peer: Peer, hello: Hello) -> None:
         is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
         if not is_client or hello.id in self.by_id:
+            self._strangers.know(peer)
             peer.refuse("this socket is for programs, each with a number of its own")
-            return
-        if self.is_draining:
-            peer.refuse("this node is being stopped, and takes in nobody")
             return
         client = Client(
             hello.id,
@@ -184,7 +194,7 @@ class Clients:
         elif kind is Inquire:
             self._do(self._tell(client, message))  # type: ignore[arg-type]
         elif kind is Depart:
-            self._depart(client)
+            self._parting.depart(client)
         elif isinstance(message, Carry) and message.task:
             raise ProtocolError("a client has no task whose result carries something")
         elif not hear_of_leases(client, message, self._driver, self.is_draining):
@@ -201,6 +211,7 @@ class Clients:
         ours = self._premises
         peer = client.peer
         assert peer is not None, client
+        self._strangers.know(peer)
         if join.release != ours.release:
             peer.refuse(
                 f"the node runs aiogpu {ours.release}, the program {join.release}; use "
@@ -208,8 +219,13 @@ class Clients:
             )
             self._on_lost(client)
             return
+        if self.is_draining and not join.only_looks:
+            peer.refuse("this node is being stopped, and takes in nobody")
+            self._on_lost(client)
+            return
         program = Program(
-            join.executable, join.sys_path, join.directory, join.environ, join.preload
+            *(join.executable, join.sys_path, join.directory, join.environ),
+            *(join.preload, join.flags),
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
@@ -276,62 +292,25 @@ class Clients:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
             client.pidfd = -1
-        self._give_up(client)
+        self._parting.give_up(client)
         self.routes.resume(client.id)
         client.return_loans()
-        if client.program:
-            self._zygotes.leave(client.program)
         if client.is_joined and client.wish is None:
             self._driver.feed(ClientLeft(client.client))
-
-    def _give_up(self, client: Client) -> None:
-        """Stop what is a client's own."""
-        give_back_all(client, self._driver)
-        for number in list(client.asked):
-            self._nest.far.withdraw(client, number)
-        client.fetched.clear()
-        children, client.children = client.children, {}
-        self._stop_some([TaskId(task) for task in children.values()])
-        client.departing.update(TaskId(task) for task in children.values())
-        self._driver.actors.holding.pop(client.id, None)
-        holds = list(client.holds)
-        self._nest.far.release_all(client)
-        for public in holds:
-            actor = self._driver.actors.get(public)
-            if actor is not None and not actor.holders:
-                client.departing.add(TaskId(actor.id))
-
-    def _stop_some(self, tasks: list[TaskId]) -> None:
-        for task in tasks[:AT_ONCE]:
-            self._driver.cancel(task)
-        if len(tasks) > AT_ONCE:
-            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
-
-    def _depart(self, client: Client) -> None:
-        self._give_up(client)
-        patience = self._driver.scheduler.patience
-        within = patience.cancel_grace + patience.exit_grace
-        self._look(client, FIRST_LOOK, self._loop.time() + within)
-
-    def _look(self, client: Client, pause: float, until: float) -> None:
-        """Tell a client that nothing of it runs any more, as soon as that is so."""
-        if client.peer is None:
-            return
-        knows = self._driver.knows
-        client.departing = {task for task in client.departing if knows(task)}
-        if client.departing and self._loop.time() < until:
-            longer = min(2 * pause, LONGEST_LOOK)
-            self._loop.call_later(pause, self._look, client, longer, until)
-            return
-        client.peer.send_one(Departed())
+        if client.program:
+            self._parting.note_left(client)
+            self._zygotes.leave(client.program)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing of any client runs or waits."""
-        return not any(
-            client.children or any(number for _, number in client.asked.values())
-            for client in self.by_id.values()
-        )
+    def remains(self) -> str:
+        """What they have asked for that has not ended, in words; "" for nothing."""
+        return remains_of(list(self.by_id.values()))
+
+    def drain(self, patience: float) -> None:
+        """Take no more work, and let in only who looks; see `ends_at`."""
+        self.is_draining = True
+        self.ends_at = self._loop.time() + patience
+        _log.info("no new work is taken; there is still: %s", self.remains or "nothing")
 
     def stop_listening(self) -> None:
         """Let nobody join any more."""
@@ -342,6 +321,7 @@ class Clients:
     def close(self) -> None:
         """The node has ended all that ran: part from those that are still there."""
         self.stop_listening()
+        self._strangers.close()
         for doing in self._doing:
             doing.cancel()
         for client in list(self.by_id.values()):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from aiogpu.core.specs import Environment
-from aiogpu.runtime.program import PROGRAM
+from aiogpu.core.specs import PROGRAM, Environment
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 """Prefixes of what the dynamic linker, the C library and Python read."""

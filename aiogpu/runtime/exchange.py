@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import TaskId
-from aiogpu.errors import DeserializationError, ProtocolError
+from aiogpu.errors import DeserializationError, ProtocolError, TaskCancelledError
 from aiogpu.runtime.child import Carrying, Child
 from aiogpu.runtime.values import Value, find, known
+from aiogpu.wire.failure import RAISED, STOPPED, pack_failure
 from aiogpu.wire.messages import Failed, Message
 from aiogpu.wire.sharing import (
     Discard,
@@ -74,14 +75,25 @@ class Exchange:
         child = caller.children.get(message.child)
         if child is not None:
             value.task = child
-            value.stop = partial(self._driver.cancel, child)
+            stop = partial(self._driver.cancel, child)
+            value.stop = partial(self._stop, child, stop)
             _tell_as_well(self._driver.receiver_of(TaskId(child)), value, message.part)
             return
         actor, number = caller.asked.get(message.child, (0, 0))
         if number:
-            value.stop = partial(self._driver.actors.cancel, actor, number)
+            stop = partial(self._driver.actors.cancel, actor, number)
+            value.stop = partial(self._stop, number, stop)
             _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
         # Else it was told before, and the worker says so when it hears that.
+
+    def _stop(self, number: int, stop: Callable[[], object]) -> None:
+        """Somebody else cancels what it was given; who has started it is told."""
+        receiver = self._driver.receiver_of(TaskId(number))
+        stop()
+        if receiver is not None:
+            error = TaskCancelledError("it was cancelled by who was given its handle.")
+            failed = pack_failure(0, RAISED, error, "")
+            receiver.reject(failed._replace(kind=STOPPED))
 
     def _fetch(self, caller: Caller, message: Fetch) -> None:
         receiver = Child(caller, message.child)

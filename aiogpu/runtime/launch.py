@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
-from aiogpu.runtime.process import start_interpreter
+from aiogpu.runtime.process import fitting, start_interpreter
 from aiogpu.runtime.program import Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.wire.setup import Setup, socket_path
@@ -72,14 +72,16 @@ def launch(
         reading, writing = os.pipe2(os.O_CLOEXEC)
     except OSError as error:
         raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
+    variables = {**program.environ, **own}
     try:
         child = start_interpreter(
             setup._asdict(),
             around.page,
             writing,
-            {**program.environ, **own},
+            variables,
             program.directory or None,
             program.executable,
+            fitting(program.flags, program.environ, variables),
         )
     except NodeStartError:
         os.close(reading)

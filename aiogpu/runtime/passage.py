@@ -23,6 +23,8 @@ RETRY: Final = 0.1
 """Seconds after which connections are accepted again where that was not possible."""
 ID: Final = 8
 """Bytes of a worker's id, the lowest first."""
+WITHIN: Final = 10.0
+"""Seconds in which it says its id; it does so at once, unless it is stopped."""
 _CREDENTIALS: Final = struct.Struct("iII")
 
 
@@ -34,7 +36,7 @@ class Passage:
     ) -> None:
         self._loop = loop
         self._store = store
-        self._greeting: set[socket.socket] = set()
+        self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.setblocking(False)
         self._listening.bind(path)
@@ -60,13 +62,11 @@ class Passage:
                 self._later = self._loop.call_later(RETRY, self._listen)
             return False
         connected.setblocking(False)
-        raw = connected.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
+        if _credentials(connected)[1] != os.geteuid():
             connected.close()
             return True
-        self._greeting.add(connected)
+        late = self._loop.call_later(WITHIN, self._turn_away, connected)
+        self._greeting[connected] = late
         self._loop.add_reader(connected.fileno(), partial(self._greet, connected))
         return True
 
@@ -80,6 +80,12 @@ class Passage:
         for connected in list(self._greeting):
             self._greet(connected)
 
+    def _turn_away(self, connected: socket.socket) -> None:
+        """It has said nothing."""
+        self._loop.remove_reader(connected.fileno())
+        del self._greeting[connected]
+        connected.close()
+
     def _greet(self, connected: socket.socket) -> None:
         told = b""
         try:
@@ -88,19 +94,37 @@ class Passage:
             return
         except OSError:
             pass  # it has gone
-        self._greeting.discard(connected)
+        self._greeting.pop(connected).cancel()
         self._loop.remove_reader(connected.fileno())
         caller = self._store.caller(int.from_bytes(told, "little"))
         if caller is None or len(told) != ID:
             connected.close()
             return
-        self._store.lending(caller).connect(connected)
+        lending, pid = self._store.lending(caller), _credentials(connected)[0]
+        if lending.is_connected or (caller.pid and caller.pid != pid):
+            _log.warning(
+                "! refused shared memory to process %d, which says that it is number "
+                "%d (process %d): each connects once, and for itself",
+                *(pid, caller.id, caller.pid),
+            )
+            connected.close()
+            return
+        lending.connect(connected)
 
     def close(self) -> None:
         """Accept nobody any more."""
         if self._later is not None:
             self._later.cancel()
+        for late in self._greeting.values():
+            late.cancel()
         for sock in (*self._greeting, self._listening):
             self._loop.remove_reader(sock.fileno())
             sock.close()
         self._greeting.clear()
+
+
+def _credentials(connected: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid

@@ -16,6 +16,18 @@ from typing import Final
 from aiogpu.errors import NodeStartError
 
 _FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))
+_CARRIED: Final = frozenset(
+    {
+        *("dev", "faulthandler", "frozen_modules", "int_max_str_digits"),
+        *("no_debug_ranges", "pycache_prefix", "tracemalloc", "utf8"),
+        "warn_default_encoding",
+    }
+)
+"""What may stand behind -X of the workers; the rest would print at the end."""
+_EMBEDS: Final = (
+    "this program embeds Python and sys.executable is empty; set it to a Python "
+    "interpreter that can import aiogpu."
+)
 _BOOT: Final = (
     "import marshal, os, sys; fields = marshal.loads(os.read(0, 1 << 24)); "
     "sys.path[:] = fields['sys_path']; "
@@ -63,6 +75,7 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
     environ: Mapping[str, str] | None = None,
     directory: str | None = None,
     executable: str | None = None,
+    flags: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter that calls `aiogpu.worker.__main__.main(fields)`.
 
@@ -75,6 +88,7 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
         environ: its variables, this process's unless given.
         directory: where it starts, where this process is unless given.
         executable: the interpreter, this process's unless given.
+        flags: its command-line options.
 
     Raises:
         NodeStartError: there is no interpreter, or it cannot be started.
@@ -83,16 +97,13 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
 
     executable = executable or sys.executable
     if not executable:
-        raise NodeStartError(
-            "this program embeds Python and sys.executable is empty; set it to a "
-            "Python interpreter that can import aiogpu."
-        )
+        raise NodeStartError(_EMBEDS)
     source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
     try:
         os.write(source, marshal.dumps(fields))
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
-            [executable, *interpreter_flags(environ), "-c", _BOOT],
+            [executable, *flags, "-c", _BOOT],
             stdin=source,
             stdout=output,
             stderr=output,
@@ -107,19 +118,33 @@ def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
         os.close(source)
 
 
-def interpreter_flags(environ: Mapping[str, str] | None = None) -> Sequence[str]:
-    """The command-line options of this interpreter that its workers are to share.
-
-    Options go before variables; so filters of warnings are left out where the
-    child's `environ` has its own.
-    """
+def interpreter_flags() -> Sequence[str]:
+    """The command-line options of this interpreter that its workers are to share."""
     options = [
         "-" + letter * int(getattr(sys.flags, name))
         for name, letter in _FLAGS
         if getattr(sys.flags, name)
     ]
-    if environ is not None:
-        own = environ.get("PYTHONWARNINGS")
-        if own is not None and own != os.environ.get("PYTHONWARNINGS"):
-            return options
+    for name, value in sys._xoptions.items():
+        if name in _CARRIED:
+            options += ["-X", name if value is True else f"{name}={value}"]
     return [*options, *(f"-W{option}" for option in sys.warnoptions)]
+
+
+def fitting(
+    flags: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
+) -> Sequence[str]:
+    """The options of an interpreter, once its variables are others.
+
+    Options go before variables; so filters of warnings are left out where the
+    variables have others.
+
+    Args:
+        flags: its options.
+        before: variables that it had with them.
+        now: variables that it is to have.
+    """
+    own = now.get("PYTHONWARNINGS")
+    if own is None or own == before.get("PYTHONWARNINGS"):
+        return flags
+    return [flag for flag in flags if not flag.startswith("-W")]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-PROGRAM: Final = "AIOGPU_PROGRAM"
-"""The variable that names a task's program by its key."""
+from aiogpu.core.specs import PROGRAM
+
 PASSING: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 """Variables that differ between two starts of the same program from one shell."""
 
@@ -26,6 +26,7 @@ class Program(NamedTuple):
         directory: the working directory.
         environ: its variables.
         preload: modules that its zygote imports.
+        flags: command-line options of its interpreter.
     """
 
     executable: str
@@ -33,12 +34,13 @@ class Program(NamedTuple):
     directory: str
     environ: Mapping[str, str]
     preload: Sequence[str] = ()
+    flags: Sequence[str] = ()
 
     @property
     def key(self) -> str:
         """The same for two programs whose workers may stand in for each other."""
         parts: list[str] = [self.executable, self.directory, *self.sys_path, "", ""]
-        parts += [*self.preload, "", ""]
+        parts += [*self.preload, "", "", *self.flags, "", ""]
         for name, value in sorted(self.environ.items()):
             if name not in PASSING:
                 parts += [name, value]

@@ -41,7 +41,6 @@ class LiveWorker(Caller):
     slot: Slot
     start_timer: asyncio.Handle
     environment: tuple[tuple[str, str], ...] = ()
-    pid: int = 0
     sites: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
     status: int | None = None

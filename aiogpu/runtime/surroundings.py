@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.node_cgroup import NodeCgroup
+from aiogpu.runtime.process import interpreter_flags
 from aiogpu.runtime.program import Program
 
 
@@ -73,7 +74,10 @@ class Surroundings:
     def own(self) -> Program:
         """What is the node's own program."""
         place = "" if self.place is None else f"/proc/self/fd/{self.place}"
-        return Program(sys.executable, self.sys_path, place, self.environ)
+        flags = interpreter_flags()
+        return Program(
+            *(sys.executable, self.sys_path, place, self.environ), flags=flags
+        )
 
     def close(self) -> None:
         """Close the descriptors."""

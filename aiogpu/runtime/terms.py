@@ -11,12 +11,11 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.specs import PROGRAM, Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
 from aiogpu.runtime.plain import Maybe, fits, load_plain, plain
-from aiogpu.runtime.program import PROGRAM
 
 _AMOUNTS: Final = [(str, int)]
 _SECONDS: Final = int | float | None

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
-from aiogpu.core.specs import Environment
+from aiogpu.core.specs import PROGRAM, Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.early import early_variables
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.lineage import Lineage
-from aiogpu.runtime.program import PROGRAM, Program, program_of
+from aiogpu.runtime.program import Program, program_of
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
@@ -43,6 +43,7 @@ class Zygotes:
             must be asked for again, unless it has a problem.
         on_superseded: told of a zygote in whose place another serves.
         is_busy: says whether a zygote has workers.
+        wants: says whether something of a program lives that has gone.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Zygotes:
         self.on_death: Callable[[Zygote], None]
         self.on_superseded: Callable[[Zygote], None]
         self.is_busy: Callable[[Zygote], bool]
+        self.wants: Callable[[str], bool] = _nobody
         self._loop = loop
         self._console = console
         self._preload = tuple(preload)
@@ -194,6 +196,7 @@ class Zygotes:
         if lineage is not None and lineage.problem is not None:
             # Whoever comes next may have mended what was wrong.
             self._give_up(lineage)
+        self._forget_programs()
 
     def _is_joined(self, lineage: Lineage) -> bool:
         return program_of(lineage.environment) in self._joined
@@ -201,8 +204,17 @@ class Zygotes:
     def _others(self) -> list[Lineage]:
         return [each for each in self._lineages.values() if each is not self.plain]
 
+    def _forget_programs(self) -> None:
+        """Forget those of which nobody will start a worker again."""
+        programs = self._surroundings.programs
+        served = {program_of(environment) for environment in self._lineages}
+        for key in [key for key in programs if key not in served | self._joined.keys()]:
+            if not self.wants(key):
+                del programs[key]
+
     def _give_up(self, lineage: Lineage) -> None:
         del self._lineages[lineage.environment]
+        self._forget_programs()
         lineage.end()
         # Later, not now: the core may be speaking, and will be asked again.
         self._loop.call_soon(self._on_superseded, lineage.current)
@@ -232,3 +244,8 @@ class Zygotes:
 
     def _on_superseded(self, zygote: Zygote) -> None:
         self.on_superseded(zygote)
+
+
+def _nobody(_program: str) -> bool:
+    """No program can join, and none has left anything."""
+    return False

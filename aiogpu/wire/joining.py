@@ -39,8 +39,8 @@ class Refused(NamedTuple):
 class Join(NamedTuple):
     """Client to node: what its tasks' workers are to begin with.
 
-    `release`: its version of aiogpu. `executable`, `sys_path`, `directory` and
-    `environ` are its own. `preload`: modules for its zygote. `shows`: whether it is
+    `release`: its version of aiogpu. `executable`, `flags`, `sys_path`, `directory`
+    and `environ` are its own. `preload`: modules for its zygote. `shows`: whether it is
     sent what its tasks print. `only_looks`: it will run nothing. `weight`:
     what it gets where another of weight 1 gets 1.
     """
@@ -48,6 +48,7 @@ class Join(NamedTuple):
     release: str
     name: str
     executable: str
+    flags: tuple[str, ...]
     sys_path: tuple[str, ...]
     directory: str
     environ: dict[str, str]

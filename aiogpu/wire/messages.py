@@ -25,7 +25,7 @@ from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 

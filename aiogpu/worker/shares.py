@@ -145,16 +145,23 @@ class Shares:
         due.append(_Due(loan, handle.part, handle.task_name))
 
     def fail(self, loan: Loan, error: BaseException) -> None:
-        """The task of what was promised is never started."""
+        """What was shared, or promised, will never be there."""
         failed = pack_failure(0, RAISED, error, OWN_FRAMES)
         self._channel.send(PutFailed(loan.id, *failed.why))
 
     def withdraw(self, child: int) -> None:
         """A child is cancelled: nobody else will say so of its result."""
         for due in self.due.pop(child, ()):
-            error = TaskCancelledError(f"{due.name} was cancelled.")
-            failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-            self._channel.send(PutFailed(due.loan.id, *failed.why))
+            self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+
+    def drop(self, child: int, loan: object) -> None:
+        """One of a child's several results is cancelled; the others may still come."""
+        kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
+        for due in self.due.pop(child, ()):
+            if due.loan is loan:
+                self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+        if kept:
+            self.due[child] = kept
 
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
         loan = self._owned(message.value)

@@ -50,6 +50,7 @@ class PaperEngine:
 
     waits = None
     far = None
+    has_gone = False
 
     def __post_init__(self) -> None:
         self.may_open.set()

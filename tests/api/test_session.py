@@ -14,14 +14,11 @@ import uvloop
 
 import aiogpu
 from aiogpu.api import session as module
-from aiogpu.api.session import (
-    Session,
-    current_session,
-    default_address,
-    session_of,
-    start_session,
-)
+from aiogpu.api import sessions
+from aiogpu.api.address import default_address
+from aiogpu.api.session import Session
 from aiogpu.api.session_state import SessionState
+from aiogpu.api.sessions import current_session, session_of, start_session
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import (
     InfeasibleError,
@@ -406,10 +403,10 @@ def test_a_fork_without_a_loop_says_whose_it_is(engine: PaperEngine) -> None:
 
 async def test_what_the_interpreter_leaves_is_abandoned(engine: PaperEngine) -> None:
     session = await opened(engine)
-    module._abandon_all()
+    sessions._abandon_all()
     assert engine.story[-1] == "abandon"
     await session.shutdown()
-    module._abandon_all()
+    sessions._abandon_all()
     assert engine.story.count("abandon") == 1
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 from aiogpu.core.client_status import ClientStatus, Program
 from aiogpu.core.events import ClientJoined
@@ -43,7 +44,7 @@ def test_each_program_tells_what_it_runs_wants_and_holds():
     status = look_at(w)
     nothing = Limits()
     assert status.clients == (
-        ClientStatus(0, "", 0, 1.0, 1, 0, {"CPU": 1.0}, nothing),
+        ClientStatus(0, "the node's own program", 0, 1.0, 1, 0, {"CPU": 1.0}, nothing),
         ClientStatus(1, "train.py", 4711, 2.0, 1, 3, {"CPU": 1.0, "GPU": 0.5}, limits),
         ClientStatus(2, "", 0, 1.0, 0, 1, {}, nothing, has_left=True),
     )
@@ -79,6 +80,20 @@ def test_the_nodes_own_program_alone_is_no_news():
     w.submit("own")
     assert len(look_at(w).clients) == 1
     assert "programs" not in str(look_at(w))
+
+
+def test_a_node_whose_own_program_does_nothing_lists_the_others():
+    w = World()
+    w.join(1)
+    assert [one.id for one in look_at(w).clients] == [1]
+
+
+def test_a_node_that_is_being_stopped_says_so():
+    w = World()
+    status = replace(look_at(w), draining=12.0)
+    told = "is being stopped: no new work; what runs has 12 s to end"
+    assert str(status).splitlines()[0] == told
+    assert repr(status).startswith(f"<NodeStatus {told}; CPU ")
 
 
 def test_a_task_tells_whose_go_before_it():
@@ -146,7 +161,7 @@ def test_sixty_four_programs_with_ten_thousand_tasks_each_are_seen_at_once():
     began = time.perf_counter()
     status = snapshot(scheduler, {}, 1.0)
     took = time.perf_counter() - began
-    assert len(status.clients) == 65
+    assert len(status.clients) == 64
     assert sum(one.waiting for one in status.clients) == status.waiting_count
     assert len(status.waiting) == LISTED
     assert len({one.client for one in status.waiting}) == 64

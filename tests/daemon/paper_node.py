@@ -41,10 +41,10 @@ class PaperNode:
         self.limits = limits
         self.listening, self.logs = listening, logs
 
-    async def drain(self, patience: float) -> bool:
+    async def drain(self, patience: float) -> str:
         self.asked.append(f"drain {patience:g}")
         await self.may_drain.wait()
-        return True
+        return ""
 
     async def total(self) -> dict[str, float]:
         return {"CPU": 2.0, "GPU": 1.0}

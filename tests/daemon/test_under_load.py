@@ -43,6 +43,8 @@ async def test_what_runs_ends_and_what_is_new_is_refused(here: Box, gate: Gate) 
         waiting = tasks.add.options(num_gpus=1).remote(40, 2)
         stopping = asyncio.create_task(stopped(here))
         await until_refused()
+        told, _ = await asyncio.to_thread(here.run, "status")
+        assert told.startswith("is being stopped: no new work; what runs has ")
         gate.release("one")
         assert await asyncio.gather(running, waiting) == ["one", 42]
         out, _ = await stopping

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 
-from aiogpu.api import session
+from aiogpu.api import sessions
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.registry import create_engine
 from tests.engines import served as serving
@@ -20,6 +20,8 @@ LACKS: Final = {
     "local": {},
     "node": {
         "same turn": "the node is another process, and goes on while it is asked",
+        "own objects": "what the node makes is made in another process",
+        "own vendors": "a node knows the vendors that its own process has registered",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
@@ -84,7 +86,7 @@ def served(service_forker: None, monkeypatch: pytest.MonkeyPatch) -> None:
             return ServedEngine(options, loop)
         return create_engine(address, options, loop)
 
-    monkeypatch.setattr(session, "create_engine", create)
+    monkeypatch.setattr(sessions, "create_engine", create)
 
 
 @pytest.fixture

@@ -44,13 +44,8 @@ class Service:
     @property
     def descriptors(self) -> list[str]:
         """What its descriptors lead to, without what differs for each."""
-        found = []
-        for link in Path(f"/proc/{self.pid}/fd").iterdir():
-            try:
-                found.append(os.readlink(link).partition(":[")[0])
-            except OSError:
-                continue  # it was closed meanwhile
-        return sorted(found)
+        links = served.descriptors(self.pid)
+        return sorted(link.partition(":[")[0] for link in links)
 
     @property
     def children(self) -> int:

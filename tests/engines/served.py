@@ -10,6 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from aiogpu.engines.base import NodeOptions
@@ -26,7 +29,7 @@ class Forker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.service_forker"],
+            [sys.executable, "-m", "tests.engines.service_forker", str(os.getpid())],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,6 +80,12 @@ class ServedEngine(RemoteEngine):
             await self._end_service()
             raise
 
+    @property
+    def segments(self) -> int:
+        """How many pieces of shared memory the service holds for somebody."""
+        links = descriptors(self.service)
+        return sum("memfd:aiogpu-segment" in link for link in links)
+
     async def close(self) -> None:
         await super().close()
         await self._end_service()
@@ -93,6 +102,13 @@ class ServedEngine(RemoteEngine):
         super().abandon()
         if self.service:
             os.kill(self.service, signal.SIGKILL)
+
+
+def descriptors(pid: int) -> Iterator[str]:
+    """What those of a process lead to."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it was closed meanwhile
+            yield os.readlink(link)
 
 
 def _wait(pidfd: int) -> None:

@@ -282,6 +282,16 @@ async def test_made_up_messages_harm_nobody_else(node: Service, seed: int) -> No
             assert other.hear(ChildDone).child == 1
 
 
+async def test_an_answer_that_cannot_be_opened_is_an_error(
+    node: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        monkeypatch.delattr("aiogpu.core.snapshot.NodeStatus")
+        with pytest.raises(aiogpu.DeserializationError):
+            async with asyncio.timeout(20):
+                await aiogpu.status()
+
+
 async def test_leaving_twice_is_leaving(node: Service) -> None:
     async with watching(node):
         with RawClient(node) as client:

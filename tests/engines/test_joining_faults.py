@@ -22,7 +22,7 @@ from aiogpu.wire.messages import ChildDone, Message, Submit
 from aiogpu.wire.payload import NO_ARGUMENTS
 from aiogpu.wire.sharing import Put
 from aiogpu.wire.streaming import ChildDemand
-from tests.engines import stream_tasks, tasks
+from tests.engines import served, stream_tasks, tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.raw_client import (
     LIMIT,
@@ -255,6 +255,32 @@ async def test_all_that_waits_hears_of_the_death_of_a_node(
     await session.shutdown()
     with pytest.raises(aiogpu.NodeDiedError, match="aiogpu start --head"):
         await aiogpu.init(address=node.path)
+    # [B7] Its zygote has seen its end, and clears up after it.
+    await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
+
+
+async def test_a_program_joins_again_after_the_death_of_its_node(
+    node: Service,
+) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        first = Counter.remote()
+        assert await first.add.remote() == 1
+        with pytest.raises(aiogpu.NodeRunningError):
+            await aiogpu.init(address=node.path)
+        node.end(signal.SIGKILL)
+        with pytest.raises(aiogpu.NodeDiedError, match=r"join it by aiogpu\.init\(\)"):
+            await asyncio.gather(*(tasks.add.remote(number) for number in range(100)))
+        os.unlink(node.path)
+        again = served.forker.fork(node.path, {"num_cpus": 2, "log_to_driver": False})
+        second = Service(node.path, again)
+        try:
+            async with aiogpu.init(address=node.path, log_to_driver=False):
+                assert await tasks.add.remote(1, 2) == 3
+                with pytest.raises(aiogpu.NodeError):
+                    await first.add.remote()
+        finally:
+            second.end()
+    await until(lambda: not os.listdir(os.environ["XDG_RUNTIME_DIR"]))
 
 
 async def test_an_orderly_end_of_a_node_is_told_as_such(

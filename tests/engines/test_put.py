@@ -17,6 +17,7 @@ import pytest
 import aiogpu
 from tests.engines import keepers, odd_pickles
 from tests.engines import value_tasks as v
+from tests.engines.served import ServedEngine
 from tests.gate import Gate
 from tests.until import until
 
@@ -39,8 +40,11 @@ async def node(address: str) -> AsyncIterator[aiogpu.Session]:
 
 def held(node: aiogpu.Session) -> int:
     """Segments that somebody may still read."""
-    store: Any = getattr(node._engine, "store", None)
-    return 0 if store is None else len(store._segments)  # else another process has them
+    engine: Any = node._engine
+    if isinstance(engine, ServedEngine):
+        return engine.segments
+    store = getattr(engine, "store", None)
+    return 0 if store is None else len(store._segments)
 
 
 @pytest.mark.parametrize("size", [10, LARGE])

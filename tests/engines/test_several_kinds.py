@@ -124,6 +124,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.needs("own vendors")
 async def test_a_vendor_of_ones_own(address: str) -> None:
     async with aiogpu.init(address=address, num_cpus=2, num_gpus=1):
         assert (await aiogpu.cluster_resources())["FPGA"] == 2.0
@@ -140,6 +141,7 @@ async def test_a_vendor_of_ones_own(address: str) -> None:
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.needs("own vendors")
 @pytest.mark.needs("at once")
 async def test_devices_of_two_kinds_are_held_side_by_side(address: str) -> None:
     resources = {"neuron_cores": 2, "FPGA": 1}

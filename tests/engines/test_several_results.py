@@ -114,6 +114,17 @@ async def test_one_is_cancelled_and_the_other_comes(
         await needs_a
 
 
+@pytest.mark.needs("at once")
+@pytest.mark.parametrize("task", [v.cancel_a_part, v.cancel_a_part_plainly])
+async def test_a_task_cancels_one_and_the_other_comes(
+    task: Any, node: aiogpu.Session, gate: Gate
+) -> None:
+    running = task.remote(gate.path)
+    await gate.entered("slow", "told")
+    gate.release("slow")
+    assert await running == 2
+
+
 async def test_all_of_them_fail(node: aiogpu.Session) -> None:
     a, b = v.fail.options(num_returns=2).remote("both")
     for handle in (a, v.give.remote(b), b):

@@ -215,6 +215,16 @@ async def test_cancelling_a_handle_that_has_come_back_stops_the_work(
         await slow
 
 
+@pytest.mark.needs("at once")
+@pytest.mark.parametrize(
+    "task", [v.cancel_what_came_back, v.cancel_what_came_back_plainly]
+)
+async def test_a_child_is_cancelled_by_a_handle_that_has_come_back(
+    task: Any, node: aiogpu.Session, gate: Gate
+) -> None:
+    assert await task.remote(gate.path) == "cancelled"
+
+
 async def test_a_handle_of_another_loop_is_refused(node: aiogpu.Session) -> None:
     handle = v.give.remote(1)
 

@@ -188,6 +188,7 @@ async def test_a_plain_task_cannot_ask_either(address: str) -> None:
         assert answer.endswith(" 2")
 
 
+@pytest.mark.needs("own objects")
 async def test_a_great_many_that_wait_cost_no_more_than_a_few(
     address: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,6 +279,50 @@ async def gated_split(path: str, name: str, value: list[Any]) -> list[Any]:
 
 
 @aiogpu.remote
+async def cancel_what_came_back(path: str) -> str:
+    slow = gated.remote(path, "slow", 5)
+    other = (await give_boxed.remote({"handle": slow}))["handle"]
+    other.cancel()
+    try:
+        return str(await slow)
+    except asyncio.CancelledError:
+        return "cancelled"
+
+
+@aiogpu.remote
+def cancel_what_came_back_plainly(path: str) -> str:
+    slow = gated.remote(path, "slow", 5)
+    aiogpu.get(give_boxed.remote({"handle": slow}))["handle"].cancel()
+    try:
+        return str(aiogpu.get(slow))
+    except aiogpu.TaskCancelledError:
+        return "cancelled"
+
+
+@aiogpu.remote
+async def cancel_a_part(path: str) -> int:
+    """Who was given one of two results hears that it was cancelled."""
+    a, b = gated_split.options(num_returns=2).remote(path, "slow", [1, 2])
+    needs_a = give.remote(a)
+    a.cancel()
+    with suppress(aiogpu.TaskCancelledError):
+        return int(await needs_a)
+    say(path, "told")
+    return int(await b)
+
+
+@aiogpu.remote
+def cancel_a_part_plainly(path: str) -> int:
+    a, b = gated_split.options(num_returns=2).remote(path, "slow", [1, 2])
+    needs_a = give.remote(a)
+    a.cancel()
+    with suppress(aiogpu.TaskCancelledError):
+        return int(aiogpu.get(needs_a))
+    say(path, "told")
+    return int(aiogpu.get(b))
+
+
+@aiogpu.remote
 def add_parts(value: list[Any]) -> Any:
     """The parts of a child, pending, are arguments of the next."""
     parts = split.options(num_returns=len(value)).remote(value)

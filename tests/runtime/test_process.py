@@ -13,7 +13,12 @@ from contextlib import contextmanager
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.process import Process, interpreter_flags, start_interpreter
+from aiogpu.runtime.process import (
+    Process,
+    fitting,
+    interpreter_flags,
+    start_interpreter,
+)
 from tests.program import run
 
 FLAGS = """
@@ -21,7 +26,8 @@ FLAGS = """
     from aiogpu.runtime.process import interpreter_flags
     code = (
         "import sys; f = sys.flags; "
-        "print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions)"
+        "print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions, "
+        "f.dev_mode, f.utf8_mode, sys._xoptions)"
     )
     options = [*interpreter_flags()]
     mine = [sys.executable, "-c", code]
@@ -29,14 +35,20 @@ FLAGS = """
         [sys.executable, *options, "-c", code], capture_output=True, text=True
     )
     f = sys.flags
-    print(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions)
+    print(
+        *(f.optimize, f.dont_write_bytecode, f.no_user_site, sys.warnoptions),
+        *(f.dev_mode, f.utf8_mode, sys._xoptions),
+    )
     print(child.stdout + child.stderr, end="")
 """
 
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("-O",), ("-OO", "-B"), ("-s",), ("-Werror::UserWarning", "-Wonce")],
+    [
+        *((), ("-O",), ("-OO", "-B"), ("-s",), ("-Werror::UserWarning", "-Wonce")),
+        ("-X", "dev", "-X", "utf8=0", "-X", "pycache_prefix=/nowhere"),
+    ],
     ids=lambda options: " ".join(options) or "none",
 )
 def test_the_interpreters_options_are_carried_over(options: tuple[str, ...]) -> None:
@@ -62,18 +74,23 @@ def test_an_interpreter_without_options_carries_none(
 
     monkeypatch.setattr(sys, "flags", Flags)
     monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(sys, "_xoptions", {})
     assert list(interpreter_flags()) == []
 
 
-def test_a_childs_own_filters_of_warnings_go_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "warnoptions", ["error"])
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    given = ["-Werror"]
-    assert list(interpreter_flags({}))[-1:] == given
-    assert list(interpreter_flags({"PYTHONWARNINGS": "error"}))[-1:] == given
-    assert "-Werror" not in interpreter_flags({"PYTHONWARNINGS": "ignore"})
+def test_what_prints_at_the_end_is_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_xoptions", {"importtime": True, "dev": True})
+    flags = list(interpreter_flags())
+    assert flags[flags.index("-X") :][:2] == ["-X", "dev"]
+    assert "importtime" not in flags
+
+
+def test_a_childs_own_filters_of_warnings_go_first() -> None:
+    flags, before = ["-O", "-Werror"], {"PYTHONWARNINGS": "error"}
+    assert fitting(flags, before, {}) == flags
+    assert fitting(flags, before, before) == flags
+    assert fitting(flags, before, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
+    assert fitting(flags, {}, {"PYTHONWARNINGS": "ignore"}) == ["-O"]
 
 
 @contextmanager

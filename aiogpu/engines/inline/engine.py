@@ -36,6 +36,7 @@ class InlineEngine:
     """A node without processes."""
 
     far = None
+    has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
         self._options = options

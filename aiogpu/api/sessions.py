@@ -1,0 +1,71 @@
+"""The session of each event loop: begun, found again, inherited by forks.
+
+A `.remote()` without one opens an embedded node with the defaults, which closes with
+its loop. A fork of the program inherits an inert session: it neither works nor harms
+the parent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+from typing import Final
+
+from aiogpu.api.address import default_address, refuse_in_worker
+from aiogpu.api.session import Session, sessions
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.registry import create_engine
+from aiogpu.errors import NoLoopError
+
+_get_running_loop: Final = asyncio._get_running_loop
+
+
+def start_session(
+    address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+) -> Session:
+    """Make a session and begin to open it; calls may be made at once."""
+    session = Session(create_engine(address, options, loop), loop)
+    session.start_opening()
+    return session
+
+
+def current_session() -> Session:
+    """The running loop's session; one is opened if there is none.
+
+    Raises:
+        NoLoopError: no event loop is running in this thread.
+    """
+    loop = _get_running_loop()
+    session = sessions.get(loop)  # type: ignore[arg-type]
+    if session is not None:
+        return session
+    refuse_in_worker("the node")
+    if loop is None:
+        for inherited in sessions.values():
+            if inherited.is_forked:
+                raise inherited.unusable()
+        raise NoLoopError(
+            ".remote() needs a running event loop, and there is none in this thread. "
+            "Call it inside an `async def` that runs by aiogpu.run(main())."
+        )
+    return start_session(default_address(), NodeOptions(), loop)
+
+
+def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:
+    """The session of that loop, None if it has none."""
+    return sessions.get(loop)  # type: ignore[arg-type]
+
+
+def _disown_all() -> None:
+    for session in sessions.values():
+        session.disown()
+
+
+def _abandon_all() -> None:
+    for session in list(sessions.values()):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+atexit.register(_abandon_all)

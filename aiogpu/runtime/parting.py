@@ -1,0 +1,105 @@
+"""What ends with a program that leaves a node, and what of it stays.
+
+Whoever says that he leaves is told when nothing of his runs any more; who is killed
+need not be, and the same is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from aiogpu.core.ids import ClientId, TaskId
+from aiogpu.core.wording import in_words
+from aiogpu.runtime.client import Client
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.far import Far
+from aiogpu.runtime.lessee import give_back_all
+from aiogpu.wire.joining import Departed
+
+AT_ONCE: Final = 1000
+"""Tasks of a client that has gone which are stopped in one turn of the loop."""
+FIRST_LOOK: Final = 1e-3
+LONGEST_LOOK: Final = 0.02
+"""Seconds between two looks at whether all of a client that leaves has stopped."""
+
+
+class Parting:
+    """See above."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, driver: Driver, far: Far
+    ) -> None:
+        self._loop = loop
+        self._driver = driver
+        self._far = far
+        self._programs: dict[ClientId, str] = {}
+
+    def __repr__(self) -> str:
+        return f"<Parting {len(self._programs)} have left something>"
+
+    def give_up(self, client: Client) -> None:
+        """Stop what is a client's own."""
+        give_back_all(client, self._driver)
+        for number in list(client.asked):
+            self._far.withdraw(client, number)
+        client.fetched.clear()
+        children, client.children = client.children, {}
+        self._stop_some([TaskId(task) for task in children.values()])
+        client.departing.update(TaskId(task) for task in children.values())
+        self._driver.actors.holding.pop(client.id, None)
+        holds = list(client.holds)
+        self._far.release_all(client)
+        for public in holds:
+            actor = self._driver.actors.get(public)
+            if actor is not None and not actor.holders:
+                client.departing.add(TaskId(actor.id))
+
+    def _stop_some(self, tasks: list[TaskId]) -> None:
+        for task in tasks[:AT_ONCE]:
+            self._driver.cancel(task)
+        if len(tasks) > AT_ONCE:
+            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
+
+    def depart(self, client: Client) -> None:
+        """It says that it leaves."""
+        self.give_up(client)
+        patience = self._driver.scheduler.patience
+        within = patience.cancel_grace + patience.exit_grace
+        self._look(client, FIRST_LOOK, self._loop.time() + within)
+
+    def _look(self, client: Client, pause: float, until: float) -> None:
+        """Tell a client that nothing of it runs any more, as soon as that is so."""
+        if client.peer is None:
+            return
+        knows = self._driver.knows
+        client.departing = {task for task in client.departing if knows(task)}
+        if client.departing and self._loop.time() < until:
+            longer = min(2 * pause, LONGEST_LOOK)
+            self._loop.call_later(pause, self._look, client, longer, until)
+            return
+        client.peer.send_one(Departed())
+
+    def note_left(self, client: Client) -> None:
+        """It has gone; detached actors of it may live on, and start again."""
+        self._programs[client.client] = client.program
+
+    def wants(self, program: str) -> bool:
+        """Whether something lives that a program has left which has gone."""
+        alive = {one.id for one in self._driver.scheduler.clients or ()}
+        self._programs = {
+            client: key for client, key in self._programs.items() if client in alive
+        }
+        return program in self._programs.values()
+
+
+def remains_of(clients: list[Client]) -> str:
+    """What clients have asked for that has not ended, in words; "" for nothing."""
+    counts = {
+        "task": sum(len(one.children) for one in clients),
+        "call": sum(number > 0 for one in clients for _, number in one.asked.values()),
+        "lease": sum(len(one.leases) for one in clients),
+    }
+    return in_words(
+        [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n]
+    )

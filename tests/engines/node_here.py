@@ -1,0 +1,55 @@
+"""A node of this process that programs can join, for tests that look into it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiogpu
+from aiogpu.api.node import Opening
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.local import LocalEngine
+
+
+class Here:
+    """A node of this process, which it joins by its socket as others would.
+
+    Attributes:
+        engine: the node.
+        path: of its socket.
+    """
+
+    def __init__(self, engine: LocalEngine, path: str) -> None:
+        self.engine = engine
+        self.path = path
+
+    def join(self) -> Opening:
+        """This program works there."""
+        return aiogpu.init(address=self.path, log_to_driver=False)
+
+    def looks(self) -> Opening:
+        """This program only looks."""
+        return Opening(self.path, NodeOptions(only_looks=True), False)
+
+
+@asynccontextmanager
+async def node_here(directory: Path) -> AsyncIterator[Here]:
+    """A node of this process; its socket is in that directory."""
+    engine = LocalEngine(
+        NodeOptions(num_cpus=2, num_gpus=1, log_to_driver=False),
+        asyncio.get_running_loop(),
+    )
+    await engine.open()
+    path = directory / "s"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(8)
+        await engine.serve(listening)
+        try:
+            yield Here(engine, str(path))
+        finally:
+            await engine.close()
+            path.unlink()

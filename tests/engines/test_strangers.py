@@ -1,0 +1,176 @@
+"""Who connects to a node, or for its shared memory, and is nobody it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from aiogpu.engines.line import Line
+from aiogpu.runtime.claims import NUMBERS
+from aiogpu.wire.frames import encode
+from aiogpu.wire.joining import Depart, Inquire, Refused
+from aiogpu.wire.messages import ChildDone, Close
+from aiogpu.wire.parcel import Contents, pack
+from aiogpu.wire.payload import load_result
+from aiogpu.wire.setup import descriptor_path
+from aiogpu.wire.sharing import SEGMENTS, Put
+from tests.engines import value_tasks
+from tests.engines.node_here import Here, node_here
+from tests.engines.raw_client import RawClient, Service
+from tests.program import environment
+from tests.until import until
+
+np = pytest.importorskip("numpy")
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+SOON: Final = 0.05
+LARGE: Final = 1 << 20
+
+
+@pytest.fixture
+async def here(no_leaks: None, runtime_directory: Path) -> AsyncIterator[Here]:
+    async with node_here(runtime_directory) as opened:
+        yield opened
+
+
+def memory_of(here: Here) -> str:
+    """The path of the socket for descriptors."""
+    return descriptor_path(here.engine._supervisor.directory)
+
+
+def connected(path: str) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX)
+    found.settimeout(20)
+    found.connect(path)
+    return found
+
+
+@pytest.mark.parametrize("greets", [False, True])
+async def test_who_does_not_say_which_program_he_is_is_sent_away(
+    greets: bool, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RawClient(Service(here.path, os.getpid())) as known:
+        await asyncio.to_thread(known.joined, only_looks=True)
+        monkeypatch.setattr("aiogpu.runtime.strangers.WITHIN", SOON)
+        with RawClient(Service(here.path, os.getpid()), greets=greets) as silent:
+            (told,) = await asyncio.to_thread(silent.hear_all)
+            assert isinstance(told, Refused)
+            assert "was not said within 10 s which program this is" in told.reason
+        known.say(Inquire(1, "resources", 0))
+        answer = await asyncio.to_thread(known.hear, ChildDone)
+        assert load_result(answer.payload)["CPU"] == 2
+    clients = here.engine._supervisor.clients
+    await until(lambda: not clients.by_id)
+    assert repr(clients._strangers) == "<Strangers 0>"
+
+
+async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
+    """Also where its loop is held up for long by what comes next."""
+    line = Line(asyncio.get_running_loop())
+    line.on_messages = line.on_lost = print  # nobody speaks
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        line.send(Depart())
+        line.connect(str(tmp_path / "s"), b"greeting", Close())
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.setblocking(False)
+            assert accepted.recv(100) == b"greeting" + encode(Close())
+            await asyncio.sleep(0)
+            assert accepted.recv(100) == encode(Depart())
+            line.close()
+
+
+async def test_who_says_nothing_gets_no_memory(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.runtime.passage.WITHIN", SOON)
+    with connected(memory_of(here)) as silent:
+        assert await asyncio.to_thread(silent.recv, 1) == b""
+
+
+@pytest.mark.parametrize(
+    "said", [b"\0", b"\xff" * 8, (1 << 26).to_bytes(8, "little"), bytes(8)]
+)
+async def test_who_is_nobody_gets_no_memory(said: bytes, here: Here) -> None:
+    with connected(memory_of(here)) as stranger:
+        stranger.sendall(said)
+        assert await asyncio.to_thread(stranger.recv, 1) == b""
+
+
+FORGER: Final = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as forger:
+    forger.settimeout(20)
+    forger.connect(sys.argv[1])
+    forger.sendall(int(sys.argv[2]).to_bytes(8, "little"))
+    print(forger.recv(1))
+"""
+
+
+async def test_nobody_gets_memory_in_another_ones_name(
+    here: Here, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with here.join():
+        large = np.ones(LARGE, np.uint8)
+        number = next(iter(here.engine._supervisor.clients.by_id))
+        # Of this process, but it has connected before.
+        assert (await value_tasks.give.remote(large)).sum() == LARGE
+        with connected(memory_of(here)) as second:
+            second.sendall(number.to_bytes(8, "little"))
+            assert await asyncio.to_thread(second.recv, 1) == b""
+        forger = subprocess.Popen(
+            [sys.executable, "-c", FORGER, memory_of(here), str(number)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        out, _ = await asyncio.to_thread(forger.communicate)
+        assert out == "b''\n"
+        assert f"refused shared memory to process {forger.pid}" in caplog.text
+        for _ in range(3):
+            large = await value_tasks.give.remote(large)
+        assert large.sum() == LARGE
+
+
+async def test_garbage_for_descriptors_harms_nobody_else(
+    here: Here, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "aiogpu")
+    source = random.Random(5)
+    # By this name it is seen where a copy of it is left behind.
+    given = os.memfd_create("aiogpu-garbage")
+    async with here.join():
+        for turn in range(8):
+            with RawClient(Service(here.path, os.getpid())) as client:
+                await asyncio.to_thread(client.joined)
+                with connected(memory_of(here)) as memory:
+                    memory.sendall(client.number.to_bytes(8, "little"))
+                    for _ in range(turn):
+                        data = source.randbytes(source.randrange(1, 40))
+                        socket.send_fds(memory, [data], [given] * source.randrange(4))
+                    client.say(put_of(client.number))
+                    assert await asyncio.to_thread(client.hear, Refused)
+            large = np.full(LARGE, turn, np.uint8)
+            assert (await value_tasks.give.remote(large) == turn).all()
+    os.close(given)
+    clients = here.engine._supervisor.clients
+    await until(lambda: not clients.by_id)
+
+
+def put_of(client: int) -> Put:
+    """A value in a segment of which no descriptor was passed."""
+    segment = SEGMENTS + (client << 36) + 1
+    contents = Contents(stream=b"x", segment=segment, size=4096, spans=(0, 4096))
+    return Put(-((client << NUMBERS) + 1), pack(contents))
