@@ -27,9 +27,9 @@ Amounts = tuple[tuple[str, int], ...]
 class Bundle(NamedTuple):
     """What one bundle holds; see `Request`."""
 
-    scalars: Amounts = ()
-    devices: Amounts = ()
-    accelerator_type: str | None = None
+    scalars: Amounts
+    devices: Amounts
+    accelerator_type: str | None
 
     @classmethod
     def of(cls, request: Request) -> Bundle:

@@ -194,7 +194,8 @@ class Request:
             terms.append(
                 f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
             )
-        return "{" + ", ".join(terms) + "}"
+        told = "{" + ", ".join(terms) + "}"
+        return told if self.gang is None else f"{told} in {self.gang}"
 
 
 def written(name: str, value: float) -> str:

@@ -86,6 +86,8 @@ class Stage(Onlooker):
                 self._by_id[task].interrupts += 1
             case effects.Granted():
                 self._grant(effect)
+            case effects.Reserved(task, holder):
+                self.gangs[self._by_id[task].spec.name] = holder
             case effects.Reclaim(task, holder):
                 assert self.leases[self._by_id[task].spec.name] == holder, effect
             case effects.Retire(worker):
@@ -120,6 +122,7 @@ class Stage(Onlooker):
             assert not task.is_forgotten, effect
             task.is_forgotten = True
             self.leases.pop(task.spec.name, None)
+            self.gangs.pop(task.spec.name, None)
             return
         owner = self._by_id[effect.task]  # type: ignore[union-attr]
         assert owner.news is None, (effect, owner)

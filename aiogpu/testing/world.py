@@ -317,6 +317,9 @@ class World(Stage):
                 self.cancel(name)
                 self.give_back(name)
                 continue
+            if self.gangs:
+                self.cancel(next(iter(self.gangs)))
+                continue
             if (moment := self.scheduler.deadline()) is None:
                 return
             self._wake(moment)
