@@ -183,9 +183,7 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
     assert where(lease) == [[1], [0]]
     assert take_in(ledger, 0, GPU=1, accelerator_type="A100") is not None
-    request = replace(
-        request_of({"GPU": 1}, "A100"), gang=Within("gang", "gang", 1)
-    )
+    request = replace(request_of({"GPU": 1}, "A100"), gang=Within("gang", "gang", 1))
     assert take_grouped(ledger, request) is None
     reason = ledger.why_infeasible(request)
     assert "no bundle that it may use could hold it" in reason

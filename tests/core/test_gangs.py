@@ -264,7 +264,7 @@ def test_small_tasks_do_not_starve_a_gang():
     w.advance(2.0)
     count = 4
     while not w.gangs:
-        name = sorted(w.running)[0]
+        name = min(w.running)
         w.submit(f"s{count}", num_gpus=0.5)
         count += 1
         w.finish(name)
