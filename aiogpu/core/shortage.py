@@ -270,7 +270,7 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
     return "waits for " + " and ".join(short) if short else ""
 
 
-def awaited_gang(node: Node, record: TaskRecord) -> str:
+def awaited_gang(node: Stock, record: TaskRecord) -> str:
     """The name of its gang, if that is not granted yet; empty otherwise."""
     within = record.spec.shape.request.gang
     if isinstance(within, Within) and within.key not in node.ledger.gangs:
