@@ -11,11 +11,13 @@ from aiogpu.core.bundles import (
     give_back_gang,
     parts_for,
     roomiest,
+    take_gang,
     take_grouped,
     would_help,
 )
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.gang import ANY, SPREAD, STRICT_PACK, STRICT_SPREAD, Within
+from aiogpu.core.layout import Layout
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import UNIT
 from tests.core.ganged import bundle, gang_of, request_of
@@ -271,6 +273,30 @@ def test_how_they_are_told():
     assert str(Within("k", "mine")) == "any bundle of mine"
     assert gang.holding(ANY, request_of({"CPU": 1})) == [0, 1]
     assert gang.holding(1, request_of({"CPU": 2})) == []
+
+
+def test_layouts_are_tried_for_a_while_only():
+    ledger = ledger_of(gpus=6, memory=0)
+    shares = ledger.device_sets["GPU"]
+    shares.take([(at, 50 * at) for at in range(6)])
+    # All but the last fit, in each of many ways.
+    wanted = [0.31] * 18 + [0.3]
+    layout = Layout(ledger, gang_of(*({"GPU": n} for n in wanted)), {}, None)
+    before = list(shares.free)
+    assert layout.find() is None
+    assert shares.free == before
+
+
+def test_a_gang_goes_without_what_is_kept_for_another():
+    ledger = ledger_of(gpus=2)
+    gang = gang_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
+    request = gang.request()
+    assert take_gang(ledger, gang, request, {"GPU": 0b11}) is None
+    assert take_gang(ledger, gang, request, {}, {"CPU": 4 * UNIT}) is None
+    two = gang_of({"CPU": 1}, {"CPU": 1})
+    assert take_gang(ledger, two, two.request(), {}, {"CPU": 3 * UNIT}) is None
+    lease = take_gang(ledger, gang, request, {"GPU": 0b01}, {"CPU": 3 * UNIT})
+    assert where(lease) == [[1], []]
 
 
 # Against brute force.

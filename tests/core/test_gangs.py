@@ -435,3 +435,80 @@ def test_what_a_gang_leaves_is_told_of_who_holds_what():
 def test_the_request_of_a_gang_is_the_sum_of_its_bundles():
     request = gang_of({"GPU": 1, "CPU": 1}, {"GPU": 0.5}, {"CPU": 2}).request()
     assert request.as_numbers() == {"CPU": 3.0, "GPU": 1.5}
+
+
+def test_a_child_looks_at_all_bundles_before_its_wait_is_given_up():
+    w = GangWorld(cpus=4, gpus=1)
+    w.gang("gang", {"CPU": 1}, {"GPU": 1})
+    w.submit_in("gang", "parent", num_gpus=0.6)
+    w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told == {"child": "deadlocked"}
+
+
+def test_a_gang_that_is_awaited_within_another_is_no_deadlock():
+    w = GangWorld(cpus=4, gpus=2)
+    w.submit("before", num_gpus=1)
+    w.gang("gang", {"GPU": 1}, {"CPU": 1})
+    w.submit_in("gang", "parent", num_gpus=1)
+    w.gang("other", {"GPU": 1, "CPU": 1})
+    w.submit_in("other", "child", num_gpus=1, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told == {}
+    w.finish("before")
+    assert "child" in w.running
+
+
+def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
+    w = GangWorld(cpus=1, gpus=1, took=1e-5)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "m0", num_gpus=1)
+    w.submit_in("gang", "m1", num_gpus=1)
+    for number in range(3):
+        w.submit(f"p{number}")
+    w.advance(2.0)
+    w.tell(events.TimePassed())
+    assert w.scheduler.reservation.record.spec.name == "m1"
+    assert w.scheduler.reservation.part is not None
+    w.finish("p0")
+    assert w.running == {"m0", "p1"}
+
+
+def test_a_gang_whose_holders_lend_their_cpus_is_planned_with_what_they_have():
+    w = GangWorld(cpus=2, gpus=1)
+    w.submit("parent", num_gpus=1)
+    w.submit("child", parent="parent")
+    w.wait_for("parent", "child")
+    w.gang("gang", {"GPU": 1, "CPU": 2})
+    w.advance(2.0)
+    assert w.scheduler.reservation is not None
+    assert w.scheduler.reservation.record.spec.name == "gang"
+    w.finish("child")
+    w.finish("parent")
+    assert list(w.gangs) == ["gang"]
+
+
+def test_a_gang_that_waits_for_children_of_who_holds_cpus_is_found_out():
+    w = GangWorld(cpus=2, resources={"license": 1})
+    w.submit("parent", resources={"license": 1})
+    w.gang("gang", {"license": 1, "CPU": 1})
+    w.submit_in("gang", "child", num_cpus=1, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told == {"gang": "deadlocked", "child": "evicted"}
+
+
+def test_the_picture_says_for_which_placement_one_waits():
+    w = GangWorld(cpus=2, gpus=1)
+    w.submit("before", num_gpus=1)
+    w.submit("made")
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "early", num_gpus=1, needs=["made"])
+    w.supply("early")
+    seen = snapshot(w.scheduler, {}, w.now)
+    told = {one.name: one.reason for one in seen.waiting}
+    assert told["early"] == "waits for gang, its placement"
+    w.finish("before")
+    w.submit_in("gang", "second", num_gpus=0.5)
+    seen = snapshot(w.scheduler, {}, w.now)
+    told = {one.name: one.reason for one in seen.waiting}
+    assert told["second"].endswith("in any bundle of gang")
