@@ -21,6 +21,7 @@ from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.observed import Observations
 from aiogpu.core.pausing import why_not_running
+from aiogpu.core.placement_status import PlacementStatus, placement_status
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
@@ -113,6 +114,7 @@ class NodeStatus:
         actors: all that have a process; then the first 100 of the others.
         failures: the last 100 that have failed, the latest first; none are kept by a
             node without processes.
+        placements: all of them, in the order in which they were asked for.
     """
 
     total: Mapping[str, float]
@@ -127,6 +129,7 @@ class NodeStatus:
     clients: tuple[ClientStatus, ...] = ()
     actors: tuple[ActorStatus, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
+    placements: tuple[PlacementStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -158,6 +161,7 @@ class Queue:
     shape_count: int
     reservation: ReservationStatus | None = None
     clients: tuple[ClientStatus, ...] = ()
+    placements: tuple[PlacementStatus, ...] = ()
 
 
 def snapshot(
@@ -176,7 +180,7 @@ def snapshot(
         observed: what was last seen on its devices.
         programs: who its clients are, by their numbers.
     """
-    queue = _queue_of(node, now, programs)
+    queue = _queue_of(node, now, pids, programs)
     return picture(
         *(node.ledger, node.workers, queue, pids, now),
         granted=node.granted,
@@ -221,10 +225,16 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
         shape_count=queue.shape_count,
         reservation=queue.reservation,
         clients=queue.clients,
+        placements=queue.placements,
     )
 
 
-def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
+def _queue_of(
+    node: Node,
+    now: float,
+    pids: Mapping[int, int],
+    programs: Mapping[int, Program],
+) -> Queue:
     ready, reasons = node.ready, _Reasons(node)
     held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
@@ -241,6 +251,13 @@ def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
         shape_count=len(ready.by_shape),
         reservation=describe(node, node.reservation, now),
         clients=clients_seen(node.clients, held, programs),
+        placements=tuple(
+            placement_status(
+                *(gang.record, node.ledger, len(gang.living), pids),
+                reasons.of(gang.record) if gang.record.worker is None else "",
+            )
+            for gang in node.gangs.values()
+        ),
     )
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from aiogpu.core.bundles import take_grouped
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.placement_status import PlacementStatus, placement_status
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
-from aiogpu.core.shortage import find_shortages
+from aiogpu.core.shortage import find_shortages, tell_lacks
 from aiogpu.core.why import Why
 from aiogpu.engines.admission import check_site
 from aiogpu.engines.inline.placements import InlinePlacements
@@ -74,6 +75,19 @@ class InlineLeases:
         """Those that are not granted yet, in the order of their turn."""
         records = [tenant.record for tenant in self._tenants.values()]
         return [record for record in records if record.worker is None]
+
+    def placements_seen(self) -> tuple[PlacementStatus, ...]:
+        """Those of them that are placements, as people are told of them."""
+        ledger = self._node.ledger
+        records = [tenant.record for tenant in self._tenants.values()]
+        return tuple(
+            placement_status(
+                *(record, ledger, self.placements.members_of(record), self.pids),
+                "" if record.worker else tell_lacks(self._node, record),
+            )
+            for record in records
+            if record.spec.is_grouped
+        )
 
     def take(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a lease; see `Engine.take_lease`."""

@@ -46,6 +46,7 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
             _shape(jobs, node, now) for jobs in islice(turns.by_shape.values(), LISTED)
         ],
         shape_count=len(turns.by_shape),
+        placements=leases.placements_seen(),
     )
     pids = {int(worker.id): os.getpid() for worker in workers} | leases.pids
     seen = picture(node.ledger, workers, queue, pids, now, granted=leases.granted)

@@ -13,6 +13,7 @@ from aiogpu.runtime.placements import misfit, removed
 
 if TYPE_CHECKING:
     from aiogpu.core.ledger import Lease
+    from aiogpu.core.records import TaskRecord
     from aiogpu.core.specs import TaskSpec
     from aiogpu.engines.inline.job import Job
     from aiogpu.engines.inline.node import InlineNode
@@ -72,6 +73,13 @@ class InlinePlacements:
             if all(part.is_idle for part in parts_for(ledger, Within(key, ""))):
                 del self._ending[key]
                 give_back_gang(ledger, lease)
+
+    def members_of(self, record: TaskRecord) -> int:
+        """How many tasks and actors were given one that have not ended."""
+        gang = record.spec.shape.request.gang
+        assert gang is not None, record
+        actors = {one.actor.id for one in self._residents_in(gang.key)}
+        return len({*actors, *(job.id for job in self._jobs_in(gang.key))})
 
     def _jobs_in(self, key: str) -> list[Job]:
         return [job for job in self._node.jobs.values() if _is_in(key, job.record.spec)]
