@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle, Gang
 
 EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
-MOST_BUNDLES: Final = 1000
 
 
 def check_placement(option: str, value: object) -> Gang | None:
@@ -102,7 +101,7 @@ def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
     Raises:
         OptionError: names what is ill-valued, and what is allowed.
     """
-    from aiogpu.core.gang import STRATEGIES, Gang
+    from aiogpu.core.gang import MOST_BUNDLES, STRATEGIES, Gang
 
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         allowed = ", ".join(map(repr, STRATEGIES))

@@ -202,10 +202,12 @@ def why_never(ledger: Ledger, request: Request) -> str | None:
     assert gang is not None, request
     if isinstance(gang, Within):
         parts = parts_for(ledger, gang)
-        if not parts or any(part.could_ever(request) for part in parts):
+        if any(part.could_ever(request) for part in parts):
+            return None
+        if gang.key not in ledger.gangs:
             return None
         have = ", ".join(f"{part.index}: {_told(part)}" for part in parts)
-        return f"no bundle that it may use could hold it ({have})"
+        return f"no bundle that it may use could hold it ({have or 'there is none'})"
     if gang.strategy == STRICT_SPREAD and len(gang.bundles) > 1:
         return (
             f"STRICT_SPREAD has each of its {len(gang.bundles)} bundles on a machine "

@@ -21,6 +21,9 @@ STRATEGIES: Final = (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD)
 ANY: Final = -1
 """As the index of a bundle: whichever has room."""
 
+MOST_BUNDLES: Final = 256
+"""Of one gang."""
+
 Amounts = tuple[tuple[str, int], ...]
 
 

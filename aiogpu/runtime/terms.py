@@ -10,8 +10,8 @@ import pickle
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
-from aiogpu.core.gang import ANY, STRATEGIES, Bundle, Gang, Within
-from aiogpu.core.resources import Request
+from aiogpu.core.gang import ANY, MOST_BUNDLES, STRATEGIES, Bundle, Gang, Within
+from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
@@ -170,9 +170,12 @@ def _may_be_in(terms: Terms, gang: Gang | Within) -> bool:
     if isinstance(gang, Within):
         return gang.bundle >= ANY and not terms.is_lease
     amounts = [n for each in gang.bundles for _, n in (*each.scalars, *each.devices)]
+    shares = [n for each in gang.bundles for _, n in each.devices]
     asked = gang.request()
     return (
         terms.is_lease
+        and len(gang.bundles) <= MOST_BUNDLES
+        and not any(n > UNIT and n % UNIT for n in shares)
         and gang.strategy in STRATEGIES
         and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
         and min(amounts) > 0

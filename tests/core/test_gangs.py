@@ -173,6 +173,14 @@ def test_who_can_never_run_in_its_gang_is_told(is_granted):
     assert w.running == {"other"}
 
 
+def test_a_bundle_that_is_not_there_holds_nobody():
+    w = GangWorld(gpus=1)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "member", 7, num_gpus=0.5)
+    assert w.told == {"member": "misfit"}
+    assert "there is none" in w.tasks["member"].reason
+
+
 def test_a_member_waits_for_its_arguments_too():
     w = GangWorld(cpus=8, gpus=1)
     w.submit("before", num_gpus=1)
