@@ -406,6 +406,19 @@ def test_a_gang_counts_for_its_program_and_its_members_do_not():
     assert clients.of(1).held == {}
 
 
+def test_a_program_that_has_come_anew_is_not_forgotten_with_what_was_before():
+    w = GangWorld(cpus=8, gpus=2)
+    w.join(1)
+    w.gang("gang", {"GPU": 1})
+    w.exits = False
+    w.submit_in("gang", "m", num_gpus=1, max_calls=1, client=2)
+    w.finish("m")
+    w.leave(2)
+    w.submit("again", num_gpus=1, client=2)
+    w.run_dry()
+    assert w.told["again"] == "settled"
+
+
 def test_a_gang_that_can_never_be_granted_is_refused():
     w = GangWorld(gpus=2)
     with pytest.raises(InfeasibleError, match="on a machine of its own"):

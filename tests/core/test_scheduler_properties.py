@@ -328,7 +328,7 @@ class NodeMachine(RuleBasedStateMachine):
         try:
             self.w.submit(name, parent=parent, **options)
         except LimitError:
-            assert self.w.scheduler.clients.of(2).unfinished == 6
+            assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:
             if "its node lets this program" in str(error):
                 return
@@ -408,7 +408,7 @@ class NodeMachine(RuleBasedStateMachine):
         try:
             self.w.lease(name, **asked)
         except LimitError:
-            assert self.w.scheduler.clients.of(2).unfinished == 6
+            assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:
             if "its node lets this program" not in str(error):
                 assert max(asked["num_gpus"], 1) > could_serve(asked), asked
@@ -487,6 +487,8 @@ class NodeMachine(RuleBasedStateMachine):
         record = self.w.scheduler.tasks.get(self.w.tasks[name].id)
         kin = record.kin if record else None
         children = [child.spec.name for child in kin.children.values()] if kin else []
+        if self.w.tasks[name].spec.is_endless:
+            return  # an actor, once it has its place, waits for nobody as a task does
         some = st.lists(st.sampled_from(children or [""]), unique=True)
         self.w.wait_for(name, *(data.draw(some) if children else []))
 
