@@ -17,6 +17,7 @@ from aiogpu.cli.tables import (
     client_table,
     failure_table,
     pid,
+    placement_table,
     shape_table,
     shown_clients,
     state,
@@ -79,10 +80,11 @@ def picture(
     """All that there is to see, from top to bottom; some of it drawn when called."""
     yield from device_lines(status.devices, width)
     tasks = held_tasks(status)
-    clients = shown_clients(status)
+    clients, held = shown_clients(status), status.placements
     parts = (
         (f"waiting: {status.waiting_count}", shape_table(status.shapes)),
         (f"running and leased: {len(tasks)}", held_table(status, tasks, order)),
+        (f"placements: {len(held)}", placement_table(held, status)),
         (f"programs: {len(clients)}", client_table(clients)),
         (f"actors: {len(status.actors)}", actor_table(status.actors, status)),
         ("failed lately", failure_table(status.failures, status)),

@@ -14,6 +14,7 @@ from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.placement_status import PlacementStatus
 from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
 from aiogpu.core.snapshot import TaskStatus, WorkerStatus
@@ -47,6 +48,7 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
         "actors": [actor_data(one) for one in status.actors],
         "failures": [failure_data(one) for one in status.failures],
         "draining": status.draining,
+        "placements": [placement_data(one) for one in status.placements],
     }
 
 
@@ -201,4 +203,27 @@ def failure_data(failure: FailureStatus) -> Data:
         "message": failure.message,
         "seconds": failure.seconds,
         "client": failure.client,
+    }
+
+
+def placement_data(placement: PlacementStatus) -> Data:
+    """One placement."""
+    return {
+        "task": placement.task,
+        "name": placement.name,
+        "id": placement.id,
+        "state": placement.state,
+        "strategy": placement.strategy,
+        "bundles": [
+            {
+                "request": dict(bundle.request),
+                "free": dict(bundle.free),
+                "devices": {kind: list(ids) for kind, ids in bundle.devices.items()},
+            }
+            for bundle in placement.bundles
+        ],
+        "members": placement.members,
+        "client": placement.client,
+        "pid": placement.pid or None,
+        "reason": placement.reason,
     }

@@ -1,4 +1,4 @@
-"""`aiogpu list`: tasks, actors, workers, devices or programs of the running node."""
+"""`aiogpu list`: tasks, actors, placements, workers and more of the running node."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ KINDS: Final[dict[str, Kind]] = {
         data=lambda one, _: data.actor_data(one),
         state=lambda actor: str(actor.state),
         names=lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
+    ),
+    "placements": Kind(
+        entries=lambda status: status.placements,
+        count=lambda status: len(status.placements),
+        table=tables.placement_table,
+        data=lambda one, _: data.placement_data(one),
+        state=lambda placement: str(placement.state),
+        names=lambda placement: (placement.name, placement.id),
     ),
     "workers": Kind(
         entries=lambda status: status.workers,

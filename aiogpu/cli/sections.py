@@ -12,6 +12,7 @@ from aiogpu.cli.tables import (
     client_table,
     device_table,
     failure_table,
+    placement_table,
     shape_table,
     shown_clients,
     task_table,
@@ -34,6 +35,11 @@ def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:
         ("", device_table(status.devices), len(status.devices)),
         ("programs", client_table(clients[:SHOWN]), len(clients)),
         ("running and leased", task_table(tasks[:SHOWN], status), len(tasks)),
+        (
+            "placements",
+            placement_table(status.placements[:SHOWN], status),
+            len(status.placements),
+        ),
         ("waiting", shape_table(status.shapes[:SHOWN]), status.shape_count),
         ("actors", actor_table(status.actors[:SHOWN], status), len(status.actors)),
         (

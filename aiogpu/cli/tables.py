@@ -14,6 +14,7 @@ from aiogpu.core.failures import FailureStatus
 from aiogpu.core.holding import DeviceStatus
 from aiogpu.core.ids import OWN
 from aiogpu.core.limits import Limits
+from aiogpu.core.placement_status import PlacementStatus
 from aiogpu.core.report import state_of
 from aiogpu.core.resources import written
 from aiogpu.core.shape_status import ShapeStatus
@@ -21,9 +22,9 @@ from aiogpu.core.snapshot import TaskStatus, WorkerStatus
 from aiogpu.core.wording import span, terms
 
 STATE_STYLES: Final = {
-    **dict.fromkeys(("running", "leased", "busy", "alive"), "green"),
+    **dict.fromkeys(("running", "leased", "busy", "alive", "ready"), "green"),
     **dict.fromkeys(("waiting", "pending", "delayed", "expecting"), "yellow"),
-    **dict.fromkeys(("stopping", "ending", "leaving"), "magenta"),
+    **dict.fromkeys(("stopping", "ending", "leaving", "removing"), "magenta"),
     **dict.fromkeys(("starting", "queued", "blocked"), "cyan"),
     **dict.fromkeys(("set aside",), "bold red"),
 }
@@ -125,6 +126,34 @@ def full_name(actor: ActorStatus) -> str:
     if actor.name is None:
         return ""
     return f"{actor.namespace}/{actor.name}" if actor.namespace else actor.name
+
+
+def placement_table(
+    placements: Iterable[PlacementStatus], status: aiogpu.NodeStatus
+) -> Table:
+    """Placements, with what each of their bundles holds."""
+    programs = Programs(status)
+    columns = (
+        Column("PLACEMENT", is_number=True),
+        Column("NAME", least=8),
+        Column("STATE"),
+        Column("STRATEGY", rank=4),
+        Column("PID", is_number=True, rank=2),
+        Column("IN IT", is_number=True),
+        Column("PROGRAM", least=8, rank=5),
+        Column("BUNDLES", least=12, rank=1),
+        Column("WHY", least=10, rank=3),
+    )
+    rows = [
+        (
+            *(str(one.task), one.name, state(one.state), one.strategy, pid(one.pid)),
+            *(str(one.members), programs[one.client]),
+            "; ".join(map(str, one.bundles)),
+            one.reason or "",
+        )
+        for one in placements
+    ]
+    return Table(columns, rows)
 
 
 def client_table(clients: Iterable[ClientStatus]) -> Table:

@@ -236,8 +236,10 @@ class Clients:
 
     def forget(self, client: Client) -> None:
         """Forget a program that has left, if nothing of it is left."""
-        if client.has_left and not client.unfinished and not client.held:
-            self._by_id.pop(client.id, None)
+        is_over = client.has_left and not client.unfinished and not client.held
+        # One may have come anew, while a process of before was ending.
+        if is_over and self._by_id.get(client.id) is client:
+            del self._by_id[client.id]
 
     def note_wish(self, client: Client) -> None:
         """A program that did not wants a task run: from now on it is owed its part."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.client_status import client_rows
 from aiogpu.core.device_report import device_rows, pid_of
 from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.placement_status import placement_rows
 from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
@@ -53,6 +54,7 @@ def report(status: NodeStatus) -> str:
         *client_rows(status.clients),
         *_tasks(status),
         *_leases(status),
+        *placement_rows(status.placements),
         *_shapes(status),
         *_reservation(status),
         *_actors(status),
@@ -115,7 +117,12 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
 
 
 def _leases(status: NodeStatus) -> Iterator[str]:
-    held = [task for task in status.tasks if task.is_lease and task.is_held]
+    placements = {one.task for one in status.placements}
+    held = [
+        task
+        for task in status.tasks
+        if task.is_lease and task.is_held and task.id not in placements
+    ]
     if held:
         yield "leases"
     rows = [

@@ -21,6 +21,7 @@ from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.observed import Observations
 from aiogpu.core.pausing import why_not_running
+from aiogpu.core.placement_status import PlacementStatus, placement_status
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.report import report, summary
 from aiogpu.core.reservation import Reservation
@@ -115,6 +116,7 @@ class NodeStatus:
             node without processes.
         draining: seconds that what runs still has where the node is being stopped, and
             takes no new work; None where it is not.
+        placements: all of them, in the order in which they were asked for.
     """
 
     total: Mapping[str, float]
@@ -130,6 +132,7 @@ class NodeStatus:
     actors: tuple[ActorStatus, ...] = ()
     failures: tuple[FailureStatus, ...] = ()
     draining: float | None = None
+    placements: tuple[PlacementStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -161,6 +164,7 @@ class Queue:
     shape_count: int
     reservation: ReservationStatus | None = None
     clients: tuple[ClientStatus, ...] = ()
+    placements: tuple[PlacementStatus, ...] = ()
 
 
 def snapshot(
@@ -179,7 +183,7 @@ def snapshot(
         observed: what was last seen on its devices.
         programs: who its clients are, by their numbers.
     """
-    queue = _queue_of(node, now, programs)
+    queue = _queue_of(node, now, pids, programs)
     return picture(
         *(node.ledger, node.workers, queue, pids, now),
         granted=node.granted,
@@ -224,10 +228,16 @@ def picture(  # noqa: PLR0913 - all that a node is, at one moment
         shape_count=queue.shape_count,
         reservation=queue.reservation,
         clients=queue.clients,
+        placements=queue.placements,
     )
 
 
-def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
+def _queue_of(
+    node: Node,
+    now: float,
+    pids: Mapping[int, int],
+    programs: Mapping[int, Program],
+) -> Queue:
     ready, reasons = node.ready, _Reasons(node)
     held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
@@ -244,6 +254,13 @@ def _queue_of(node: Node, now: float, programs: Mapping[int, Program]) -> Queue:
         shape_count=len(ready.by_shape),
         reservation=describe(node, node.reservation, now),
         clients=clients_seen(node.clients, held, programs),
+        placements=tuple(
+            placement_status(
+                *(gang.record, node.ledger, len(gang.living), pids),
+                reasons.of(gang.record) if gang.record.worker is None else "",
+            )
+            for gang in node.gangs.values()
+        ),
     )
 
 

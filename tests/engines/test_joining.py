@@ -13,6 +13,9 @@ from typing import Any, Final
 import pytest
 
 import aiogpu
+from aiogpu.api.lease_options import placement_site
+from aiogpu.api.placement import Placement
+from aiogpu.api.placement_options import gang_of
 from aiogpu.core.limits import Limits
 from aiogpu.runtime.claims import NUMBERS
 from aiogpu.wire.acting import Ask, Carry, Find, Hold, Make, Release, Stop
@@ -147,6 +150,22 @@ async def test_terms_that_nobody_can_have(
             client.say(declared(1, site_of(tasks.add), **terms))
             client.say(Submit(0, 1, 1, NO_ARGUMENTS))
             assert why in client.hear(ChildFailed).message
+
+
+async def test_a_placement_ends_with_its_program(node: Service) -> None:
+    gang = gang_of([{"GPU": 1}, {"CPU": 1}], "PACK", "group", "key")
+    member = tasks.add.options(placement=Placement(gang), num_gpus=0.5)
+    async with watching(node):
+        with RawClient(node) as client:
+            client.joined()
+            client.say(declared(1, placement_site(gang, 0)), TakeLease(1, 1))
+            assert client.hear(ChildDone).child == 1
+            assert (await aiogpu.available_resources())["GPU"] == 0
+            assert (await aiogpu.status()).placements[0].client == client.number
+            client.say(declared(2, site_of(member)), TakeLease(2, 1))
+            assert "asked for before" in client.hear(ChildFailed).message
+            client.say(declared(3, site_of(member)), Submit(0, 3, 3, NO_ARGUMENTS))
+            assert client.hear(ChildFailed).child == 3
 
 
 async def test_a_class_is_no_task_and_a_task_no_class(node: Service) -> None:

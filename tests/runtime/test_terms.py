@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from aiogpu.api.lease_options import placement_site
 from aiogpu.api.options import TaskOptions, check_options
+from aiogpu.api.placement import Placement
+from aiogpu.api.placement_options import gang_of
+from aiogpu.core.gang import Within
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Site, new_site_id
 from aiogpu.runtime.terms import Terms, new_function
@@ -61,6 +65,52 @@ def test_a_site_there_and_back(options: dict[str, Any]) -> None:
     names = ("name", "max_calls", "max_retries", "priority", "timeout", "is_detached")
     for name in (*names, "cancel_grace", "lane", "is_endless"):
         assert getattr(theirs.spec, name) == getattr(ours.spec, name), name
+
+
+GANG = gang_of([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}], "SPREAD", "group", "key")
+
+
+def test_a_placement_there_and_back() -> None:
+    ours = placement_site(GANG, 3)
+    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    assert theirs.spec.shape == ours.spec.shape
+    assert theirs.spec.shape.request.gang == GANG
+    assert theirs.spec.is_lease
+    assert theirs.spec.is_grouped
+
+
+def test_a_member_there_and_back() -> None:
+    ours = site_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
+    theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
+    assert theirs.spec.shape == ours.spec.shape
+    assert theirs.spec.shape.request.gang == Within("key", "group", 1)
+
+
+BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gang": ("key", "group", -2, "", ())},
+        {"gang": ("key", "group", 0, "", ()), "is_lease": True, "is_endless": True},
+        {"gang": ("key", "group", -1, "PACK", (BUNDLE,))},
+        {"gang": ("key", "group", -1, "PACK", (BUNDLE,) * 300), "is_lease": True},
+        {"gang": ("key", "group", -1, "TIGHT", (BUNDLE,)), "is_lease": True},
+        {"gang": ("key", "group", -1, "PACK", ((), BUNDLE)), "is_lease": True},
+        {
+            "gang": ("key", "g", -1, "PACK", (((), (("GPU", 15_000),), None),)),
+            "is_lease": True,
+            "scalars": (),
+            "devices": (("GPU", 15_000),),
+        },
+    ],
+)
+def test_a_placement_that_nobody_can_ask_for(wrong: dict[str, Any]) -> None:
+    terms = Terms.of(placement_site(GANG, 0))
+    like = {"scalars": BUNDLE[0], "devices": BUNDLE[1], "is_lease": False}
+    with pytest.raises(ProtocolError):
+        Terms.unpack(terms._replace(**{**like, **wrong}).pack())
 
 
 ELSEWHERE = """

@@ -217,6 +217,14 @@ async def nodes() -> None:
     print(aiogpu.status().devices)  # refused
 
 
+async def placements() -> None:
+    aiogpu.placement([{"GPU": 1}], "TIGHT")  # refused
+    aiogpu.placement({"GPU": 1})  # refused
+    aiogpu.placement([{"GPU": 1}], lifetime="detached")  # refused
+    embed.options(placement="group")  # refused
+    embed.options(bundle="0")  # refused
+
+
 def misspelt() -> None:
     from aiogpu import Handel  # refused
 

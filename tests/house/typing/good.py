@@ -401,6 +401,16 @@ def a_vendor_of_ones_own_is_registered() -> None:
     aiogpu.accelerators.register(Board())
 
 
+async def placements(f: aiogpu.RemoteFunction[[int], str]) -> None:
+    group = aiogpu.placement([{"GPU": 1, "memory": "1GiB"}], "SPREAD", name="g")
+    assert_type(group, aiogpu.Placement)
+    assert_type(await group, aiogpu.Placement)
+    async with aiogpu.placement([{"CPU": 1}]) as same:
+        assert_type(same, aiogpu.Placement)
+        assert_type(await f.options(placement=same, bundle=0).remote(1), str)
+    assert_type(await group.remove(), None)
+
+
 async def main() -> int:
     return 0
 
