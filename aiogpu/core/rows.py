@@ -45,7 +45,9 @@ def push_row(  # noqa: PLR0913, PLR0917 - as `Scheduler.submit`
     Returns:
         False if each is to be submitted by itself; then nothing has changed.
     """
-    if node.is_closing or node.reservation is not None or spec.timeout is not None:
+    if node.is_closing or node.reservation is not None:
+        return False
+    if spec.timeout is not None or spec.is_grouped:
         return False
     line: Line = spec.shape
     if node.clients is not None:

@@ -18,6 +18,7 @@ from aiogpu.core.resources import CPU, UNIT, Request
 from aiogpu.core.rows import end_row, push_row
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
+from tests.core.ganged import GangWorld
 
 ONE = WorkerId(1)
 SHAPE = Shape(Request.of({CPU: UNIT}, {}))
@@ -147,6 +148,18 @@ def test_all_is_as_if_each_were_told_by_itself(seed: int, programs: int):
                     desk.tell(events.Cancelled(middle))
         assert desks[0].picture() == desks[1].picture()
     assert in_a_row > 100
+
+
+def test_each_member_of_a_gang_is_taken_in_by_itself():
+    """Who is in it is stopped when it is removed."""
+    world = GangWorld(cpus=1)
+    world.gang("gang", {CPU: 1})
+    for name in ("runs", "waits"):
+        world.submit_in("gang", name, num_cpus=1)
+    spec = world.tasks["waits"].spec
+    scheduler = world.scheduler
+    assert spec.shape in scheduler.ready.by_shape
+    assert not push_row(scheduler, TaskId(100), 2, spec, 0.0)
 
 
 def test_a_row_waits_only_behind_others_like_it():
