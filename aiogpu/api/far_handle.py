@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Far
     from aiogpu.wire.outgoing import Reference
-    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class FarHandle(Handle[T]):
         far: Far,
     ) -> None:
         self._far = far
-        self._loan: Loan | None = None
+        self._loan: Reference | None = None
         self._is_promised = False
         super().__init__(task_name, owner, loop)
 

@@ -1,0 +1,203 @@
+"""Ray's only door: what the cluster engine needs of it, in words of ours.
+
+Nothing of Ray is imported elsewhere, here when a program names a cluster. What is
+called is Ray's documented interface, which a program on the cluster and one that
+comes by `ray://` have alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import ray
+from ray import exceptions
+
+from aiogpu.errors import NodeError
+
+OLDEST: Final = (2, 49)
+"""The oldest release whose interface is the one that is used here."""
+NAMESPACE: Final = "aiogpu"
+"""In which names of actors are that were given without a namespace."""
+
+Ref = Any
+"""A `ray.ObjectRef`, or the client's stand-in for one."""
+Handle = Any
+"""A `ray.actor.ActorHandle`, or the client's stand-in for one."""
+
+RayError: Final = exceptions.RayError
+TaskFailed: Final = exceptions.RayTaskError
+Cancelled: Final = exceptions.TaskCancelledError
+Crashed: Final = exceptions.WorkerCrashedError
+OutOfMemory: Final = exceptions.OutOfMemoryError
+ActorGone: Final = exceptions.RayActorError
+NodeGone: Final = exceptions.NodeDiedError
+ObjectLost: Final = exceptions.ObjectLostError
+StoreFull: Final = exceptions.ObjectStoreFullError
+SetupFailed: Final = exceptions.RuntimeEnvSetupError
+Unschedulable: Final = (
+    exceptions.TaskUnschedulableError,
+    exceptions.ActorUnschedulableError,
+)
+
+
+def check_release() -> None:
+    """Raise `NodeError` if the Ray that is installed is too old."""
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise NodeError(
+            f"Ray {ray.__version__} is installed, and aiogpu needs {oldest} or newer: "
+            f"pip install -U 'aiogpu[ray]'."
+        )
+
+
+def is_connected() -> bool:
+    """Whether this process has joined a cluster, whoever has had it do so."""
+    return bool(ray.is_initialized())
+
+
+def start(options: Mapping[str, Any]) -> None:
+    """Start a cluster of one node for this program; takes some seconds."""
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        logging_level="warning",
+        **options,
+    )
+
+
+def join(address: str | None, *, shows_output: bool) -> bool:
+    """Join a cluster that runs; False if none was named and none is there.
+
+    Args:
+        address: "ray://host:port", or None for the one that RAY_ADDRESS names or that
+            runs on this machine.
+        shows_output: whether the output of tasks is shown.
+
+    Raises:
+        ConnectionError: it does not answer, or refuses.
+    """
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            logging_level="warning",
+            log_to_driver=shows_output,
+        )
+    except ConnectionError:
+        if address is None:
+            return False
+        raise
+    return True
+
+
+def leave() -> None:
+    """Leave the cluster; one that was started for this program ends with it."""
+    ray.shutdown()
+
+
+def facts() -> tuple[str, str]:
+    """The ids of the node and the worker that this process is, in hexadecimal."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id()
+
+
+def task_id() -> str:
+    """The id of the task that runs in this process, in hexadecimal."""
+    return str(ray.get_runtime_context().get_task_id() or "0")
+
+
+def accelerators() -> dict[str, tuple[int | str, ...]]:
+    """The devices that the running task may use, by kind, where it has some."""
+    found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return {
+        kind: tuple(int(one) if one.isdecimal() else one for one in ids)
+        for kind, ids in found.items()
+        if ids
+    }
+
+
+def function(run: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What Ray runs as a task, by `.remote(...)` or `.options(...).remote(...)`."""
+    return ray.remote(**options)(run) if options else ray.remote(run)
+
+
+def actor(cls: type, options: Mapping[str, Any]) -> Any:
+    """What Ray makes actors of, by `.remote(...)`."""
+    return ray.remote(**options)(cls) if options else ray.remote(cls)
+
+
+def keep(value: object) -> Ref:
+    """Put a value into the object store."""
+    return ray.put(value)
+
+
+def fetched(ref: Ref) -> Any:
+    """An object that is in the store of this machine; waits for it if it is not."""
+    return ray.get(ref)
+
+
+def when_done(ref: Ref, tell: Callable[[Any], object]) -> None:
+    """Have it told, in another thread, what has come of an object.
+
+    `tell` is given the value, or the exception that there is in its place.
+    """
+    ref.future().add_done_callback(partial(_tell, tell))
+
+
+def _tell(tell: Callable[[Any], object], future: Any) -> None:
+    error = future.exception()
+    tell(future.result() if error is None else error)
+
+
+def wait(refs: Sequence[Ref], seconds: float) -> bool:
+    """Wait in this thread until one of them is there; False if time is up before.
+
+    A task that waits so gives its CPUs back meanwhile.
+    """
+    ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
+    return bool(ready)
+
+
+def cancel(ref: Ref, *, at_once: bool = False) -> None:
+    """Stop what makes an object, and all that it has started.
+
+    `at_once` kills its process; no call of an actor can be ended so.
+    """
+    ray.cancel(ref, force=at_once, recursive=True)
+
+
+def kill(handle: Handle, *, may_restart: bool) -> None:
+    """End an actor's process at once."""
+    ray.kill(handle, no_restart=not may_restart)
+
+
+def find_actor(name: str, namespace: str) -> Handle | None:
+    """The living actor of that name."""
+    try:
+        return ray.get_actor(name, namespace=namespace or NAMESPACE)
+    except ValueError:
+        return None
+
+
+def id_of(handle: Handle) -> str:
+    """The id of an actor, in hexadecimal."""
+    return str(handle._actor_id.hex())
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The nodes that live: "NodeID", "Resources", "NodeManagerHostname" and more."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def total() -> dict[str, float]:
+    """All resources of the cluster by name."""
+    return dict(ray.cluster_resources())
+
+
+def available() -> dict[str, float]:
+    """What is free of each; Ray leaves out those of which nothing is."""
+    return dict(ray.available_resources())
