@@ -282,7 +282,7 @@ class RayEngine:
                 receiver = live.receiver
                 self.cancel(number)
                 if receiver is not None:
-                    error = f"the cluster was left before {live.name} had ended."
+                    error = f"the node was shut down before {live.name} had ended."
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
         await self._membership.leave()
