@@ -26,6 +26,8 @@ _LEASED: Final = {
 
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
+    if why.placement:
+        return f"{_who(why)} waits for {why.placement}, its placement."
     if why.state == "waiting":
         return "\n".join(_waiting(why))
     if why.is_lease and why.state in _LEASED:
