@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import ray
 from ray import exceptions
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aiogpu.errors import NodeError
 
@@ -31,6 +33,10 @@ TaskFailed: Final = exceptions.RayTaskError
 Cancelled: Final = exceptions.TaskCancelledError
 Crashed: Final = exceptions.WorkerCrashedError
 OutOfMemory: Final = exceptions.OutOfMemoryError
+GroupRemoved: Final = (
+    exceptions.TaskPlacementGroupRemoved,
+    exceptions.ActorPlacementGroupRemoved,
+)
 ActorGone: Final = exceptions.RayActorError
 NodeGone: Final = exceptions.NodeDiedError
 ObjectLost: Final = exceptions.ObjectLostError
@@ -173,6 +179,33 @@ def cancel(ref: Ref, *, at_once: bool = False) -> None:
 def kill(handle: Handle, *, may_restart: bool) -> None:
     """End an actor's process at once."""
     ray.kill(handle, no_restart=not may_restart)
+
+
+def new_group(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+    """Ask for a placement group; `.ready()` is an object that comes with it."""
+    return placement_group(bundles, strategy=strategy, name=name)
+
+
+def find_group(name: str) -> Any | None:
+    """The placement group of that name."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def remove_group(group: Any) -> None:
+    """Give its bundles back; what runs in them ends."""
+    remove_placement_group(group)
+
+
+def within(group: Any, bundle: int) -> Any:
+    """The strategy that places a task in a bundle of a group, -1 for any of them."""
+    return PlacementGroupSchedulingStrategy(
+        group,
+        placement_group_bundle_index=bundle,
+        placement_group_capture_child_tasks=False,
+    )
 
 
 def find_actor(name: str, namespace: str) -> Handle | None:

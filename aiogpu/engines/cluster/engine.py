@@ -19,6 +19,7 @@ from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
+from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
@@ -47,6 +48,8 @@ class RayEngine:
         calls: what runs.
         is_open: whether Ray can be asked.
         is_inside: whether this is the code of a task, in a worker of Ray's.
+        overview: what there is on the cluster.
+        placements: its placement groups, as placements.
     """
 
     waits = None
@@ -65,7 +68,8 @@ class RayEngine:
         self._grace = options.cancel_grace
         self._mark = object()
         self._sent: dict[int, Any] = {}
-        self._overview = Overview(self.calls)
+        self.overview = Overview(self.calls)
+        self.placements = Placements(self)
         self._actors: ClusterActors | None = None
         self._is_hasty = False
 
@@ -126,7 +130,7 @@ class RayEngine:
         if not self.is_open:
             raise NodeClosedError("this program has left its cluster.")
         check_possible(site)
-        self._overview.check_feasible(site)
+        self.overview.check_feasible(site)
         site.checked_by = self._mark
 
     def _sent_as(self, site: Site) -> Any:
@@ -139,7 +143,9 @@ class RayEngine:
             run = streamer(work) if site.window else runner(work)
             if len(self._sent) >= SITES:
                 del self._sent[next(iter(self._sent))]
-            found = self._sent[site.id] = ray.function(run, options_of_task(site))
+            options = options_of_task(site)
+            options |= self.placements.options(site.spec.shape.request)
+            found = self._sent[site.id] = ray.function(run, options)
         return found
 
     def send(
@@ -211,6 +217,12 @@ class RayEngine:
             "have a task start the process."
         )
 
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; see `Engine.take_placement`."""
+        if not self.is_open:
+            raise NodeClosedError("this program has left its cluster.")
+        return self.placements.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         live = self.calls.live.get(task)
@@ -221,8 +233,8 @@ class RayEngine:
         """Stop a task; see `Engine.cancel`."""
         live = self.calls.let_go(task)
         if live is None:
-            return
-        if live.is_borrowed:
+            self.placements.release(task)
+        elif live.is_borrowed:
             self.calls.ending.pop(task, None)
         elif live.stop is not None:
             live.stop()
@@ -240,22 +252,22 @@ class RayEngine:
     async def total(self) -> dict[str, float]:
         """All resources by name."""
         self._check_asked("aiogpu.cluster_resources()")
-        return await asyncio.to_thread(self._overview.total)
+        return await asyncio.to_thread(self.overview.total)
 
     async def available(self) -> dict[str, float]:
         """What is free of each."""
         self._check_asked("aiogpu.available_resources()")
-        return await asyncio.to_thread(self._overview.available)
+        return await asyncio.to_thread(self.overview.available)
 
     async def status(self) -> NodeStatus:
         """What there is on the cluster, and what this program has running."""
         self._check_asked("aiogpu.status()")
-        return await self._overview.status(self.loop.time())
+        return await self.overview.status(self.loop.time())
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
         self._check_asked("handle.why()")
-        return await self._overview.why(task, self.loop.time())
+        return await self.overview.why(task, self.loop.time())
 
     async def why_task(self, number: int) -> Why | None:
         """The same; see `Engine.why_task`."""
@@ -278,6 +290,7 @@ class RayEngine:
             self.is_open = False
             if self._actors is not None:
                 self._actors.close()
+            self.placements.close()
             for number, live in list(self.calls.live.items()):
                 receiver = live.receiver
                 self.cancel(number)

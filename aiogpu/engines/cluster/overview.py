@@ -14,6 +14,7 @@ from aiogpu.errors import InfeasibleError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiogpu.core.resources import Request
     from aiogpu.engines.cluster.calls import Calls
     from aiogpu.runtime.call import Site
 
@@ -34,7 +35,16 @@ class Overview:
         Raises:
             InfeasibleError: says what was asked and what there is.
         """
-        asked = _amounts(site)
+        self.check_request(site.spec.name, site.spec.shape.request)
+
+    def count_nodes(self) -> int:
+        """How many nodes live."""
+        self._nodes = ray.nodes()
+        return len(self._nodes)
+
+    def check_request(self, name: str, request: Request) -> None:
+        """The same for what is called so."""
+        asked = dict((*request.scalars, *request.devices))
         if self._fits(asked):
             return
         # Nodes come and go; who is refused is refused by what there is now.
@@ -46,7 +56,7 @@ class Overview:
             for node in self._nodes
         )
         raise InfeasibleError(
-            f"{site.spec.name} asks for {site.spec.shape.request}, which no node of "
+            f"{name} asks for {request}, which no node of "
             f"this Ray cluster can give. There are {has}. Ask for less, or add a node."
         )
 
@@ -95,8 +105,3 @@ def told(resources: Mapping[str, float]) -> dict[str, float]:
         for name, amount in resources.items()
         if not name.startswith("node:") and name != "object_store_memory"
     }
-
-
-def _amounts(site: Site) -> dict[str, int]:
-    request = site.spec.shape.request
-    return dict((*request.scalars, *request.devices))
