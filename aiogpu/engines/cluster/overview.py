@@ -103,5 +103,7 @@ def told(resources: Mapping[str, float]) -> dict[str, float]:
     return {
         name: amount
         for name, amount in resources.items()
-        if not name.startswith("node:") and name != "object_store_memory"
+        if not name.startswith("node:")
+        and name != "object_store_memory"
+        and "_group_" not in name
     }
