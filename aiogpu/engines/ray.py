@@ -13,16 +13,15 @@ from typing import Any, Final
 
 import ray
 from ray import exceptions
+from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from aiogpu.engines.cluster.terms import NAMESPACE
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 49)
 """The oldest release whose interface is the one that is used here."""
-NAMESPACE: Final = "aiogpu"
-"""In which names of actors are that were given without a namespace."""
-
 Ref = Any
 """A `ray.ObjectRef`, or the client's stand-in for one."""
 Handle = Any
@@ -214,6 +213,22 @@ def find_actor(name: str, namespace: str) -> Handle | None:
         return ray.get_actor(name, namespace=namespace or NAMESPACE)
     except ValueError:
         return None
+
+
+def remember(name: str, told: bytes) -> None:
+    """Keep some bytes for whoever is on the cluster, under a name."""
+    internal_kv._internal_kv_put(name, told, namespace=NAMESPACE)
+
+
+def recall(name: str) -> bytes | None:
+    """What was kept under a name."""
+    found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
+    return found
+
+
+def exit_actor() -> None:
+    """End the actor that this process is, once this call has ended."""
+    ray.actor.exit_actor()
 
 
 def id_of(handle: Handle) -> str:

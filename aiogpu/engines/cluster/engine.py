@@ -20,6 +20,7 @@ from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
+from aiogpu.engines.cluster.shared import passed
 from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
@@ -97,6 +98,11 @@ class RayEngine:
             self._actors = ClusterActors(self)
         return self._actors
 
+    @property
+    def mark(self) -> object:
+        """Left on sites that were checked."""
+        return self._mark
+
     async def open(self) -> None:
         """Join the cluster, or start one."""
         await self._membership.enter()
@@ -113,7 +119,7 @@ class RayEngine:
         live = Live(site.spec.name, receiver, self.loop.time())
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
-        if type(payload) is bytes and not site.window:
+        if type(payload) is bytes and not site.window and not passed:
             self.calls.watch(number, (self._sent_as(site).remote(payload),))
         else:
             self.send(number, payload, partial(self._send, number, site))
@@ -167,18 +173,24 @@ class RayEngine:
                 return
         for one in needs:
             if one.failed is not None:
-                self.calls.end(number, partial(_reject, one.failed))
+                self.refuse(number, one.failed)
                 return
-        passed = take_passed()
+        send(self.given(payload))
+
+    def given(self, payload: bytes) -> tuple[Any, ...]:
+        """A payload as the arguments that Ray is given."""
+        kept, actors = kept_in(payload), take_passed()
         if kept is None:
-            send((stored(payload, passed),))
-            return
-        head = (
-            kept.ref if kept.ref is not None and not passed else stored(payload, passed)
-        )
+            return (stored(payload, actors),)
+        is_kept = kept.ref is not None and not actors
+        head = kept.ref if is_kept else stored(payload, actors)
         contents = payload.contents  # type: ignore[attr-defined]
-        values = [one.as_argument() for one in needs]
-        send((head, contents.places, contents.returns, *values))
+        values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
+        return head, contents.places, contents.returns, *values
+
+    def refuse(self, number: int, failed: Failed) -> None:
+        """A call is not sent: its receiver is told why."""
+        self.calls.end(number, lambda receiver: receiver.reject(failed))
 
     def _send(self, number: int, site: Site, given: tuple[Any, ...]) -> None:
         live = self.calls.live.get(number)
@@ -334,7 +346,3 @@ class RayEngine:
         """This process is a fork of the program: Ray's threads did not come along."""
         self.is_open = False
         self._membership.disown()
-
-
-def _reject(failed: Failed, receiver: Receiver) -> None:
-    receiver.reject(failed)

@@ -37,6 +37,19 @@ class Overview:
         """
         self.check_request(site.spec.name, site.spec.shape.request)
 
+    def room_for(self, request: Request) -> int | None:
+        """How many that ask for this could be at once, None for any number."""
+        asked = dict((*request.scalars, *request.devices))
+        if not asked:
+            return None
+        return sum(
+            min(
+                int(node["Resources"].get(name, 0.0) * UNIT + 0.5) // parts
+                for name, parts in asked.items()
+            )
+            for node in self._nodes or ray.nodes()
+        )
+
     def count_nodes(self) -> int:
         """How many nodes live."""
         self._nodes = ray.nodes()

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
 from aiogpu.errors import OptionError
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle
     from aiogpu.core.resources import Request
     from aiogpu.runtime.call import Site
 
-FOREVER: Final = -1
-"""Retries without end, to Ray as well."""
+NAMESPACE: Final = "aiogpu"
+"""In which names of actors are that were given without a namespace."""
 
 
 def check_possible(site: Site) -> None:
@@ -96,4 +97,37 @@ def options_of_task(site: Site) -> dict[str, Any]:
     if site.window:
         options["num_returns"] = "streaming"
         options["_generator_backpressure_num_objects"] = site.window
+    return options
+
+
+def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
+    """All that Ray is told of an actor, but for where it is placed.
+
+    Args:
+        site: its class.
+        key: its namespace and name, None without.
+    """
+    spec, terms = site.spec, site.actor
+    assert terms is not None, site
+    options = resources_of(spec.shape.request)
+    if not terms.keeps_cpus:
+        # Ray takes one CPU then to place it, and none while it runs.
+        del options["num_cpus"]
+    options |= {
+        "max_restarts": spec.max_retries,
+        "max_task_retries": terms.max_task_retries,
+    }
+    if terms.mode in (THREADED, ASYNC):
+        options["max_concurrency"] = terms.limits[DEFAULT_GROUP]
+        groups = {name: limit for name, limit in terms.limits.items() if name}
+        if groups:
+            options["concurrency_groups"] = groups
+    if key is not None:
+        options["name"] = key[1]
+        options["namespace"] = key[0] or NAMESPACE
+    if spec.is_detached:
+        options["lifetime"] = "detached"
+        options.setdefault("namespace", NAMESPACE)
+    if site.environ:
+        options["runtime_env"] = {"env_vars": dict(site.environ)}
     return options

@@ -137,6 +137,18 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 @contextmanager
 def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterHost]:
     """What a task's code finds around it: its devices, ids, a way to the cluster."""
+    take_place(name, resources)
+    current.task = int(ray.task_id()[:12], 16)
+    host = ClusterHost()
+    token = host_of_task.set(host)
+    try:
+        yield host
+    finally:
+        host_of_task.reset(token)
+
+
+def take_place(name: str, resources: Mapping[str, float]) -> None:
+    """Note what this process may use, in its variables and for whoever asks."""
     found = ray.accelerators()
     if not os.environ.get(LEFT_ALONE):
         if not found.get("GPU"):
@@ -144,14 +156,8 @@ def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterH
         os.environ.setdefault(ORDER, "PCI_BUS_ID")
     node, worker = ray.facts()
     current.node, current.worker = node, int(worker[:12], 16)
-    current.task, current.name = int(ray.task_id()[:12], 16), name
+    current.name = name
     current.resources, current.accelerators = resources, found
-    host = ClusterHost()
-    token = host_of_task.set(host)
-    try:
-        yield host
-    finally:
-        host_of_task.reset(token)
 
 
 def arguments(
