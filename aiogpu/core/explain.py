@@ -27,11 +27,16 @@ _LEASED: Final = {
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
     if why.state == "waiting":
-        return "\n".join(_waiting(why))
+        return "\n".join((*_waiting(why), *_notes(why)))
     if why.is_lease and why.state in _LEASED:
         told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
         return f"{_who(why)} {told}."
-    return f"{_who(why)} {_standing(why)}."
+    return "\n".join((f"{_who(why)} {_standing(why)}.", *_notes(why)))
+
+
+def _notes(why: Why) -> Iterator[str]:
+    for note in why.notes:
+        yield f"  {note}"
 
 
 def _who(why: Why) -> str:
@@ -55,6 +60,8 @@ def _standing(why: Why) -> str:
             return f"waits for {_children(why)}; meanwhile it holds no CPU"
         case "expecting":
             return f"waits for its arguments: the result of {_results(why)}"
+        case "sent":
+            return f"asks for {request} and was sent {span(why.seconds or 0.0)} ago"
         case "stopping":
             return f"is being stopped; its code on {_worker(why)} has not ended yet"
     return f"has ended: {why.outcome}" if why.outcome else "has ended"

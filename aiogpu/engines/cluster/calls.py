@@ -19,6 +19,7 @@ from aiogpu.engines.cluster.shared import arrived, failure_in
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver
 
@@ -30,6 +31,7 @@ class Live:
 
     Attributes:
         name: of what is called.
+        request: what it asks for; None where it holds nothing of its own.
         refs: the objects that it makes; empty while it waits to be sent.
         receiver: who is told of its end; None once nobody wants to know.
         is_of_actor: whether it is a call of an actor's method.
@@ -48,15 +50,23 @@ class Live:
         "on_sent",
         "receiver",
         "refs",
+        "request",
         "since",
         "stop",
         "timer",
     )
 
     def __init__(
-        self, name: str, receiver: Receiver, since: float, *, is_of_actor: bool = False
+        self,
+        name: str,
+        receiver: Receiver,
+        since: float,
+        *,
+        is_of_actor: bool = False,
+        request: Request | None = None,
     ) -> None:
         self.name = name
+        self.request = request
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()
         self.is_of_actor = is_of_actor

@@ -19,11 +19,12 @@ from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
+from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
-from aiogpu.errors import MisuseError, NodeClosedError
+from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class RayEngine:
         self._sent: dict[int, Any] = {}
         self._overview = Overview(self.calls)
         self._actors: ClusterActors | None = None
+        self._pulse: Pulse | None = None
         self._is_hasty = False
+        self._lost: str | None = None
 
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
@@ -96,6 +99,13 @@ class RayEngine:
     async def open(self) -> None:
         """Join the cluster, or start one."""
         await self._membership.enter()
+        try:
+            await self._overview.open()
+        except BaseException:
+            await self._membership.leave()
+            raise
+        self._pulse = Pulse(*self._membership.place(), self._lose)
+        self._pulse.begin()
         self.is_open = True
 
     def pack(self, outgoing: Outgoing) -> bytes:
@@ -106,7 +116,9 @@ class RayEngine:
         """Start a task; see `Engine.submit`."""
         if site.checked_by is not self._mark:
             self.admit(site)
-        live = Live(site.spec.name, receiver, self.loop.time())
+        spec = site.spec
+        request = spec.shape.request
+        live = Live(spec.name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window:
@@ -123,6 +135,8 @@ class RayEngine:
             InfeasibleError: the cluster can never give what it asks for.
             NodeClosedError: the cluster was left.
         """
+        if self._lost is not None:
+            raise NodeDiedError(self._lost)
         if not self.is_open:
             raise NodeClosedError("this program has left its cluster.")
         check_possible(site)
@@ -240,12 +254,12 @@ class RayEngine:
     async def total(self) -> dict[str, float]:
         """All resources by name."""
         self._check_asked("aiogpu.cluster_resources()")
-        return await asyncio.to_thread(self._overview.total)
+        return await self._overview.total()
 
     async def available(self) -> dict[str, float]:
         """What is free of each."""
         self._check_asked("aiogpu.available_resources()")
-        return await asyncio.to_thread(self._overview.available)
+        return await self._overview.available()
 
     async def status(self) -> NodeStatus:
         """What there is on the cluster, and what this program has running."""
@@ -264,8 +278,13 @@ class RayEngine:
     def _check_asked(self, what: str) -> None:
         if self.is_inside:
             raise error_inside_task(what)
+        if self._lost is not None:
+            raise NodeDiedError(self._lost)
         if not self.is_open:
             raise NodeClosedError("this program has left its cluster.")
+        if self._pulse is not None and self._pulse.is_missed:
+            # A question without an answer would have Ray end this program.
+            raise NodeDiedError("the head of the Ray cluster does not answer now.")
 
     def end_children(self) -> None:
         """The task has ended whose code made these calls; they end with it."""
@@ -274,6 +293,8 @@ class RayEngine:
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
+        if self._pulse is not None:
+            self._pulse.end()
         if self.is_open:
             self.is_open = False
             if self._actors is not None:
@@ -286,6 +307,21 @@ class RayEngine:
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
         await self._membership.leave()
+
+    def _lose(self) -> None:
+        """The cluster has gone: nothing of it will ever end."""
+        self.is_open = False
+        self._mark = object()
+        self._lost = (
+            f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
+            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
+        )
+        if self._actors is not None:
+            self._actors.close()
+        for number in list(self.calls.live):
+            self.calls.end(number, lambda one: one.fail(NodeDiedError(self._lost)))
+        self.calls.ending.clear()
+        self._membership.lose()
 
     async def _stopped(self) -> None:
         """Until all that was stopped has ended, within the time that it is given."""
