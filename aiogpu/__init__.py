@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from aiogpu.api.node import init as init
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
+    from aiogpu.api.placement import Placement as Placement
+    from aiogpu.api.placement import placement as placement
     from aiogpu.api.pool import ActorPool as ActorPool
     from aiogpu.api.put import put as put
     from aiogpu.api.run import run as run
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
+    from aiogpu.errors import PlacementRemovedError as PlacementRemovedError
     from aiogpu.errors import PreloadError as PreloadError
     from aiogpu.errors import ProtocolError as ProtocolError
     from aiogpu.errors import SerializationError as SerializationError
@@ -100,6 +103,7 @@ _ROOMS = {
         "shutdown",
         "status",
     ),
+    "api.placement": ("Placement", "placement"),
     "api.pool": ("ActorPool",),
     "api.put": ("put",),
     "api.run": ("run",),
@@ -132,6 +136,7 @@ _ROOMS = {
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",
+        "PlacementRemovedError",
         "PreloadError",
         "ProtocolError",
         "SerializationError",

@@ -164,6 +164,23 @@ class ActorNameError(AiogpuError, ValueError):
     """No actor has that name, or another one has it already."""
 
 
+class PlacementRemovedError(AiogpuError, RuntimeError):
+    """The placement in which the work was to run was removed, or never granted.
+
+    Of an actor it is the `__cause__` of its `ActorDiedError`.
+
+    Attributes:
+        placement: name of the placement.
+    """
+
+    def __init__(self, message: str, placement: str = "") -> None:
+        super().__init__(message)
+        self.placement = placement
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.placement)
+
+
 class NoSuchTaskError(AiogpuError, LookupError):
     """The node knows no task of that number, or knows it no more."""
 

@@ -8,6 +8,7 @@ from typing import TypedDict
 from aiogpu.api.gpu_options import GpuWhere
 from aiogpu.api.keywords import Options
 from aiogpu.api.options import Lifetime, Strategy
+from aiogpu.api.placement import Placement
 
 
 class ActorKeywords(TypedDict, total=False):
@@ -42,6 +43,7 @@ class ActorKeywords(TypedDict, total=False):
             each run at once; see `@aiogpu.method(concurrency_group=...)`.
         priority: higher goes first; 0 unless given.
         runtime_env: `{"env_vars": {"A": "1"}}`, variables that its process has.
+        placement, bundle: the bundle of a placement in which it lives, as for tasks.
     """
 
     num_cpus: float | None
@@ -62,6 +64,8 @@ class ActorKeywords(TypedDict, total=False):
     concurrency_groups: Mapping[str, int] | None
     priority: int | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
+    placement: Placement | None
+    bundle: int | None
 
 
 class AnyKeywords(Options, total=False):

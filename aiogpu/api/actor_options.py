@@ -13,10 +13,10 @@ from aiogpu.api.options import (
     unknown_option,
     whole,
 )
-from aiogpu.core.resources import UNIT
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.specs import TaskSpec
     from aiogpu.core.where import Where
 
@@ -50,6 +50,8 @@ class ActorOptions(NamedTuple):
     concurrency_groups: Mapping[str, int] = NO_ENTRIES
     priority: int = 0
     runtime_env: Mapping[str, str] = NO_ENTRIES
+    placement: Gang | None = None
+    bundle: int = -1
 
     def spec(self, name: str, function: int) -> TaskSpec:
         """What the core is asked for the whole life of an actor.
@@ -60,7 +62,7 @@ class ActorOptions(NamedTuple):
         from dataclasses import replace
 
         spec = TaskOptions(
-            num_cpus=UNIT if self.num_cpus is None else self.num_cpus,
+            num_cpus=self.num_cpus,
             num_gpus=self.num_gpus,
             memory=self.memory,
             resources=self.resources,
@@ -75,6 +77,8 @@ class ActorOptions(NamedTuple):
             cancel_grace=0.0,
             runtime_env=self.runtime_env,
             lifetime=self.lifetime,
+            placement=self.placement,
+            bundle=self.bundle,
         ).spec(name, function)
         return replace(spec, is_endless=True)
 
@@ -136,20 +140,16 @@ def _check_flag(option: str, value: object) -> bool:
     raise OptionError(f"{option}={value!r} must be True or False.")
 
 
-def _check_cpus(option: str, value: object) -> int | None:
-    return None if value is None else CHECKS["num_cpus"](option, value)
-
-
 ACTOR_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     **{
         name: CHECKS[name]
         for name in (
             *("num_gpus", "memory", "resources", "accelerator_type", "strategy"),
             *("gpu_where", "gpu_memory"),
-            *("name", "lifetime", "priority", "runtime_env"),
+            *("name", "lifetime", "priority", "runtime_env", "placement", "bundle"),
         )
     },
-    "num_cpus": _check_cpus,
+    "num_cpus": CHECKS["num_cpus"],
     "namespace": check_text,
     "get_if_exists": _check_flag,
     "max_restarts": whole(-1, "a whole number, 0 for none, -1 for no limit", 0),

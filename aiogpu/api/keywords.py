@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from aiogpu.api.gpu_options import GpuWhere, RetryOom
 from aiogpu.api.options import Lifetime, Strategy
+from aiogpu.api.placement import Placement
 
 RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 
@@ -55,6 +56,11 @@ class Options(TypedDict, total=False):
         runtime_env: `{"env_vars": {"A": "1"}}`, variables that its worker has.
         lifetime: "detached" lets a task outlive the task that has started it; else
             the two end together. Either way it ends with the node.
+        placement: what `aiogpu.placement(...)` has given: it takes what it asks for
+            from a bundle of that, and ends with it. Without `num_cpus` it asks for a
+            CPU only where the bundle has one.
+        bundle: number of the bundle, from 0; -1, the default, and None are any in
+            which it fits.
     """
 
     num_cpus: float | None
@@ -77,3 +83,5 @@ class Options(TypedDict, total=False):
     cancel_grace: float | None
     runtime_env: Mapping[str, Mapping[str, str]] | None
     lifetime: Lifetime
+    placement: Placement | None
+    bundle: int | None

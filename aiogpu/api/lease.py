@@ -148,7 +148,7 @@ class Lease:
                 "this lease was awaited before; each aiogpu.lease(...) is one lease, "
                 "so call it once for each."
             )
-        session = _session()
+        session = session_for("aiogpu.lease()")
         tenure = self._tenure = Tenure(session, self._site.spec.name)
         self._finalizer = weakref.finalize(self, tenure.forget)
         self._finalizer.atexit = False
@@ -241,11 +241,11 @@ class Lease:
         return await self._tenure.why()
 
 
-def _session() -> Session:
-    """This loop's session, for a program's question."""
-    session = session_of(asyncio.get_running_loop())
+def session_for(what: str) -> Session:
+    """This loop's session, for what only a program asks, such as `lease()`."""
+    session = session_of(asyncio._get_running_loop())
     if host_of_task.get() or (session is None and current.worker):
-        raise error_inside_task("aiogpu.lease()")
+        raise error_inside_task(what)
     session = session or current_session()
     if session.is_closing:
         raise NodeClosedError("this node is being shut down.")

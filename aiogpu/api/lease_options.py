@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.options import CHECKS, TaskOptions, unknown_option
 from aiogpu.api.resource_options import check_kinds
-from aiogpu.core.specs import TaskSpec
+from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
+
+if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
 
 OPTIONS: Final = (
     *("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "gpu_where"),
@@ -45,6 +48,12 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
             "as num_gpus=1 or gpu_memory='6GiB'."
         )
     return site_of(options.spec(NAME, _nothing.id)), options.timeout
+
+
+def placement_site(gang: Gang, priority: int) -> Site:
+    """What the node is asked for a placement."""
+    shape = Shape(gang.request())
+    return site_of(TaskSpec(gang.name, shape, _nothing.id, priority=priority))
 
 
 def site_of(spec: TaskSpec) -> Site:

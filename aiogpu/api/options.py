@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from aiogpu.api.environment_options import check_runtime_env
 from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
+from aiogpu.api.placement_options import check_bundle, check_placement, within
 from aiogpu.api.resource_options import check_resources, devices_among
 from aiogpu.core.resources import (
     BY_SHARE,
@@ -27,6 +28,7 @@ from aiogpu.core.sizes import parse_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.specs import TaskSpec
     from aiogpu.core.where import Where
 
@@ -44,10 +46,10 @@ NO_ENTRIES: Final[Mapping[str, Any]] = {}
 class TaskOptions(NamedTuple):
     """All options of a task, checked, with their defaults.
 
-    Quantities are in parts of 1/10 000.
+    Quantities are in parts of 1/10 000; `num_cpus` is None unless it was given.
     """
 
-    num_cpus: int = UNIT
+    num_cpus: int | None = None
     num_gpus: int = 0
     memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
@@ -67,6 +69,8 @@ class TaskOptions(NamedTuple):
     cancel_grace: float | None = None
     runtime_env: Mapping[str, str] = NO_ENTRIES
     lifetime: Lifetime = None
+    placement: Gang | None = None
+    bundle: int = -1
 
     def request(self) -> Request:
         """What the task asks for.
@@ -94,14 +98,20 @@ class TaskOptions(NamedTuple):
         if scalars:
             devices |= devices_among(scalars)
             scalars = {k: v for k, v in scalars.items() if k not in devices}
-        return Request.of(
-            {CPU: self.num_cpus, MEMORY: self.memory, **scalars},
-            devices,
-            self.accelerator_type,
-            spread=self.strategy == "spread",
-            where=self.gpu_where,
-            gpu_memory=self.gpu_memory,
-        )
+
+        def asking(cpus: int) -> Request:
+            return Request.of(
+                {CPU: cpus, MEMORY: self.memory, **scalars},
+                devices,
+                self.accelerator_type,
+                spread=self.strategy == "spread",
+                where=self.gpu_where,
+                gpu_memory=self.gpu_memory,
+            )
+
+        if self.placement is not None or self.bundle >= 0:
+            return within(self.placement, self.bundle, asking, self.num_cpus)
+        return asking(UNIT if self.num_cpus is None else self.num_cpus)
 
     def spec(self, name: str, function: int) -> TaskSpec:
         """What the core is asked, for a function of that name and id.
@@ -280,7 +290,7 @@ def _check_num_returns(option: str, value: object) -> int:
 
 
 CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
-    "num_cpus": _optional(quantity, UNIT),
+    "num_cpus": _optional(quantity, None),
     "num_gpus": _optional(device_quantity, 0),
     "memory": _optional(_check_memory, 0),
     "resources": _optional(check_resources, {}),
@@ -300,5 +310,7 @@ CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "cancel_grace": _optional(_check_grace, None),
     "runtime_env": _optional(check_runtime_env, {}),
     "lifetime": _check_lifetime,
+    "placement": check_placement,
+    "bundle": check_bundle,
 }
 """Each option with its check, which gives the value as `TaskOptions` holds it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from aiogpu.core.ids import ClientId
+from aiogpu.core.ids import ClientId, TaskId
+from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord
@@ -25,8 +26,10 @@ def check(node: Node) -> None:
     node.ledger.check()
     node.workers.check()
     _check_clients(node)
-    held = [holder.lease.id for holder in node.holders if holder.lease is not None]
+    leases = [holder.lease for holder in node.holders if holder.lease is not None]
+    held = [lease.id for lease in leases if lease.home is None]
     assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
+    _check_gangs(node, leases)
     records = list(node.tasks.values())
     waiting = [record for record in records if record.state is TaskState.WAITING]
     assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
@@ -50,6 +53,29 @@ def check(node: Node) -> None:
         if leased is not None:
             assert leased.worker is holder, holder.id
             assert leased.spec.is_lease, holder.id
+
+
+def _check_gangs(node: Node, leases: list[Lease]) -> None:
+    """What members hold is what their bundles say, and who is granted has bundles."""
+    parts = [part for gang in node.ledger.gangs.values() for part in gang]
+    for part in parts:
+        held = [lease.id for lease in leases if lease.home is part]
+        assert sorted([0, *held]) == sorted(part.leases), (part, held)
+    if node.is_closing:
+        return
+    homes = {id(lease.home) for lease in leases if lease.home is not None}
+    assert homes <= {id(part) for part in parts}, homes
+    assert node.ledger.gangs.keys() <= node.gangs.keys(), node.gangs
+    for key, known in node.gangs.items():
+        state = known.record.state
+        assert node.tasks.get(known.record.id) is known.record, key
+        assert (key in node.ledger.gangs) is (state is not TaskState.WAITING), key
+        assert known.is_open or state is not TaskState.RUNNING, key
+        assert all(task in node.tasks for task in map(_id_of, known.living)), key
+
+
+def _id_of(record: TaskRecord) -> TaskId:
+    return record.id
 
 
 def _check_clients(node: Node) -> None:

@@ -12,10 +12,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from math import inf
 
+from aiogpu.core.bundles import Part, parts_for
 from aiogpu.core.expecting import with_expected
 from aiogpu.core.filling import Filling
+from aiogpu.core.gang import Within
 from aiogpu.core.ids import ClientId, TaskId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.layout import Layout, Plan
+from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord
@@ -89,26 +92,73 @@ def _keeps_something(record: TaskRecord) -> bool:
     return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
 
 
+class _Stock:
+    """What of a ledger is not held by those that wait."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.free = dict(ledger.capacity)
+        self.fillings = {
+            kind: Filling(devices.filling.capacity)
+            for kind, devices in ledger.device_sets.items()
+        }
+        if isinstance(ledger, Part):
+            self.move(ledger.outside, -1)
+
+    def move(self, lease: Lease, sign: int) -> None:
+        """Have one of those that wait begin, or end."""
+        for name, amount in lease.request.scalars:
+            if name != CPU:
+                self.free[name] += sign * amount
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            memory = self.ledger.device_sets[kind].demand(lease.request)
+            for index, part in shares:
+                self.fillings[kind].move(index, part, memory, -sign)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request could be met, if all others have ended."""
+        if any(self.free.get(name, 0) < amount for name, amount in request.scalars):
+            return False
+        for kind, amount in request.devices:
+            devices = self.ledger.device_sets.get(kind)
+            if devices is None:
+                return False
+            usable, filling = devices.usable(amount, request), self.fillings[kind]
+            memory = devices.demand(request)
+            fitting = sum(
+                filling.has_room(index, amount, memory)
+                for index in range(len(filling.capacity))
+                if usable >> index & 1
+            )
+            if fitting < max(amount // UNIT, 1):
+                return False
+        return True
+
+
 class _Rest:
     """What there is if all ends but some that wait."""
 
     def __init__(self, node: Node, holders: Iterable[TaskRecord]) -> None:
-        self._ledger = ledger = node.ledger
+        self._ledger = node.ledger
         self._workers = node.room.most
-        self._free = dict(ledger.capacity)
-        self._fillings = {
-            kind: Filling(devices.filling.capacity)
-            for kind, devices in ledger.device_sets.items()
-        }
+        self._stocks: dict[int, _Stock] = {}
+        self._waiting = list(holders)
         self._known: dict[Request, bool] = {}
         self._clients = node.clients
         self._held: Counter[tuple[ClientId, str]] = Counter()
-        for record in holders:
+        for record in self._waiting:
             self._move(record, -1)
 
     def give_back(self, record: TaskRecord) -> None:
         self._known.clear()
+        self._waiting.remove(record)
         self._move(record, 1)
+
+    def _stock(self, ledger: Ledger) -> _Stock:
+        stock = self._stocks.get(id(ledger))
+        if stock is None:
+            stock = self._stocks[id(ledger)] = _Stock(ledger)
+        return stock
 
     def _move(self, record: TaskRecord, sign: int) -> None:
         lease = _lease(record)
@@ -117,13 +167,7 @@ class _Rest:
             for name, parts in self._clients.amounts_of(lease.request):
                 if name != CPU:
                     self._held[record.client, name] -= sign * parts
-        for name, amount in lease.request.scalars:
-            if name != CPU:
-                self._free[name] += sign * amount
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            memory = self._ledger.device_sets[kind].demand(lease.request)
-            for index, part in shares:
-                self._fillings[kind].move(index, part, memory, -sign)
+        self._stock(lease.home or self._ledger).move(lease, sign)
 
     def fits(self, record: TaskRecord) -> bool:
         request = record.spec.shape.request
@@ -145,20 +189,17 @@ class _Rest:
         )
 
     def _try(self, request: Request) -> bool:
-        if any(self._free.get(name, 0) < amount for name, amount in request.scalars):
-            return False
-        for kind, amount in request.devices:
-            devices = self._ledger.device_sets[kind]
-            usable, filling = devices.usable(amount, request), self._fillings[kind]
-            memory = devices.demand(request)
-            fitting = sum(
-                filling.has_room(index, amount, memory)
-                for index in range(len(filling.capacity))
-                if usable >> index & 1
-            )
-            if fitting < max(amount // UNIT, 1):
-                return False
-        return True
+        gang = request.gang
+        if gang is None:
+            return self._stock(self._ledger).fits(request)
+        if isinstance(gang, Within):
+            parts = parts_for(self._ledger, gang)
+            return any(self._stock(part).fits(request) for part in parts)
+        plan = Plan(self._ledger, is_idle=True)
+        for record in self._waiting:
+            if _lease(record).home is None:
+                plan.take_away(_lease(record))
+        return Layout(plan, gang, {}, None).find() is not None
 
 
 def _waiter(record: TaskRecord) -> TaskRecord | None:

@@ -218,7 +218,7 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
         return False
     # A task that has waited took its CPUs again although others had them: those that
     # end make up for it.
-    if ledger.is_overdrawn:
+    if (lease.home or ledger).is_overdrawn:
         return False
     if node.clients is not None and not may_go_on(node, lease, bucket):
         return False

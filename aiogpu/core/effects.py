@@ -44,6 +44,34 @@ class Granted:
 
 
 @dataclass(slots=True)
+class Reserved:
+    """Tell who has asked for a gang that all its bundles are held."""
+
+    task: TaskId
+    holder: WorkerId
+
+
+@dataclass(slots=True)
+class Evict:
+    """The gang in which the task was to run, or runs, is none any more; tell its owner.
+
+    `gang` is the name of that, `reason` a clause that says what has become of it.
+    """
+
+    task: TaskId
+    gang: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Misfit:
+    """The task can never run in its gang's bundles; tell its owner the reason."""
+
+    task: TaskId
+    reason: str
+
+
+@dataclass(slots=True)
 class Reclaim:
     """Nobody may hold this lease any more; answer with `LeaseReturned`.
 
@@ -161,6 +189,9 @@ Effect = (
     Spawn
     | Assign
     | Granted
+    | Reserved
+    | Evict
+    | Misfit
     | Reclaim
     | Ahead
     | Revoke

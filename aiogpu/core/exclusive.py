@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from aiogpu.core.bundles import roomiest
 from aiogpu.core.deadlock import find_deadlocks
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -72,9 +73,15 @@ def _may_be_free(node: Node, request: Request) -> bool:
     Whichever has served its share could serve it whole.
     """
     usable = node.ledger.device_sets[GPU].usable(UNIT, request)
+    part = None
+    if request.gang is not None:
+        part = roomiest(node.ledger, request)
+        usable &= part.masks[GPU] if part is not None else 0
     for worker in node.holders:
         lease, task = worker.lease, worker.task
-        if lease is not None and task is not None and task.spec.is_endless:
+        if lease is None or lease.home is not part:
+            continue
+        if task is not None and task.spec.is_endless:
             held = zip(lease.request.devices, lease.shares, strict=True)
             usable &= ~sum(
                 1 << index

@@ -26,12 +26,20 @@ _LEASED: Final = {
 
 def explain(why: Why) -> str:
     """The whole story, on one line or, of a task that waits, on several."""
+    if why.placement:
+        return f"{_who(why)} waits for {why.placement}, its placement."
     if why.state == "waiting":
         return "\n".join((*_waiting(why), *_notes(why)))
     if why.is_lease and why.state in _LEASED:
         told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
         return f"{_who(why)} {told}."
-    return "\n".join((f"{_who(why)} {_standing(why)}.", *_notes(why)))
+    told = _sent(why) if why.state == "sent" else _standing(why)
+    return "\n".join((f"{_who(why)} {told}.", *_notes(why)))
+
+
+def _sent(why: Why) -> str:
+    request = f"asks for {terms(why.request.items())} and " if why.request else ""
+    return f"{request}was sent {span(why.seconds or 0.0)} ago"
 
 
 def _notes(why: Why) -> Iterator[str]:
@@ -60,8 +68,6 @@ def _standing(why: Why) -> str:
             return f"waits for {_children(why)}; meanwhile it holds no CPU"
         case "expecting":
             return f"waits for its arguments: the result of {_results(why)}"
-        case "sent":
-            return f"asks for {request} and was sent {span(why.seconds or 0.0)} ago"
         case "stopping":
             return f"is being stopped; its code on {_worker(why)} has not ended yet"
     return f"has ended: {why.outcome}" if why.outcome else "has ended"

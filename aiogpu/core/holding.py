@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from aiogpu.core.devices import DeviceSet
+from aiogpu.core.devices import DeviceSet, Share
+from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.observed import Observations, OtherProcess
 from aiogpu.core.records import WorkerRecord
@@ -92,6 +93,25 @@ class DeviceStatus:
     unknown: str | None = None
 
 
+def scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
+    """What a lease holds of undivided resources; a gang's, what its members leave."""
+    for name, amount in lease.request.scalars:
+        free = (part.free.get(name, 0) for part in lease.parts)
+        yield name, max(sum(free), 0) if lease.parts else amount
+
+
+def shares_of(lease: Lease, kind: str) -> Iterable[Share]:
+    """The same of devices of a kind."""
+    for part in lease.parts:
+        if devices := part.device_sets.get(kind):
+            for at, free in enumerate(devices.free):
+                if free and part.masks[kind] >> at & 1:
+                    yield at, free
+    if not lease.parts:
+        for (name, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            yield from shares if name == kind else ()
+
+
 class Holdings:
     """The workers of a node at one moment, asked who holds what.
 
@@ -113,13 +133,16 @@ class Holdings:
         self._workers = [worker for worker in workers if worker.lease is not None]
 
     def of_scalar(self, name: str) -> tuple[Holder, ...]:
-        """Who holds of an undivided resource; who waits for his children, no CPU."""
+        """Who holds of an undivided resource; who waits for his children, no CPU.
+
+        A gang holds what none of its members does.
+        """
         return tuple(
             self._holder(worker, part)
             for worker in self._workers
             if worker.lease and not (worker.lease.is_lent and name == CPU)
-            for held, part in worker.lease.request.scalars
-            if held == name
+            for held, part in scalars_of(worker.lease)
+            if held == name and (part or not worker.lease.parts)
         )
 
     def of_devices(self, devices: DeviceSet, mask: int) -> tuple[DeviceStatus, ...]:
@@ -128,14 +151,10 @@ class Holdings:
         for worker in self._workers:
             lease = worker.lease
             assert lease is not None, worker
-            for (kind, _), shares in zip(
-                lease.request.devices, lease.shares, strict=True
-            ):
-                if kind == devices.kind:
-                    for share in shares:
-                        memory = devices.memory_of(share, lease.request)
-                        holder = self._holder(worker, share[1], memory)
-                        holders[share[0]].append(holder)
+            for share in shares_of(lease, devices.kind):
+                memory = devices.memory_of(share, lease.request)
+                holder = self._holder(worker, share[1], memory)
+                holders[share[0]].append(holder)
         return tuple(
             self._with_what_was_seen(
                 index,

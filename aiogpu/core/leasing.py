@@ -8,7 +8,8 @@ is reclaimed, and is free when it is said that they have gone.
 
 from __future__ import annotations
 
-from aiogpu.core.effects import Abandon, Effect, Forget, Granted, Reclaim
+from aiogpu.core.bundles import give_back_gang
+from aiogpu.core.effects import Abandon, Effect, Forget, Granted, Reclaim, Reserved
 from aiogpu.core.events import LeaseReturned
 from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -25,14 +26,18 @@ def grant(
     record.worker, holder.task, holder.lease = holder, record, lease
     holder.watched, holder.watched_since = record, now
     node.granted[holder.id] = holder
-    effects.append(Granted(record.id, holder.id, lease))
+    if record.spec.is_grouped:
+        effects.append(Reserved(record.id, holder.id))
+    else:
+        effects.append(Granted(record.id, holder.id, lease))
 
 
 def reclaim(record: TaskRecord, effects: list[Effect]) -> None:
     """Nobody may hold a lease any more; it is `LeaseReturned` when nobody does."""
     assert record.worker is not None, record
     move_task(record, TaskState.STOPPING)
-    effects.append(Reclaim(record.id, record.worker.id))
+    if not record.spec.is_grouped:
+        effects.append(Reclaim(record.id, record.worker.id))
 
 
 def on_returned(
@@ -50,7 +55,10 @@ def on_returned(
         move_worker(holder, WorkerState.SETTLING)
     else:
         del node.granted[holder.id]
-        node.ledger.give_back(lease)
+        if lease.parts:
+            give_back_gang(node.ledger, lease)
+        else:
+            node.ledger.give_back(lease)
     node.end(record)
     effects.append(Forget(record.id))
 

@@ -18,6 +18,7 @@ from aiogpu.core.infeasible import find_infeasible
 from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, written
 
 if TYPE_CHECKING:
+    from aiogpu.core.bundles import Part
     from aiogpu.core.stake import Stake
 
 
@@ -31,6 +32,8 @@ class Lease:
         shares: device shares by kind, in the order of `request.devices`.
         is_lent: whether its CPUs are given back for as long as its task waits.
         stake: on whose account it is, None where nobody counts.
+        home: the bundle of a gang from which it was taken, None for the node itself.
+        parts: of a gang's lease, its bundles.
     """
 
     id: LeaseId
@@ -38,10 +41,16 @@ class Lease:
     shares: tuple[tuple[Share, ...], ...] = ()
     is_lent: bool = False
     stake: Stake | None = None
+    home: Part | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class Ledger:
-    """The node's resources: exact amounts, taken and given back whole."""
+    """The node's resources: exact amounts, taken and given back whole.
+
+    Attributes:
+        gangs: the bundles of the gangs that were granted, by key; see `bundles`.
+    """
 
     def __init__(
         self, scalars: Mapping[str, int], device_sets: Iterable[DeviceSet] = ()
@@ -50,6 +59,7 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
+        self.gangs: dict[str, tuple[Part, ...]] = {}
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -94,10 +104,24 @@ class Ledger:
                 self.device_sets[kind].take(taken, request.gpu_memory)
         for name, amount in request.scalars:
             free[name] -= amount
+        return self._note(request, shares)
+
+    def _note(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
         return lease
+
+    def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
+        """Make one lease of several, which together hold what a request asks for."""
+        shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
+        for lease in leases:
+            del self.leases[lease.id]
+            for (kind, _), taken in zip(
+                lease.request.devices, lease.shares, strict=True
+            ):
+                shares[kind] += taken
+        return self._note(request, tuple(map(tuple, shares.values())))
 
     def _choose(
         self, request: Request, barred: Mapping[str, int] | None, warm: Warm
@@ -115,6 +139,10 @@ class Ledger:
 
     def would_help(self, lease: Lease, request: Request) -> bool:
         """Whether a request that does not fit might, if this lease were given back."""
+        if request.gang is not None or lease.home is not None:
+            from aiogpu.core.bundles import would_help
+
+            return would_help(lease, request)
         held = dict(lease.request.scalars)
         for name, amount in request.scalars:
             if self.free.get(name, 0) < amount and name not in held:
@@ -136,13 +164,14 @@ class Ledger:
         Raises:
             KeyError: the lease was given back before.
         """
-        del self.leases[lease.id]
+        home = lease.home or self
+        del home.leases[lease.id]
         if lease.is_lent:
             self.resume(lease)
         for name, amount in lease.request.scalars:
-            self.free[name] += amount
+            home.free[name] += amount
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            self.device_sets[kind].give_back(shares, lease.request.gpu_memory)
+            home.device_sets[kind].give_back(shares, lease.request.gpu_memory)
         if lease.stake is not None:
             lease.stake.end()
 
@@ -150,8 +179,9 @@ class Ledger:
         """Give back all of a lease but its devices, which are not free yet."""
         if lease.is_lent:
             self.resume(lease)
+        home = lease.home or self
         for name, amount in lease.request.scalars:
-            self.free[name] += amount
+            home.free[name] += amount
         lease.request = replace(lease.request, scalars=())
         if lease.stake is not None:
             lease.stake.keep_devices(self.device_sets)
@@ -159,18 +189,20 @@ class Ledger:
     def lend(self, lease: Lease) -> None:
         """Give back the CPUs of a lease whose task waits for others; nothing else."""
         lease.is_lent = True
+        home = lease.home or self
         for name, amount in lease.request.scalars:
             if name == CPU:
-                self.free[name] += amount
+                home.free[name] += amount
         if lease.stake is not None:
             lease.stake.lend()
 
     def resume(self, lease: Lease) -> None:
         """Undo `lend`, at once: there may be less than nothing free afterwards."""
         lease.is_lent = False
+        home = lease.home or self
         for name, amount in lease.request.scalars:
             if name == CPU:
-                self.free[name] -= amount
+                home.free[name] -= amount
         if lease.stake is not None:
             lease.stake.resume()
 
@@ -181,6 +213,10 @@ class Ledger:
 
     def why_infeasible(self, request: Request) -> str | None:
         """Say in words what this node lacks even when idle, None if nothing."""
+        if request.gang is not None:
+            from aiogpu.core.bundles import why_never
+
+            return why_never(self, request)
         return find_infeasible(self.capacity, self.device_sets, request)
 
     def room_for(self, request: Request, are_lent: bool = False) -> int | None:
@@ -193,6 +229,10 @@ class Ledger:
         Returns:
             None where there is no end to them: they hold nothing.
         """
+        if request.gang is not None:
+            from aiogpu.core.bundles import room_for
+
+            return room_for(self, request, are_lent)
         rooms = [
             self.capacity.get(name, 0) // amount
             for name, amount in request.scalars
@@ -278,3 +318,6 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
+        for gang in self.gangs.values():
+            for bundle in gang:
+                bundle.check()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.bundles import take_grouped
 from aiogpu.core.devices import COLD
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease, Ledger
@@ -34,6 +35,7 @@ from aiogpu.core.workers import Workers
 
 if TYPE_CHECKING:
     from aiogpu.core.clients import Clients
+    from aiogpu.core.gangs import GangRecord
     from aiogpu.core.ids import ClientId
     from aiogpu.core.reservation import Reservation
     from aiogpu.core.resources import Request
@@ -48,6 +50,7 @@ class Node:
         delayed: tasks that have failed and will wait again some time later.
         expecting: tasks whose arguments are not all there yet, and whose results
             those are, as far as they are tasks of this node.
+        gangs: those that are asked for or held, by key.
         granted: who stands for the holders of leases, by id; also of such as were
             given back, while their devices were not seen free.
         restarts: of what is endless.
@@ -68,6 +71,7 @@ class Node:
         self.tasks: Table[TaskRecord] = Table()
         self.delayed: dict[TaskId, TaskRecord] = {}
         self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
+        self.gangs: dict[str, GangRecord] = {}
         self.granted: dict[WorkerId, WorkerRecord] = {}
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
@@ -131,6 +135,10 @@ class Node:
             key = spec.shape.environment, request.devices[0][0], limit
             warmth = self.workers.warmth
             warm = warmth.single(*key), warmth.several(*key)
+        if spec.is_grouped:
+            if reservation is not None and reservation.lets_pass(record):
+                reservation = None
+            return take_grouped(self.ledger, request, reservation, warm)
         if reservation is None or reservation.lets_pass(record):
             return self.ledger.take(request, warm=warm)
         return self.ledger.take(request, reservation.barred, reservation.kept, warm)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from aiogpu.core.bundles import Part, roomiest
 from aiogpu.core.devices import DeviceSet
+from aiogpu.core.gang import ANY, Gang, Within
+from aiogpu.core.layout import Layout, Plan, masks_of
 from aiogpu.core.ledger import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Precedence, precedence
@@ -39,6 +42,7 @@ class Reservation:
         planned_at: when this was thought out.
         grace: seconds that a task gets to end after its timeout, unless it has
             its own.
+        part: the bundle of which it is kept, None for what is nobody's.
     """
 
     record: TaskRecord
@@ -48,9 +52,12 @@ class Reservation:
     until: float
     planned_at: float
     grace: float
+    part: Part | None = None
 
     def wants(self, lease: Lease) -> bool:
         """Whether a lease holds something of what is kept."""
+        if lease.home is not self.part:
+            return False
         if any(name in self.kept for name, _ in lease.request.scalars):
             return True
         return any(
@@ -62,7 +69,9 @@ class Reservation:
         )
 
     def lets_pass(self, record: TaskRecord) -> bool:
-        """Whether a task may take what is kept."""
+        """Whether a task may take what is kept, or takes none of that."""
+        if (record.spec.is_grouped or self.part) and not self._concerns(record):
+            return True
         if record.client != self.record.client:
             # Whose turn it is among programs changes; what is kept is kept.
             is_before = lane_of(record)[0] < self.turn[0][0]
@@ -80,6 +89,15 @@ class Reservation:
         grace = self.grace if grace is None else grace
         return record.since + timeout + grace <= self.until
 
+    def _concerns(self, record: TaskRecord) -> bool:
+        within = record.spec.shape.request.gang
+        if not isinstance(within, Within):
+            return self.part is None
+        part = self.part
+        if part is None or part.key != within.key:
+            return False
+        return within.bundle in (ANY, part.index)
+
 
 @dataclass(slots=True)
 class Hold:
@@ -93,17 +111,25 @@ class Hold:
 def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     """Plan what to keep for a task; None if somebody holds it without end."""
     request = record.spec.shape.request
-    holds = list(_holds(node))
+    part: Part | None = None
+    if isinstance(request.gang, Gang):
+        return _for_gang(node, record, request.gang, now)
+    if request.gang is not None:
+        part = roomiest(node.ledger, request)
+        if part is None:
+            return None
+    ledger = part or node.ledger
+    holds = list(_holds(node, part))
     until = 0.0
     for name, amount in request.scalars:
-        moment = _when_enough(node.ledger.free[name], amount, _of(holds, name))
+        moment = _when_enough(ledger.free[name], amount, _of(holds, name))
         if moment is None:
             return None
         until = max(until, moment)
     barred = {}
     are_ready = True
     for kind, amount in request.devices:
-        devices = node.ledger.device_sets[kind]
+        devices = ledger.device_sets[kind]
         chosen = _choose(devices, amount, request, _by_device(holds, kind))
         if chosen is None:
             return None
@@ -114,12 +140,37 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     # While its devices are awaited, others may compute: they are bound to end as well.
     kept = dict(request.scalars) if are_ready else {}
     grace = node.patience.cancel_grace
+    return Reservation(record, turn, barred, kept, until, now, grace, part)
+
+
+def _for_gang(
+    node: Node, record: TaskRecord, gang: Gang, now: float
+) -> Reservation | None:
+    """The same for a gang: what its bundles will be on, once enough has ended."""
+    rest, until = Plan(node.ledger), 0.0
+    held = sorted(_holds(node, None), key=lambda hold: hold.ends)
+    for hold in (None, *(one for one in held if not one.is_endless)):
+        if hold is not None:
+            rest.put_back(hold.lease)
+            until = hold.ends
+        leases = Layout(rest, gang, rest.barred, None).find()
+        if leases is not None:
+            break
+    else:
+        return None
+    barred: dict[str, int] = {}
+    for lease in leases:
+        for kind, mask in masks_of(lease):
+            barred[kind] = barred.get(kind, 0) | mask
+    turn, grace = precedence(record), node.patience.cancel_grace
+    # It needs all at once, so all of it is kept.
+    kept = dict(record.spec.shape.request.scalars)
     return Reservation(record, turn, barred, kept, until, now, grace)
 
 
-def _holds(node: Node) -> Iterator[Hold]:
+def _holds(node: Node, part: Part | None) -> Iterator[Hold]:
     for worker in node.holders:
-        if worker.lease is not None:
+        if worker.lease is not None and worker.lease.home is part:
             yield _hold(node, worker.task, worker.lease)
 
 

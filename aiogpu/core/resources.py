@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aiogpu.core.sizes import size
 from aiogpu.core.where import Where
 from aiogpu.errors import OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang, Within
 
 UNIT = 10_000
 LARGEST = 10**14
@@ -107,6 +111,8 @@ class Request:
         gpu_memory: bytes of device memory on each GPU, 0 where nothing was said of
             it, or `BY_SHARE`. With a `devices` amount of 0 it is all that is asked
             of one GPU.
+        gang: the bundles of which it is the sum, granted together; or the gang from a
+            bundle of which it takes; None for what stands alone.
     """
 
     scalars: tuple[tuple[str, int], ...] = ()
@@ -115,6 +121,7 @@ class Request:
     spread: bool = False
     where: Where | None = None
     gpu_memory: int = 0
+    gang: Gang | Within | None = None
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -128,6 +135,7 @@ class Request:
             self.spread,
             self.where,
             self.gpu_memory,
+            self.gang,
         )
 
     def __hash__(self) -> int:
@@ -186,7 +194,8 @@ class Request:
             terms.append(
                 f"{GPU_MEMORY}: {'share' if is_share else size(self.gpu_memory)}"
             )
-        return "{" + ", ".join(terms) + "}"
+        told = "{" + ", ".join(terms) + "}"
+        return told if self.gang is None else f"{told} in {self.gang}"
 
 
 def written(name: str, value: float) -> str:

@@ -26,19 +26,13 @@ from aiogpu.core.dispatch import (
     take_turn,
     welcome,
 )
-from aiogpu.core.effects import (
-    NOTHING,
-    Abandon,
-    Disown,
-    Effect,
-    Forget,
-    Settle,
-)
+from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
 from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
 from aiogpu.core.fairness import place_fairly
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
 from aiogpu.core.finish import Failure, end_specially
+from aiogpu.core.gangs import enter, tend
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
@@ -132,9 +126,8 @@ class Scheduler(Node):
             line = record.client, spec.shape
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
-        if needs is not None:
-            expect(self, record, needs)
-            return NOTHING
+        if needs is not None or spec.is_grouped:
+            return self._set_aside(record, needs, now)
         effects: list[Effect] = []
         bucket = self.ready.by_shape.get(line)
         # Where others of its shape wait, it must wait as well; where they do not,
@@ -148,6 +141,14 @@ class Scheduler(Node):
         elif self.reservation is None or bucket.head() is not record:
             return NOTHING
         return self._place(now, effects) if self.holds_back else NOTHING
+
+    def _set_aside(
+        self, record: TaskRecord, needs: tuple[TaskId, ...] | None, now: float
+    ) -> Sequence[Effect]:
+        if not record.spec.is_grouped:
+            expect(self, record, needs or ())
+            return NOTHING
+        return self._place(now, enter(self, record, needs))
 
     def _on_supplied(self, event: events.Supplied, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
@@ -273,7 +274,7 @@ class Scheduler(Node):
             return NOTHING
         effects: list[Effect] = []
         is_alone = record.state is TaskState.WAITING and record.kin is None
-        if is_alone and not self.holds_back:
+        if is_alone and not self.holds_back and not record.spec.is_grouped:
             # It held nothing, and nobody waited for it.
             withdraw(self, record, now, effects)
             return effects
@@ -337,6 +338,8 @@ class Scheduler(Node):
         if self.workers.idle > self.most_idle:
             # After placing, so that work comes first.
             retire_idle(self, now, effects)
+        if self.gangs and not self.is_closing and tend(self, now, effects):
+            self._place(now, effects)
         return effects
 
     def check(self) -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol
 
+from aiogpu.core.bundles import Part, roomiest
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.filling import named_bytes
+from aiogpu.core.gang import Gang, Within
 from aiogpu.core.holding import DeviceStatus, Holder, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.node import Node
@@ -123,25 +125,54 @@ class Lack(NamedTuple):
 
 
 def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
-    """The resources for which a waiting task waits."""
-    request, ledger = record.spec.shape.request, node.ledger
+    """The resources for which a waiting task waits; in its bundle, if it has one."""
+    request, ledger = record.spec.shape.request, ledger_for(node, record)
+    if isinstance(request.gang, Within) and not isinstance(ledger, Part):
+        return  # nobody knows yet what its gang will have
     rival = rival_of(node, record)
+    is_found = False
     for name, asked in request.scalars:
         free = max(ledger.free[name], 0)
         claim = rival.kept.get(name, 0) if rival else 0
         kept = min(claim, free)
         if free - kept < asked:
+            is_found = True
             yield Lack(name, asked, free, kept, 0, claim > 0)
     for kind, asked in request.devices:
         devices = ledger.device_sets[kind]
         barred = rival.barred.get(kind, 0) if rival else 0
-        if devices.choose(asked, request, barred) is None:
-            yield _of_devices(devices, asked, request, barred)
+        if isinstance(request.gang, Gang):
+            lack = _of_all(devices, asked, barred)
+            if not is_found or lack.free - lack.kept < asked:
+                yield lack
+        elif devices.choose(asked, request, barred) is None:
+            mask = ledger.masks[kind] if isinstance(ledger, Part) else -1
+            yield _of_devices(devices, asked, request, barred, mask)
 
 
-def _of_devices(devices: DeviceSet, asked: int, request: Request, barred: int) -> Lack:
+def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
+    """Of what a task takes what it asks for: the node's, or its bundle's."""
+    request = record.spec.shape.request
+    if isinstance(request.gang, Within):
+        return roomiest(node.ledger, request) or node.ledger
+    return node.ledger
+
+
+def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
+    """What a gang is short of: whichever of its bundles has no place."""
+    mask = devices.mask_of_type(None)
+    free, kept = (
+        sum(devices.free[at] for at in _in(those))
+        for those in (mask & ~devices.aside_mask, mask & barred)
+    )
+    return Lack(devices.kind, asked, free, kept, mask, bool(barred), devices.kind)
+
+
+def _of_devices(
+    devices: DeviceSet, asked: int, request: Request, barred: int, mask: int
+) -> Lack:
     """What is short of devices: shares of them, or where there are enough, memory."""
-    mask = devices.usable(asked, request)
+    mask &= devices.usable(asked, request)
     given = mask & ~devices.aside_mask
     part, memory = min(asked, UNIT), devices.demand(request)
     with_shares = [
@@ -185,7 +216,7 @@ def find_shortages(
     node: Stock, record: TaskRecord, holdings: Holdings
 ) -> Iterator[Shortage]:
     """The resources for which a waiting task waits, each with its holders."""
-    ledger = node.ledger
+    ledger = ledger_for(node, record)
     for lack in find_lacks(node, record):
         devices: tuple[DeviceStatus, ...] = ()
         if lack.mask:
@@ -210,7 +241,10 @@ def why_waiting(node: Node, record: TaskRecord) -> str:
     if node.clients is not None and (limit := node.clients.why_barred(record)):
         return f"waits for its program's own limit: it holds {limit}"
     if lacks := tell_lacks(node, record):
-        return lacks
+        within = record.spec.shape.request.gang
+        return lacks + (f" in {within}" if isinstance(within, Within) else "")
+    if placement := awaited_gang(node, record):
+        return f"waits for {placement}, its placement"
     if most := find_bound(node):
         return f"waits for a worker: there are {most}, and no room for more"
     return "waits for its turn"
@@ -223,7 +257,7 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
     for lack in find_lacks(node, record):
         told = f"free: {written(lack.name, number(lack.free))}"
         if lack.mask:
-            devices = node.ledger.device_sets[lack.kind]
+            devices = ledger_for(node, record).device_sets[lack.kind]
             shares = (
                 f"{devices.devices[index].id}: {_told(devices, index, lack.name)}"
                 for index in _in(lack.mask)
@@ -234,6 +268,14 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
         asked = written(lack.name, number(lack.asked))
         short.append(f"{spoken(lack.name)} {asked} ({told})")
     return "waits for " + " and ".join(short) if short else ""
+
+
+def awaited_gang(node: Stock, record: TaskRecord) -> str:
+    """The name of its gang, if that is not granted yet; empty otherwise."""
+    within = record.spec.shape.request.gang
+    if isinstance(within, Within) and within.key not in node.ledger.gangs:
+        return within.name
+    return ""
 
 
 def find_bound(node: Node) -> int:

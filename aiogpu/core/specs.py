@@ -69,6 +69,7 @@ class TaskSpec:
         is_lease: whether it is a lease for others' processes and has no worker. It is
             endless as well, and its `max_calls` is 1, so that it follows nobody.
         lane: of tasks that no other task has started.
+        is_grouped: whether it is a gang, or runs in one.
     """
 
     name: str
@@ -85,6 +86,9 @@ class TaskSpec:
     pace: Pace = field(default_factory=Pace, repr=False)
     is_lease: bool = False
     lane: Lane = field(init=False, repr=False, default=(0, 0))
+    is_grouped: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lane", (-self.priority, 0))
+        is_grouped = self.shape.request.gang is not None
+        object.__setattr__(self, "is_grouped", is_grouped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.gang import Within
 from aiogpu.core.resources import CPU, GPU, GPU_MEMORY, UNIT, Request
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Portion:
 
 
 def _amounts(request: Request) -> list[tuple[str, int]]:
+    if isinstance(request.gang, Within):
+        return []  # its gang has it already
     found = [*request.scalars, *request.devices]
     if request.gpu_memory > 0:
         count = max(dict(request.devices).get(GPU, 0) // UNIT, 1)

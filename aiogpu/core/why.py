@@ -22,6 +22,7 @@ from aiogpu.core.reservation import Reservation, reserve
 from aiogpu.core.shortage import (
     ReservationStatus,
     Shortage,
+    awaited_gang,
     describe,
     find_bound,
     find_lacks,
@@ -80,6 +81,7 @@ class Why:
         outcome: how it has ended, in words: "it was cancelled"; None before.
         where: the conditions on its GPUs in words, while it waits for some.
         is_lease: whether it is a lease, which processes hold that are no workers.
+        placement: name of the placement in which it is to run, while that waits.
         notes: what else a cluster tells, a line each.
     """
 
@@ -108,6 +110,7 @@ class Why:
     rival_count: int = 0
     limit: str = ""
     is_lease: bool = False
+    placement: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -158,6 +161,7 @@ def _expecting(node: Node, record: TaskRecord, now: float) -> Why:
         request=record.spec.shape.request.as_numbers(),
         children=_names(needs),
         count=len(needs),
+        placement=awaited_gang(node, record),
     )
 
 
@@ -184,6 +188,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         reservation=describe(node, _concerning(node, record), holdings.now),
         is_held_endlessly=(is_endless and reserve(node, record, holdings.now) is None)
         or (bound > 0 and all(map(_is_endless, node.workers))),
+        placement=awaited_gang(node, record),
     )
 
 

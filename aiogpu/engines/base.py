@@ -309,6 +309,18 @@ class Engine(Protocol):
         """
         ...
 
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; gives its id, with which `cancel` removes it.
+
+        `site.spec.shape.request.gang` is the `Gang`: its key, bundles and strategy. Who
+        runs in it has a `Within` there, with the same key and a bundle's index. The
+        receiver is told an empty payload once all bundles are held.
+
+        Raises:
+            InfeasibleError: there will never be enough for it.
+        """
+        ...
+
     def demand(self, task: int, limit: int) -> None:
         """Let a task that is a stream yield so many items in all."""
         ...

@@ -126,6 +126,8 @@ class LocalEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self.submit(site, b"", receiver)
 
+    take_placement = take_lease
+
     def _check_actor(self, site: Site, payload: bytes) -> None:
         from aiogpu.engines.admission import check_arguments, check_site
 

@@ -11,11 +11,14 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import ray
 from ray import exceptions
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from aiogpu.engines.cluster.census import Node, Survey
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 49)
@@ -37,6 +40,10 @@ TaskFailed: Final = exceptions.RayTaskError
 Cancelled: Final = exceptions.TaskCancelledError
 Crashed: Final = exceptions.WorkerCrashedError
 OutOfMemory: Final = exceptions.OutOfMemoryError
+GroupRemoved: Final = (
+    exceptions.TaskPlacementGroupRemoved,
+    exceptions.ActorPlacementGroupRemoved,
+)
 ActorGone: Final = exceptions.RayActorError
 NodeGone: Final = exceptions.NodeDiedError
 ObjectLost: Final = exceptions.ObjectLostError
@@ -194,6 +201,33 @@ def kill(handle: Handle, *, may_restart: bool) -> None:
     ray.kill(handle, no_restart=not may_restart)
 
 
+def new_group(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+    """Ask for a placement group; `.ready()` is an object that comes with it."""
+    return placement_group(bundles, strategy=strategy, name=name)
+
+
+def find_group(name: str) -> Any | None:
+    """The placement group of that name."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def remove_group(group: Any) -> None:
+    """Give its bundles back; what runs in them ends."""
+    remove_placement_group(group)
+
+
+def within(group: Any, bundle: int) -> Any:
+    """The strategy that places a task in a bundle of a group, -1 for any of them."""
+    return PlacementGroupSchedulingStrategy(
+        group,
+        placement_group_bundle_index=bundle,
+        placement_group_capture_child_tasks=False,
+    )
+
+
 def find_actor(name: str, namespace: str) -> Handle | None:
     """The living actor of that name."""
     try:
@@ -207,47 +241,15 @@ def id_of(handle: Handle) -> str:
     return str(handle._actor_id.hex())
 
 
-class Node(NamedTuple):
-    """A node that lives.
-
-    Attributes:
-        id: in hexadecimal.
-        host: its machine's name.
-        total: its resources by name.
-        free: what of each nobody has; None where Ray was not asked.
-        labels: what was said of it.
-    """
-
-    id: str
-    host: str
-    total: Mapping[str, float]
-    free: Mapping[str, float] | None
-    labels: Mapping[str, str]
-
-
-class Survey(NamedTuple):
-    """The cluster at one moment.
-
-    Attributes:
-        nodes: those that live.
-        demands: what tasks and actors of all programs ask for that have no place yet,
-            and how many ask for it.
-        coming: nodes that are being started, in words.
-        failed: the last ones that could not be, in words.
-    """
-
-    nodes: Sequence[Node]
-    demands: Sequence[tuple[Mapping[str, float], int]]
-    coming: Sequence[str]
-    failed: Sequence[str]
-
-
 def nodes() -> list[Node]:
     """The nodes that live."""
     return [
         Node(
-            *(node["NodeID"], node["NodeManagerHostname"]),
-            *(dict(node["Resources"]), None, dict(node.get("Labels", {}))),
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            dict(node["Resources"]),
+            None,
+            dict(node.get("Labels", {})),
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -304,6 +306,7 @@ def _survey(address: str) -> Survey:
             *(one.ray_node_type_name for one in seen.pending_nodes),
         ],
         [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
+        grows(),
     )
 
 

@@ -129,6 +129,8 @@ class RemoteEngine(Membership):
         """Ask for a lease; see `Engine.take_lease`."""
         return self.leases.take(site, receiver)
 
+    take_placement = take_lease
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if task in self._receivers:

@@ -20,6 +20,7 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Lease
 from aiogpu.core.table import Table
 from aiogpu.runtime.call import Call, Receiver
+from aiogpu.runtime.placements import Placements
 from aiogpu.runtime.remains import Remains
 from aiogpu.wire.leasing import MARK, Grant
 
@@ -84,10 +85,12 @@ class Leases:
         self._clearance = clearance
         self._feed = feed
         self._held: dict[WorkerId, Held] = {}
+        self._placements = Placements(calls)
         self._token = secrets.token_hex(8)
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Granted: self._grant,
             effects.Reclaim: self._reclaim,
+            **self._placements.ways,
         }
 
     def __repr__(self) -> str:
@@ -95,8 +98,12 @@ class Leases:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the programs that have asked for leases, by holder."""
-        return {int(holder): held.pid for holder, held in self._held.items()}
+        """Process ids of the programs that have asked for leases, by holder.
+
+        Those of placements as well.
+        """
+        held = {int(holder): held.pid for holder, held in self._held.items()}
+        return held | self._placements.pids
 
     def roots_of(self, key: Key) -> Mapping[int, int]:
         """The programs that have a lease of a device, each with the holder's id."""

@@ -10,6 +10,7 @@ import pickle
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
+from aiogpu.core.gang import ANY, STRATEGIES, Bundle, Gang, Within
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.where import Where
@@ -24,10 +25,11 @@ _WHERE: Final = Maybe((int, (int, int), str))
 _ACTING: Final = Maybe(
     (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
 )
+_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None)]))
 _FIELDS: Final = (
     *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
     *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
-    bool,
+    *(bool, _GANG),
 )
 
 
@@ -55,6 +57,7 @@ class Terms(NamedTuple):
     acting: tuple[Any, ...] | None = None
     window: int = 0
     is_lease: bool = False
+    gang: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, site: Site) -> Terms:
@@ -82,6 +85,7 @@ class Terms(NamedTuple):
             acting=None if site.actor is None else _acting(site.actor),
             window=site.window,
             is_lease=spec.is_lease,
+            gang=None if request.gang is None else _gang(request.gang),
         )
 
     def pack(self) -> bytes:
@@ -117,6 +121,7 @@ class Terms(NamedTuple):
             self.spread,
             None if self.where is None else Where(*self.where),
             self.gpu_memory,
+            None if self.gang is None else _gang_of(self.gang),
         )
         spec = TaskSpec(
             name=self.name,
@@ -156,7 +161,36 @@ def _may_be(terms: Terms) -> bool:
         and min(terms.gpu_memory, terms.max_retries) >= -1
         and all(0 <= each < float("inf") for each in seconds)
         and (not terms.is_lease or (terms.is_endless and terms.acting is None))
+        and (terms.gang is None or _may_be_in(terms, _gang_of(terms.gang)))
     )
+
+
+def _may_be_in(terms: Terms, gang: Gang | Within) -> bool:
+    """Whether it is a gang, and asks for what that is; or a member of one."""
+    if isinstance(gang, Within):
+        return gang.bundle >= ANY and not terms.is_lease
+    amounts = [n for each in gang.bundles for _, n in (*each.scalars, *each.devices)]
+    asked = gang.request()
+    return (
+        terms.is_lease
+        and gang.strategy in STRATEGIES
+        and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
+        and min(amounts) > 0
+    )
+
+
+def _gang(gang: Gang | Within) -> tuple[Any, ...]:
+    """A gang, or which bundle of one, as plain values."""
+    if isinstance(gang, Within):
+        return gang.key, gang.name, gang.bundle, "", ()
+    return gang.key, gang.name, ANY, gang.strategy, tuple(map(tuple, gang.bundles))
+
+
+def _gang_of(told: tuple[Any, ...]) -> Gang | Within:
+    key, name, bundle, strategy, bundles = told
+    if not bundles:
+        return Within(key, name, bundle)
+    return Gang(key, name, strategy, tuple(Bundle(*each) for each in bundles))
 
 
 def _acting(terms: ActorTerms) -> tuple[Any, ...]:

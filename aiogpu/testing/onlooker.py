@@ -22,6 +22,7 @@ class Onlooker:
         tasks: all tasks ever submitted, by name.
         workers: the workers that are not gone, by id.
         leases: the holders of leases that were granted and not given back, by name.
+        gangs: the same of gangs.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -29,6 +30,7 @@ class Onlooker:
         self.tasks: dict[str, PaperTask] = {}
         self.workers: dict[WorkerId, PaperWorker] = {}
         self.leases: dict[str, WorkerId] = {}
+        self.gangs: dict[str, WorkerId] = {}
         self._by_id: list[PaperTask] = []
 
     @property
@@ -102,7 +104,7 @@ class Onlooker:
     def check(self) -> None:
         """Assert that the scheduler's picture is sound, and agrees with this one."""
         self.scheduler.check()
-        held = set(self.leases.values())
+        held = {*self.leases.values(), *self.gangs.values()}
         known_workers = {holder.id for holder in self.scheduler.holders}
         assert known_workers == {*self.workers, *held, *self.unsettled}
         states = (
@@ -112,6 +114,7 @@ class Onlooker:
         known = set().union(*map(self._in_state, states))
         seen = [t for w in self.workers.values() for t in (*w.sent, *w.void)]
         names = {task.spec.name for task in seen} | self.leases.keys()
+        names |= self.gangs.keys()
         assert known == names, (known, names)
         assert len(seen) + len(held) == len(names), "a task was sent to two workers"
         for task in self._by_id:

@@ -12,7 +12,16 @@ from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.records import Binding
 from aiogpu.core.specs import Environment, TaskSpec
 
-News = Literal["settled", "expired", "lost", "deadlocked", "disowned", "abandoned"]
+News = Literal[
+    "settled",
+    "expired",
+    "lost",
+    "deadlocked",
+    "disowned",
+    "abandoned",
+    "evicted",
+    "misfit",
+]
 """What a task's owner can be told."""
 
 NEWS: Final[Mapping[type[effects.Effect], News]] = {
@@ -22,6 +31,8 @@ NEWS: Final[Mapping[type[effects.Effect], News]] = {
     effects.Deadlock: "deadlocked",
     effects.Disown: "disowned",
     effects.Abandon: "abandoned",
+    effects.Evict: "evicted",
+    effects.Misfit: "misfit",
 }
 
 

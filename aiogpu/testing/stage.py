@@ -84,7 +84,7 @@ class Stage(Onlooker):
                 known = self.workers[worker]
                 assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
-            case effects.Granted():
+            case effects.Granted() | effects.Reserved():
                 self._grant(effect)
             case effects.Reclaim(task, holder):
                 assert self.leases[self._by_id[task].spec.name] == holder, effect
@@ -98,8 +98,12 @@ class Stage(Onlooker):
             case _:
                 self._tell(effect)
 
-    def _grant(self, granted: effects.Granted) -> None:
-        task, lease = self._by_id[granted.task], granted.lease
+    def _grant(self, granted: effects.Granted | effects.Reserved) -> None:
+        task = self._by_id[granted.task]
+        if isinstance(granted, effects.Reserved):
+            self.gangs[task.spec.name] = granted.holder
+            return
+        lease = granted.lease
         assert not self.scheduler.ledger.drains(lease), granted
         task.gpus = dict(binding_of(task.spec, lease)[1]).get(GPU, ())
         self.leases[task.spec.name] = granted.holder
@@ -120,6 +124,7 @@ class Stage(Onlooker):
             assert not task.is_forgotten, effect
             task.is_forgotten = True
             self.leases.pop(task.spec.name, None)
+            self.gangs.pop(task.spec.name, None)
             return
         owner = self._by_id[effect.task]  # type: ignore[union-attr]
         assert owner.news is None, (effect, owner)

@@ -312,14 +312,20 @@ class World(Stage):
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:
                 self.finish(running[0].spec.name)
-            if self.leases:
-                name = next(iter(self.leases))
-                self.cancel(name)
-                self.give_back(name)
+            if self._end_one_holder():
                 continue
             if (moment := self.scheduler.deadline()) is None:
                 return
             self._wake(moment)
+
+    def _end_one_holder(self) -> bool:
+        """Give a lease back, or remove a gang; False if there is none."""
+        for name in [*self.leases, *self.gangs]:
+            self.cancel(name)
+            if name in self.leases:
+                self.give_back(name)
+            return True
+        return False
 
 
 def _amounts(quantities: Mapping[str, float]) -> dict[str, int]:

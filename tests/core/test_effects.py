@@ -5,7 +5,9 @@ from typing import get_args
 
 from aiogpu.core import effects
 from aiogpu.core.policy import Patience
-from aiogpu.testing import World
+from tests.core.ganged import GangWorld
+
+TOLD = ("settled", "lost", "expired", "deadlocked", "disowned")
 
 
 def test_every_class_of_the_file_is_in_the_union():
@@ -35,6 +37,11 @@ def test_a_short_life_shows_every_effect():
     w.lease("reclaimed", num_gpus=1)
     w.cancel("reclaimed")
     w.give_back("reclaimed")
+    w.gang("gang", {"GPU": 0.5})
+    w.submit_in("gang", "evicted")
+    w.submit_in("gang", "misfit", num_gpus=0.6)
+    w.cancel("gang")
+    w.finish("evicted")
     w.took = 1e-5
     for number in range(8):
         w.submit(f"abandoned {number}")
@@ -43,12 +50,12 @@ def test_a_short_life_shows_every_effect():
     w.close()
     w.run_dry()
     assert {type(effect) for effect in w.seen} == set(get_args(effects.Effect))
-    for name in ("settled", "lost", "expired", "deadlocked", "disowned"):
+    for name in (*TOLD, "evicted", "misfit"):
         assert w.told[name] == name
     assert [w.told[f"abandoned {n}"] for n in range(1, 8)] == ["abandoned"] * 7
 
 
-class Diary(World):
+class Diary(GangWorld):
     """Notes every effect, whatever led to it."""
 
     def __init__(self, *arguments, **options):

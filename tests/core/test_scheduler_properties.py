@@ -20,21 +20,23 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.core import events
+from aiogpu.core.bundles import give_back_gang, take_grouped
 from aiogpu.core.devices import Device
 from aiogpu.core.fairness import SLICE
+from aiogpu.core.gang import Gang
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.limits import Limits
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import precedence
 from aiogpu.core.records import TaskRecord, lane_of
-from aiogpu.core.resources import CPU, GPU, UNIT
+from aiogpu.core.resources import CPU, GPU, UNIT, Request
 from aiogpu.core.room import BOUNDLESS
 from aiogpu.core.sizes import parse_size
 from aiogpu.core.stake import LONGEST
 from aiogpu.core.where import Where
 from aiogpu.errors import InfeasibleError, LimitError
-from aiogpu.testing import World
+from tests.core.ganged import GangWorld
 
 GIB = 1 << 30
 TYPES = ["A100", "A100", "T4"]
@@ -71,6 +73,20 @@ OPTIONS = st.fixed_dictionaries(
         "client": st.integers(0, 3),
     },
 )
+BUNDLES = st.lists(
+    st.sampled_from(
+        [
+            {"GPU": 1},
+            {"GPU": 0.5},
+            {"GPU": 0.3, "CPU": 1},
+            {"CPU": 1},
+            {"GPU": 1, "CPU": 1, "type": "A100"},
+            {"license": 0.5},
+        ]
+    ),
+    min_size=1,
+    max_size=3,
+)
 PATIENCE = st.builds(
     Patience,
     cancel_grace=st.sampled_from([0, 0.3, 2.0]),
@@ -92,7 +108,7 @@ LIMITS = [
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)
 
 
-class Judge(World):
+class Judge(GangWorld):
     """A world that holds every single event to the rules of precedence."""
 
     def __init__(self, **options) -> None:
@@ -118,7 +134,11 @@ class Judge(World):
             for record in records
             if record.spec.name in self._waited and record.state is TaskState.WAITING
         ]
-        begun = [record for record in begun if not self._is_in_its_slice(record)]
+        begun = [
+            record
+            for record in begun
+            if not record.spec.is_grouped and not self._is_in_its_slice(record)
+        ]
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
                 assert CPU not in dict(record.spec.shape.request.scalars), record
@@ -182,8 +202,7 @@ class Judge(World):
                     stake, lease.stake = lease.stake, None
                     ledger.give_back(lease)
                     for other in passed:
-                        request = other.spec.shape.request
-                        assert ledger.take(request) is None, (record, other)
+                        assert not could_take(ledger, other), (record, other)
                     take_again(ledger, lease)
                     lease.stake = stake
 
@@ -205,9 +224,26 @@ class Judge(World):
             stake, lease.stake = lease.stake, None
             ledger.give_back(lease)
             for other in passed:
-                assert ledger.take(other.spec.shape.request) is None, (record, other)
+                assert not could_take(ledger, other), (record, other)
             take_again(ledger, lease)
             lease.stake = stake
+
+
+def could_take(ledger: Ledger, record: TaskRecord) -> bool:
+    """Whether what a task asks for is free."""
+    lease = take_grouped(ledger, record.spec.shape.request)
+    if lease is None:
+        return False
+    if lease.parts:
+        give_back_gang(ledger, lease)
+    else:
+        ledger.give_back(lease)
+    return True
+
+
+def lies_in_bundles(request: Request) -> bool:
+    """Whether it asks for a gang, whose bundles may share devices."""
+    return isinstance(request.gang, Gang)
 
 
 def share(clients, id_, record, less) -> float:
@@ -243,6 +279,11 @@ def could_serve(options) -> int:
         and device.memory >= least
         for device in DEVICES
     )
+
+
+def is_gang(task) -> bool:
+    """Whether a paper task is a gang."""
+    return lies_in_bundles(task.spec.shape.request)
 
 
 class NodeMachine(RuleBasedStateMachine):
@@ -371,6 +412,58 @@ class NodeMachine(RuleBasedStateMachine):
         except InfeasibleError as error:
             if "its node lets this program" not in str(error):
                 assert max(asked["num_gpus"], 1) > could_serve(asked), asked
+
+    @rule(
+        bundles=BUNDLES,
+        strategy=st.sampled_from(["PACK", "SPREAD"]),
+        priority=st.integers(-1, 1),
+        client=st.integers(0, 3),
+    )
+    def ask_for_a_gang(self, bundles, strategy, priority, client):
+        name = f"t{len(self.w.tasks)}"
+        options = {"strategy": strategy, "priority": priority, "client": client}
+        with suppress(LimitError, InfeasibleError):
+            self.w.gang(name, *bundles, **options)
+
+    @rule(
+        data=st.data(),
+        index=st.integers(-1, 1),
+        amounts=st.sampled_from([(0, 0.25), (0, 0.5), (1, 0), (1, 0.5), (0, 1)]),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_calls": st.integers(0, 2),
+                "is_endless": st.booleans(),
+                "retries_oom": st.booleans(),
+                "timeout": st.sampled_from([0.5, 3.0]),
+                "priority": st.integers(-1, 1),
+            },
+        ),
+    )
+    def submit_in_a_gang(self, data, index, amounts, options):
+        gangs = [name for name, task in self.w.tasks.items() if is_gang(task)]
+        if not gangs:
+            return
+        gang = data.draw(st.sampled_from(gangs))
+        bundles = self.w.tasks[gang].spec.shape.request.gang.bundles
+        parents = sorted(self.w.running | self.w.blocked)
+        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
+        cpus, gpus = amounts
+        with suppress(LimitError):
+            self.w.submit_in(
+                gang,
+                f"t{len(self.w.tasks)}",
+                min(index, len(bundles) - 1),
+                num_cpus=cpus,
+                num_gpus=gpus,
+                parent=parent,
+                **options,
+            )
+
+    @precondition(lambda self: self.w.gangs)
+    @rule(data=st.data())
+    def remove_a_gang(self, data):
+        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.gangs))))
 
     @precondition(lambda self: self.w.leases)
     @rule(data=st.data(), settles=st.booleans())
@@ -517,10 +610,7 @@ class NodeMachine(RuleBasedStateMachine):
         for record in list(self.w.scheduler.ready):
             if not self.w._may_hold(record):
                 continue
-            lease = ledger.take(record.spec.shape.request)
-            if lease is not None:
-                ledger.give_back(lease)
-            assert lease is None, record
+            assert not could_take(ledger, record), record
 
     @invariant()
     def no_more_workers_than_there_is_room_for(self):
@@ -539,10 +629,9 @@ class NodeMachine(RuleBasedStateMachine):
             first = next(filter(self.w._may_hold, line), None)
             if first is None:
                 return
-            lease = scheduler.ledger.take(first.spec.shape.request)
-            if lease is not None:
-                scheduler.ledger.give_back(lease)
-                assert room.leaving or not scheduler.workers.idle, first
+            if could_take(scheduler.ledger, first):
+                is_lease = first.spec.is_lease
+                assert is_lease or room.leaving or not scheduler.workers.idle, first
 
     @invariant()
     def what_is_kept_is_kept_for_one_who_needs_it(self):
@@ -557,7 +646,7 @@ class NodeMachine(RuleBasedStateMachine):
         # Undivided resources serve others until the devices are there.
         whole = dict(request.scalars)
         assert reservation.kept in ([whole, {}] if request.devices else [whole])
-        for kind, amount in request.devices:
+        for kind, amount in request.devices if not lies_in_bundles(request) else ():
             wanted = max(1, amount // UNIT)
             assert reservation.barred[kind].bit_count() == wanted
 

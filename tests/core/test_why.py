@@ -412,6 +412,7 @@ def test_what_a_cluster_tells_comes_below():
         "  nothing waits",
         "  so it runs",
     ]
+    assert str(Why("f", 3, "sent", 2.0)) == "f (task 3) was sent 2.0 s ago."
     waiting = Why("f", 3, "waiting", 2.0, {"GPU": 1.0}, 1, 1, notes=("node a: short",))
     assert str(waiting).splitlines() == [
         "f (task 3) has waited 2.0 s for its turn: 0 before it",

@@ -40,6 +40,7 @@ class Live:
         stop: ends it where no object is enough to do so; None if one is.
         since: the loop's time at which it was made.
         on_sent: told when it was sent, or has ended without.
+        told_as: what its receiver is told in place of what comes; None for that.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Live:
         "since",
         "stop",
         "timer",
+        "told_as",
     )
 
     def __init__(
@@ -76,6 +78,7 @@ class Live:
         self.since = since
         self.came: dict[int, Any] = {}
         self.on_sent: list[Callable[[], object]] = []
+        self.told_as: bytes | None = None
 
     def __repr__(self) -> str:
         return f"<Live {self.name}>"
@@ -219,6 +222,9 @@ def _settle(live: Live) -> None:
         if failed is not None:
             receiver.reject(failed)
             return
+    if live.told_as is not None:
+        receiver.receive(live.told_as)
+        return
     parts = tuple(map(arrived, found, live.refs))
     if len(parts) == 1:
         receiver.receive(parts[0])

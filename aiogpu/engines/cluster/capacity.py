@@ -16,7 +16,7 @@ from aiogpu.core.wording import SHOWN, in_words, terms
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
-    from aiogpu.engines.ray import Node
+    from aiogpu.engines.cluster.census import Node
 
 OWN: Final = "object_store_memory"
 """A resource that Ray keeps for itself, as it does those of a node's name."""

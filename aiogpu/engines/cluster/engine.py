@@ -13,13 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
-from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
+from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
+from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
@@ -28,8 +30,6 @@ from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
 
 if TYPE_CHECKING:
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
@@ -40,14 +40,13 @@ SITES: Final = 1024
 """Functions that are kept ready; beyond, Ray is told of the oldest anew."""
 
 
-class RayEngine:
+class RayEngine(Questions):
     """See above.
 
     Attributes:
-        loop: the event loop that it is for.
         calls: what runs.
-        is_open: whether Ray can be asked.
-        is_inside: whether this is the code of a task, in a worker of Ray's.
+        overview: what there is on the cluster.
+        placements: its placement groups, as placements.
     """
 
     waits = None
@@ -58,19 +57,16 @@ class RayEngine:
         options: NodeOptions,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.loop = loop
         self.calls = Calls(loop)
-        self.is_open = self.is_inside = False
         self._far = ClusterValues(self)
         self._membership = Membership(address, options)
         self._grace = options.cancel_grace
         self._mark = object()
         self._sent: dict[int, Any] = {}
-        self._overview = Overview(self.calls)
+        super().__init__(Overview(self.calls), loop)
+        self.placements = Placements(self)
         self._actors: ClusterActors | None = None
-        self._pulse: Pulse | None = None
         self._is_hasty = False
-        self._lost: str | None = None
 
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
@@ -100,12 +96,12 @@ class RayEngine:
         """Join the cluster, or start one."""
         await self._membership.enter()
         try:
-            await self._overview.open()
+            await self.overview.open()
         except BaseException:
             await self._membership.leave()
             raise
-        self._pulse = Pulse(*self._membership.place(), self._lose)
-        self._pulse.begin()
+        self.pulse = Pulse(*self._membership.place(), self._lose)
+        self.pulse.begin()
         self.is_open = True
 
     def pack(self, outgoing: Outgoing) -> bytes:
@@ -135,12 +131,9 @@ class RayEngine:
             InfeasibleError: the cluster can never give what it asks for.
             NodeClosedError: the cluster was left.
         """
-        if self._lost is not None:
-            raise NodeDiedError(self._lost)
-        if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
+        self.check_open()
         check_possible(site)
-        self._overview.check_feasible(site)
+        self.overview.check_feasible(site)
         site.checked_by = self._mark
 
     def _sent_as(self, site: Site) -> Any:
@@ -153,7 +146,9 @@ class RayEngine:
             run = streamer(work) if site.window else runner(work)
             if len(self._sent) >= SITES:
                 del self._sent[next(iter(self._sent))]
-            found = self._sent[site.id] = ray.function(run, options_of_task(site))
+            options = options_of_task(site)
+            options |= self.placements.options(site.spec.shape.request)
+            found = self._sent[site.id] = ray.function(run, options)
         return found
 
     def send(
@@ -225,6 +220,11 @@ class RayEngine:
             "have a task start the process."
         )
 
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; see `Engine.take_placement`."""
+        self.check_open()
+        return self.placements.take(site, receiver)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         live = self.calls.live.get(task)
@@ -235,8 +235,8 @@ class RayEngine:
         """Stop a task; see `Engine.cancel`."""
         live = self.calls.let_go(task)
         if live is None:
-            return
-        if live.is_borrowed:
+            self.placements.release(task)
+        elif live.is_borrowed:
             self.calls.ending.pop(task, None)
         elif live.stop is not None:
             live.stop()
@@ -251,41 +251,6 @@ class RayEngine:
         if live is not None and live.refs:
             ray.cancel(live.refs[0], at_once=True)
 
-    async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        self._check_asked("aiogpu.cluster_resources()")
-        return await self._overview.total()
-
-    async def available(self) -> dict[str, float]:
-        """What is free of each."""
-        self._check_asked("aiogpu.available_resources()")
-        return await self._overview.available()
-
-    async def status(self) -> NodeStatus:
-        """What there is on the cluster, and what this program has running."""
-        self._check_asked("aiogpu.status()")
-        return await self._overview.status(self.loop.time())
-
-    async def why(self, task: int) -> Why | None:
-        """Why a task waits; see `Engine.why`."""
-        self._check_asked("handle.why()")
-        return await self._overview.why(task, self.loop.time())
-
-    async def why_task(self, number: int) -> Why | None:
-        """The same; see `Engine.why_task`."""
-        return await self.why(number)
-
-    def _check_asked(self, what: str) -> None:
-        if self.is_inside:
-            raise error_inside_task(what)
-        if self._lost is not None:
-            raise NodeDiedError(self._lost)
-        if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
-        if self._pulse is not None and self._pulse.is_missed:
-            # A question without an answer would have Ray end this program.
-            raise NodeDiedError("the head of the Ray cluster does not answer now.")
-
     def end_children(self) -> None:
         """The task has ended whose code made these calls; they end with it."""
         for number in list(self.calls.live):
@@ -293,17 +258,18 @@ class RayEngine:
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
-        if self._pulse is not None:
-            self._pulse.end()
+        if self.pulse is not None:
+            self.pulse.end()
         if self.is_open:
             self.is_open = False
             if self._actors is not None:
                 self._actors.close()
+            self.placements.close()
             for number, live in list(self.calls.live.items()):
                 receiver = live.receiver
                 self.cancel(number)
                 if receiver is not None:
-                    error = f"the cluster was left before {live.name} had ended."
+                    error = f"the node was shut down before {live.name} had ended."
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
         await self._membership.leave()
@@ -312,14 +278,14 @@ class RayEngine:
         """The cluster has gone: nothing of it will ever end."""
         self.is_open = False
         self._mark = object()
-        self._lost = (
+        self.lost = said = (
             f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
             f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
         )
         if self._actors is not None:
             self._actors.close()
         for number in list(self.calls.live):
-            self.calls.end(number, lambda one: one.fail(NodeDiedError(self._lost)))
+            self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
         self.calls.ending.clear()
         self._membership.lose()
 

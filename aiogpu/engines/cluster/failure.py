@@ -18,6 +18,7 @@ from aiogpu.errors import (
     NodeError,
     ObjectMemoryError,
     OutOfMemoryError,
+    PlacementRemovedError,
     TaskCancelledError,
     WorkerDiedError,
 )
@@ -83,6 +84,7 @@ def _died(message: str) -> ActorDiedError:
 
 
 _MEANINGS: Final[tuple[tuple[Any, Callable[[str], Exception], str], ...]] = (
+    (ray.GroupRemoved, PlacementRemovedError, "ended, as its placement was removed"),
     (ray.Cancelled, TaskCancelledError, "was cancelled on the cluster"),
     (ray.OutOfMemory, OutOfMemoryError, "was ended, since its node's memory ran out"),
     (ray.ActorGone, _died, "is dead, as Ray says"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NotYetError
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.engines import ray
@@ -16,10 +17,11 @@ from aiogpu.engines.cluster.capacity import amounts, fits_one, kinds, lacking, t
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.engines.cluster.calls import Calls
-    from aiogpu.engines.ray import Node
+    from aiogpu.engines.cluster.census import Node
     from aiogpu.runtime.call import Site
 
 AT_ONCE: Final = 1.0
@@ -43,27 +45,39 @@ class Overview:
     def check_feasible(self, site: Site) -> None:
         """Refuse what no node of the cluster could ever give.
 
-        Nodes come and go: who is refused is refused by what there is now. Where they
-        come as they are needed, or cannot be asked for now, all is let pass.
-
         Raises:
             InfeasibleError: says what was asked and what there is.
         """
-        request = site.spec.shape.request
+        self.check_request(site.spec.name, site.spec.shape.request)
+
+    def check_request(self, name: str, request: Request) -> None:
+        """The same for what is called so.
+
+        Nodes come and go: who is refused is refused by what there is now. Where they
+        come as they are needed, or cannot be asked for now, all is let pass.
+        """
         wanted = amounts(request)
         if fits_one(self._nodes, wanted):
             return
+        if self._looks_again() or fits_one(self._nodes, wanted):
+            return
+        raise InfeasibleError(
+            f"{name} asks for {request}, which no node of this Ray cluster can give: "
+            f"{lacking(self._nodes, wanted)}. There are {kinds(self._nodes, wanted)}. "
+            f"Ask for less, or add a node."
+        )
+
+    def count_nodes(self) -> float:
+        """How many nodes live; infinity where they come as they are needed."""
+        return inf if self._looks_again() else len(self._nodes)
+
+    def _looks_again(self) -> bool:
+        """Learn what nodes there are; whether others may come, as far as is known."""
         try:
             self._nodes, grows = begun(_nodes_and_growth).result(AT_ONCE)
         except (NotYetError, ray.RayError, ConnectionError, RuntimeError):
-            return
-        if grows or fits_one(self._nodes, wanted):
-            return
-        raise InfeasibleError(
-            f"{site.spec.name} asks for {request}, which no node of this Ray cluster "
-            f"can give: {lacking(self._nodes, wanted)}. There are "
-            f"{kinds(self._nodes, wanted)}. Ask for less, or add a node."
-        )
+            return True
+        return grows
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
@@ -84,11 +98,11 @@ class Overview:
         """Why a task of this program waits."""
         from aiogpu.engines.cluster.waiting import why
 
-        live = self._calls.live.get(task)
-        if live is None:
+        if task not in self._calls.live:
             return None
-        survey, grows = await asked(_survey_and_growth)
-        return why(task, live, self._calls, survey, grows, now)
+        survey = await asked(ray.survey)
+        live = self._calls.live
+        return why(task, live, survey, now) if task in live else None
 
 
 def _nodes_and_growth() -> tuple[Sequence[Node], bool]:
@@ -97,7 +111,3 @@ def _nodes_and_growth() -> tuple[Sequence[Node], bool]:
 
 def _total_and_free() -> tuple[dict[str, float], dict[str, float]]:
     return ray.total(), ray.available()
-
-
-def _survey_and_growth() -> tuple[ray.Survey, bool]:
-    return ray.survey(), ray.grows()

@@ -20,7 +20,7 @@ from aiogpu.engines.cluster.waiting import free_devices, in_parts
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls, Live
-    from aiogpu.engines.ray import Node, Survey
+    from aiogpu.engines.cluster.census import Node, Survey
 
 DEVICES: Final = (GPU, "neuron_cores", "TPU", "NPU", "HPU")
 """Resources that are devices to Ray."""

@@ -12,6 +12,7 @@ from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Bundle
     from aiogpu.core.resources import Request
     from aiogpu.runtime.call import Site
 
@@ -56,6 +57,15 @@ def resources_of(request: Request) -> dict[str, Any]:
     if not options["resources"]:
         del options["resources"]
     return options
+
+
+def bundle_of(bundle: Bundle) -> dict[str, float]:
+    """A bundle of a placement, as Ray names what it holds."""
+    amounts = (*bundle.scalars, *bundle.devices)
+    return {
+        name: parts // UNIT if name == MEMORY else as_float(parts)
+        for name, parts in amounts
+    }
 
 
 def as_float(parts: int) -> float:

@@ -26,23 +26,20 @@ from aiogpu.engines.cluster.capacity import (
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
-    from aiogpu.engines.cluster.calls import Calls, Live
-    from aiogpu.engines.ray import Node, Survey
+    from aiogpu.engines.cluster.calls import Live
+    from aiogpu.engines.cluster.census import Node, Survey
 
 
-def why(
-    task: int, live: Live, calls: Calls, survey: Survey, grows: bool, now: float
-) -> Why:
+def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why:
     """Say why a call that has not ended is where it is.
 
     Args:
         task: its number.
-        live: the call.
-        calls: all of its program.
+        calls: all of its program that have not ended.
         survey: the cluster now.
-        grows: whether something starts nodes as they are needed.
         now: the moment for which it is said.
     """
+    live = calls[task]
     request = live.request
     told = {} if request is None else request.as_numbers()
     seconds = now - live.since
@@ -53,7 +50,7 @@ def why(
         )
     if request is None:
         return Why(live.name, task, "sent", seconds, told)
-    alike = [number for number, one in calls.live.items() if one.request == request]
+    alike = [number for number, one in calls.items() if one.request == request]
     position = alike.index(task) + 1
     waiting = demand_of(request, survey)
     is_waiting = waiting > 0 and position > at_once(survey.nodes, amounts(request))
@@ -66,7 +63,7 @@ def why(
         position=position if is_waiting else None,
         of=len(alike) if is_waiting else 0,
         reasons=tuple(_shortages(request, survey.nodes)) if waiting else (),
-        notes=tuple(_notes(request, waiting, survey, grows)),
+        notes=tuple(_notes(request, waiting, survey)),
     )
 
 
@@ -94,9 +91,7 @@ def _shortages(request: Request, nodes: Sequence[Node]) -> Iterator[Shortage]:
         yield Shortage(name, number(wanted[name]), had, total, 0.0, (), ())
 
 
-def _notes(
-    request: Request, waiting: int, survey: Survey, grows: bool
-) -> Iterator[str]:
+def _notes(request: Request, waiting: int, survey: Survey) -> Iterator[str]:
     wanted = amounts(request)
     if not waiting:
         yield (
@@ -112,7 +107,7 @@ def _notes(
         yield f"and {len(fitting) - SHOWN} nodes more that could have it"
     if not fitting:
         yield f"no node could have it: there are {kinds(survey.nodes, wanted)}"
-    yield from growth(survey, grows, is_fitting=fits_one(survey.nodes, wanted))
+    yield from _growth(survey, is_fitting=fits_one(survey.nodes, wanted))
     others = [
         f"{count} x {terms(sorted(shape.items()))}"
         for shape, count in survey.demands
@@ -133,11 +128,11 @@ def _state_of(node: Node, wanted: Mapping[str, int]) -> str:
     return f"{told} free" + (f", short of {', '.join(lacks)}" if lacks else "")
 
 
-def growth(survey: Survey, grows: bool, *, is_fitting: bool) -> Iterator[str]:
+def _growth(survey: Survey, *, is_fitting: bool) -> Iterator[str]:
     """What is known of nodes that may come."""
     if survey.coming:
         yield f"nodes that come: {listing(survey.coming, len(survey.coming))}"
-    elif grows:
+    elif survey.grows:
         yield (
             "the cluster has an autoscaler, which starts nodes that it knows"
             + (
@@ -147,7 +142,8 @@ def growth(survey: Survey, grows: bool, *, is_fitting: bool) -> Iterator[str]:
             )
         )
     if survey.failed:
-        yield f"nodes that could not be started: {listing(survey.failed, len(survey.failed))}"
+        told = listing(survey.failed, len(survey.failed))
+        yield f"nodes that could not be started: {told}"
 
 
 def free_devices(amount: float, count: int) -> Iterator[float]:

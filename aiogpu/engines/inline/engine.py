@@ -116,6 +116,8 @@ class InlineEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self._node.leases.take(site, receiver)
 
+    take_placement = take_lease
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if self._runner is not None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiogpu.core.bundles import take_grouped
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
 from aiogpu.core.shortage import find_shortages
 from aiogpu.core.why import Why
 from aiogpu.engines.admission import check_site
+from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.wire.leasing import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.holding import Holdings
+    from aiogpu.core.ledger import Lease
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.runtime.call import Site
 
@@ -37,11 +40,16 @@ class Tenant:
 
 
 class InlineLeases:
-    """All leases of one node, and who waits for one."""
+    """All leases of one node, and who waits for one.
+
+    Attributes:
+        placements: those of them that are placements.
+    """
 
     def __init__(self, node: InlineNode) -> None:
         self._node = node
         self._tenants: dict[int, Tenant] = {}
+        self.placements = InlinePlacements(node)
 
     def __repr__(self) -> str:
         return f"<InlineLeases {len(self.granted)} held>"
@@ -74,27 +82,39 @@ class InlineLeases:
             raise NodeClosedError("this node is being shut down.")
         check_site(site, node.ledger)
         record = node.new_record(site)
+        if (gang := site.spec.shape.request.gang) is not None:
+            self.placements.names[gang.key] = gang.name
         self._tenants[record.id] = Tenant(record, receiver)
         self.look()
         return record.id
 
     def look(self) -> None:
         """Grant what there is enough for."""
+        self.placements.look()
         for task, tenant in list(self._tenants.items()):
             record = tenant.record
             if record.worker is None and task in self._tenants:
-                lease = self._node.ledger.take(record.spec.shape.request)
+                lease = take_grouped(self._node.ledger, record.spec.shape.request)
                 if lease is not None:
-                    holder = WorkerId(FIRST_HOLDER + task)
-                    record.worker = WorkerRecord(
-                        holder, state=WorkerState.BUSY, task=record, lease=lease
-                    )
-                    move_task(record, TaskState.RUNNING)
-                    bind = self._node.assignment.bind(lease, {})
-                    mark = f"inline-{tenant.receiver.pid}.{task}"
-                    environ = {**bind.environ, MARK: mark}
-                    grant = Grant(environ, bind.accelerators, bind.gpu_memory)
-                    tenant.receiver.receive(grant.pack())
+                    self._grant(tenant, lease)
+
+    def _grant(self, tenant: Tenant, lease: Lease) -> None:
+        record = tenant.record
+        holder = WorkerId(FIRST_HOLDER + record.id)
+        record.worker = WorkerRecord(
+            holder, state=WorkerState.BUSY, task=record, lease=lease
+        )
+        move_task(record, TaskState.RUNNING)
+        if lease.parts:
+            tenant.receiver.receive(b"")
+            self.placements.open(lease.parts[0].key)
+            self._node.wake()
+            return
+        bind = self._node.assignment.bind(lease, {})
+        mark = f"inline-{tenant.receiver.pid}.{record.id}"
+        environ = {**bind.environ, MARK: mark}
+        grant = Grant(environ, bind.accelerators, bind.gpu_memory)
+        tenant.receiver.receive(grant.pack())
 
     def give_back(self, task: int) -> bool:
         """Give a lease up, or back; False if it is none."""
@@ -102,8 +122,12 @@ class InlineLeases:
         if tenant is None:
             return False
         holder = tenant.record.worker
-        if holder is not None and holder.lease is not None:
-            self._node.ledger.give_back(holder.lease)
+        lease = None if holder is None else holder.lease
+        gang = tenant.record.spec.shape.request.gang
+        if gang is not None:
+            self.placements.remove(gang.key, lease)
+        elif lease is not None:
+            self._node.ledger.give_back(lease)
         self.look()
         self._node.wake()
         return True

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from aiogpu.core.bundles import take_grouped
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Lease, Ledger
 from aiogpu.core.records import TaskRecord, WorkerRecord
@@ -131,6 +132,8 @@ class InlineNode:
         if self.is_closing:
             raise NodeClosedError("this node is being shut down.")
         check_arguments(call.site, call.payload)
+        if call.site.spec.is_grouped:
+            return self.leases.placements.refusal(call.site.spec)
         if call.site.checked_by is not self._mark:
             try:
                 check_site(call.site, self.ledger)
@@ -203,7 +206,7 @@ class InlineNode:
             # Its ancestors wait meanwhile: the CPUs that they hold are its own.
             scalars = tuple(part for part in request.scalars if part[0] != CPU)
             request = replace(request, scalars=scalars)
-        job.lease = self.ledger.take(request)
+        job.lease = take_grouped(self.ledger, request)
         return job.lease is not None
 
     def _lend_for_life(self, job: Job) -> Lease | None:
@@ -215,7 +218,7 @@ class InlineNode:
         # Their code does not run while this one does.
         for lease in lent:
             ledger.lend(lease)
-        taken = ledger.take(job.record.spec.shape.request)
+        taken = take_grouped(ledger, job.record.spec.shape.request)
         for lease in lent:
             ledger.resume(lease)
         if taken is not None and not terms.keeps_cpus:

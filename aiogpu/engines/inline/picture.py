@@ -12,7 +12,7 @@ from aiogpu.core.ids import OWN, TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.shape_status import ShapeStatus, shape_status
-from aiogpu.core.shortage import find_shortages, tell_lacks
+from aiogpu.core.shortage import awaited_gang, find_shortages, tell_lacks
 from aiogpu.core.snapshot import (
     LISTED,
     NodeStatus,
@@ -61,6 +61,8 @@ def picture_inline(node: InlineNode, now: float) -> NodeStatus:
 
 
 def _reason(node: InlineNode, job: Job, before: int) -> str:
+    if placement := awaited_gang(node, job.record):
+        return f"waits for {placement}, its placement"
     lacks = tell_lacks(node, job.record) if _may_lack(node, job) else ""
     return lacks or f"waits for its turn: {before} before it"
 
@@ -89,7 +91,7 @@ def why_inline(node: InlineNode, task: int, now: float) -> Why | None:
     waits = job is not None and record.state is TaskState.WAITING
     if job is not None and waits and _may_lack(node, job):
         why = _why_lacking(node, job, now)
-        if why.reasons:
+        if why.reasons or why.placement:
             return why
     return Why(
         name=record.spec.name,
@@ -125,4 +127,5 @@ def _why_lacking(node: InlineNode, job: Job, now: float) -> Why:
         of=len(alike),
         reasons=tuple(find_shortages(node, record, _holdings(node, now))),
         is_held_endlessly=not node.turns.running,
+        placement=awaited_gang(node, record),
     )

@@ -89,7 +89,7 @@ class Residents(Register):
             NodeError: it would need threads, or the node is being shut down.
         """
         _refuse_threads(site)
-        self._node.refusal(Call(site, payload, None), None)  # raises it
+        refusal = self._node.refusal(Call(site, payload, None), None)
         if get_if_exists and key is not None and (found := self.find(key)):
             return found
         self.check_name(key)
@@ -101,6 +101,9 @@ class Residents(Register):
         if site.spec.is_detached:
             actor.holders += 1  # the node's own, until it is killed
         self._make(actor, payload, site.spec.max_retries)
+        if refusal is not None:
+            actor.fail(refusal)
+            self._living[actor.id].kill()
         return actor
 
     def _make(self, actor: Actor, payload: bytes, restarts_left: int) -> None:

@@ -1,0 +1,251 @@
+"""Several shares of the node, held together for tasks and actors: a gang reservation.
+
+`async with aiogpu.placement([{"GPU": 1}, {"GPU": 1}]) as group:` has both GPUs, or
+waits for both; `f.options(placement=group, bundle=0).remote()` runs on the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Generator, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from aiogpu.api.options import CHECKS
+from aiogpu.api.placement_options import gang_of
+from aiogpu.errors import MisuseError, OptionError, PlacementRemovedError
+
+if TYPE_CHECKING:
+    from aiogpu.api.session import Session
+    from aiogpu.core.gang import Gang
+    from aiogpu.core.why import Why
+    from aiogpu.engines.base import Engine
+    from aiogpu.runtime.call import Site
+    from aiogpu.wire.messages import Failed
+
+PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+NAME: Final = "placement"
+
+
+class Claim:
+    """One placement as its node sees it: who is told of it, and may have it removed.
+
+    Attributes:
+        pid: process id of this program.
+        task: its number, 0 before it was asked for.
+        granted: done once it holds its bundles.
+        is_over: whether it was removed.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.pid = os.getpid()
+        self.task = 0
+        self.is_over = False
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Who gives it tasks may never wait for it himself; these are told.
+        self.granted.add_done_callback(_note_seen)
+        self.lost: Exception | None = None
+        self._session = session
+        self._name = name
+
+    def ask(self, site: Site) -> None:
+        """Ask for it, now or as soon as the node is open."""
+
+        def start(engine: Engine) -> None:
+            if not self.is_over:
+                self.task = engine.take_placement(site, self)
+
+        self._session.when_open(start, self.fail)
+
+    def receive(self, _: bytes) -> None:
+        """It is granted."""
+        if not self.granted.done():
+            self.granted.set_result(None)
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused, by a node that is another process."""
+        from aiogpu.wire.failure import unpack_failure
+
+        self.fail(unpack_failure(failed, self._name))
+
+    def fail(self, error: Exception) -> None:
+        """It is refused, or gone."""
+        self.lost = self.lost or error
+        if not self.granted.done():
+            self.granted.set_exception(error)
+
+    def remove(self) -> None:
+        """Nobody wants it any more; nothing happens the second time."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self.task and self._session.is_open and self.lost is None:
+            self._session.cancel(self.task)
+        self.fail(PlacementRemovedError(f"{self._name} was removed.", self._name))
+
+    async def why(self) -> Why:
+        """Why it waits, or that it is held."""
+        return await self._session.why(self._name, self.task)
+
+
+class Placement:
+    """What `placement` gives: bundles for tasks and actors to run in.
+
+    `await group` waits until it holds all of them; `async with` removes it at the end
+    of the block. It may be given to tasks, whose own tasks may run in it as well; only
+    the program that has made it waits for it and removes it.
+    """
+
+    def __init__(self, gang: Gang, claim: Claim | None = None) -> None:
+        self._gang = gang
+        self._claim = claim
+
+    def gang_of(self) -> Gang:
+        """What the node is asked for; for `options(placement=...)`."""
+        return self._gang
+
+    @property
+    def id(self) -> str:
+        """Tells it from all others."""
+        return self._gang.key
+
+    @property
+    def name(self) -> str:
+        """For errors and `status()`."""
+        return self._gang.name
+
+    @property
+    def strategy(self) -> str:
+        """How its bundles are laid out."""
+        return self._gang.strategy
+
+    @property
+    def bundles(self) -> tuple[Mapping[str, float], ...]:
+        """What each bundle holds, `{"CPU": 2.0, "GPU": 1.0}`."""
+        return tuple(bundle.request().as_numbers() for bundle in self._gang.bundles)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it holds its bundles."""
+        granted = self._own("is_ready").granted
+        return granted.done() and self._own("is_ready").lost is None
+
+    def __repr__(self) -> str:
+        gang = self._gang
+        return f"<Placement {gang.name} {gang.strategy} {gang}>"
+
+    def __len__(self) -> int:
+        return len(self._gang.bundles)
+
+    def __await__(self) -> Generator[Any, None, Placement]:
+        return self.ready().__await__()
+
+    async def ready(self) -> Placement:
+        """Wait until it holds all its bundles.
+
+        Who is cancelled meanwhile, or runs out of time, waits no longer; the placement
+        is asked for until it is removed.
+
+        Raises:
+            InfeasibleError: there will never be enough for it.
+            PlacementRemovedError: it was removed.
+            NodeError: its node has ended.
+        """
+        claim = self._own("ready()")
+        await asyncio.shield(claim.granted)
+        if claim.lost is not None:
+            raise claim.lost
+        return self
+
+    async def __aenter__(self) -> Placement:
+        try:
+            return await self.ready()
+        except BaseException:
+            await self.remove()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.remove()
+
+    async def remove(self) -> None:
+        """Give all of it back, and end what runs in it or waits to.
+
+        Their handles raise `PlacementRemovedError`. What they held is free when their
+        code has stopped. May be called twice.
+        """
+        self._own("remove()").remove()
+
+    async def why(self) -> Why:
+        """Why it waits: what it lacks, who holds that, whose turn it is."""
+        return await self._own("why()").why()
+
+    def _own(self, what: str) -> Claim:
+        if self._claim is None:
+            raise MisuseError(
+                f"{what} of {self.name} was called where it was passed to; only the "
+                f"program that has made it can ask that. Tasks that are given it wait "
+                f"for it by themselves."
+            )
+        return self._claim
+
+    def __reduce__(self) -> tuple[Callable[..., Placement], tuple[Gang]]:
+        return Placement, (self._gang,)
+
+
+def placement(
+    bundles: Iterable[Mapping[str, Any]],
+    strategy: PlacementStrategy = "PACK",
+    *,
+    name: str | None = None,
+    priority: int = 0,
+    lifetime: None = None,
+) -> Placement:
+    """Ask for several bundles of resources, all of them at once or none yet.
+
+    It waits its turn as a task does, and is held until it is removed or this program
+    ends. Tasks and actors run in it by `.options(placement=group, bundle=0)`; those
+    that are given it before it is ready wait for it.
+
+    Args:
+        bundles: what each bundle holds, `{"GPU": 1, "CPU": 2}`: by resource a quantity,
+            of "memory" also a text as "6GiB"; `{"accelerator_type:A100": 0.001}` beside
+            GPUs has them of that type.
+        strategy: "PACK" and "STRICT_PACK" keep bundles on few devices; "SPREAD" has
+            them on different ones where it can; "STRICT_SPREAD" has each on a machine
+            of its own, of which a node is one.
+        name: for errors and `status()`; "placement" unless given.
+        priority: higher goes first.
+        lifetime: None; it ends with this program.
+
+    Raises:
+        OptionError: names what is ill-valued, and what is allowed.
+        InfeasibleError: there will never be enough for it; at `ready()` where the node
+            is not open yet.
+        NodeError: it is asked for inside a task.
+    """
+    from aiogpu.api.lease import session_for
+    from aiogpu.api.lease_options import placement_site
+
+    if lifetime is not None:
+        raise OptionError(
+            f"lifetime={lifetime!r} of a placement must be None: it ends with the "
+            f"program that has made it."
+        )
+    called = CHECKS["name"]("name", name) or NAME
+    gang = gang_of(bundles, strategy, called, secrets.token_hex(8))
+    site = placement_site(gang, CHECKS["priority"]("priority", priority))
+    claim = Claim(session_for("aiogpu.placement()"), called)
+    claim.ask(site)
+    return Placement(gang, claim)
+
+
+def _note_seen(granted: asyncio.Future[None]) -> None:
+    if not granted.cancelled():
+        granted.exception()

@@ -1,0 +1,161 @@
+"""What a placement is asked for, and what its members say of it, checked.
+
+Light on purpose, as `api.options` is: what it needs of the core is imported by who has
+a placement alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.core.resources import (
+    CPU,
+    GPU,
+    GPU_MEMORY,
+    MEMORY,
+    TYPE_PREFIX,
+    UNIT,
+    Request,
+    device_quantity,
+    quantity,
+)
+from aiogpu.core.sizes import parse_size
+from aiogpu.errors import InfeasibleError, OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.core.gang import Bundle, Gang
+
+EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
+MOST_BUNDLES: Final = 1000
+
+
+def check_placement(option: str, value: object) -> Gang | None:
+    """Check the placement of a task or an actor; raises `OptionError`."""
+    if value is None:
+        return None
+    gang: Gang | None = getattr(type(value), "gang_of", lambda _: None)(value)
+    if gang is None:
+        raise OptionError(
+            f"{option}={value!r} must be what aiogpu.placement(...) has given, or None."
+        )
+    return gang
+
+
+def check_bundle(option: str, value: object) -> int:
+    """Check the number of a bundle, -1 or None for any; raises `OptionError`."""
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise OptionError(
+            f"{option}={value!r} must be the number of a bundle, from 0, or -1 for any "
+            f"in which it fits."
+        )
+    return value
+
+
+def within(
+    gang: Gang | None, index: int, asking: Callable[[int], Request], cpus: int | None
+) -> Request:
+    """What a member of a gang asks for, in one of its bundles.
+
+    Args:
+        gang: whose member it is.
+        index: of the bundle, -1 for any.
+        asking: what it asks for, given how many CPUs.
+        cpus: those that were named; None for one where its bundle has one, else none.
+
+    Raises:
+        OptionError: there is no such bundle.
+        InfeasibleError: it fits in none.
+    """
+    from dataclasses import replace
+
+    from aiogpu.core.gang import Within
+
+    if gang is None:
+        raise OptionError(
+            f"bundle={index} is the number of a placement's bundle; say placement= as "
+            f"well."
+        )
+    if index >= len(gang.bundles):
+        raise OptionError(
+            f"bundle={index} is none of {gang.name}, which has the bundles 0 to "
+            f"{len(gang.bundles) - 1}: {gang}."
+        )
+    wanted = [asking(UNIT), asking(0)] if cpus is None else [asking(cpus)]
+    for request in wanted:
+        if gang.holding(index, request):
+            return replace(request, gang=Within(gang.key, gang.name, index))
+    which = f"any bundle of {gang.name}, {gang}"
+    if index >= 0:
+        which = f"bundle {index} of {gang.name}, {gang.bundles[index]}"
+    raise InfeasibleError(
+        f"{wanted[-1]} does not fit into {which}. Ask for less, or for a placement "
+        f"with larger bundles."
+    )
+
+
+def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
+    """What the node is asked for a placement.
+
+    Raises:
+        OptionError: names what is ill-valued, and what is allowed.
+    """
+    from aiogpu.core.gang import STRATEGIES, Gang
+
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        allowed = ", ".join(map(repr, STRATEGIES))
+        raise OptionError(f"strategy={strategy!r} must be one of {allowed}.")
+    if isinstance(bundles, str | bytes | Mapping) or not isinstance(bundles, Iterable):
+        raise OptionError(
+            f"bundles={bundles!r} must be a list of dicts, such as {EXAMPLE}."
+        )
+    found = tuple(_bundle(f"bundles[{i}]", one) for i, one in enumerate(bundles))
+    if not 0 < len(found) <= MOST_BUNDLES:
+        raise OptionError(
+            f"bundles has {len(found)} bundles; give from 1 to {MOST_BUNDLES}, such as "
+            f"{EXAMPLE}."
+        )
+    return Gang(key, name, strategy, found)
+
+
+def _bundle(option: str, value: object) -> Bundle:
+    from aiogpu.api.resource_options import check_resources, devices_among
+    from aiogpu.core.gang import Bundle
+
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"{option}={value!r} must be a dict of names to quantities, such as "
+            f'{{"GPU": 1, "CPU": 2}}.'
+        )
+    rest: dict[object, Any] = dict(value)
+    amounts = {name: rest.pop(name) for name in (CPU, GPU, MEMORY) if name in rest}
+    if GPU_MEMORY in rest:
+        raise OptionError(
+            f"{option} names {GPU_MEMORY!r}; a bundle has the part of a GPU's memory "
+            f"that its share is of the GPU. Say so of the tasks in it: gpu_memory=."
+        )
+    of_types = [
+        name.removeprefix(TYPE_PREFIX)
+        for name in rest
+        if isinstance(name, str) and name.startswith(TYPE_PREFIX)
+    ]
+    if len(of_types) > 1:
+        raise OptionError(f"{option} names more than one accelerator_type.")
+    for of_type in of_types:
+        del rest[TYPE_PREFIX + of_type]
+    scalars = check_resources(option, rest)
+    devices = devices_among(scalars)
+    for kind in devices:
+        del scalars[kind]
+    devices[GPU] = device_quantity(f"{option}['GPU']", amounts.get(GPU, 0))
+    scalars[CPU] = quantity(f"{option}['CPU']", amounts.get(CPU, 0))
+    scalars[MEMORY] = UNIT * parse_size(f"{option}['memory']", amounts.get(MEMORY, 0))
+    request = Request.of(scalars, devices, *of_types)
+    if not request.scalars and not request.devices:
+        raise OptionError(
+            f"{option}={value!r} asks for nothing; say what it holds, such as "
+            f'{{"GPU": 1, "CPU": 2}}.'
+        )
+    return Bundle.of(request)

@@ -1,0 +1,75 @@
+"""The placements of one node: who has asked is told, and so is who was in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, cast
+
+from aiogpu.core import effects
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.errors import InfeasibleError, PlacementRemovedError
+
+if TYPE_CHECKING:
+    from aiogpu.core.effects import Effect
+    from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.table import Table
+    from aiogpu.runtime.call import Call
+    from aiogpu.runtime.leases import LeaseReceiver
+
+
+class Placements:
+    """See above.
+
+    Attributes:
+        ways: how each effect of the core that concerns them is carried out.
+    """
+
+    def __init__(self, calls: Table[Call]) -> None:
+        self._calls = calls
+        self._held: dict[TaskId, tuple[WorkerId, int]] = {}
+        self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
+            effects.Reserved: self._grant,
+            effects.Evict: self._evict,
+            effects.Misfit: self._refuse,
+        }
+
+    def __repr__(self) -> str:
+        return f"<Placements {len(self.pids)} held>"
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the programs that have asked for them, by holder."""
+        for task in list(self._held):
+            if task not in self._calls:
+                del self._held[task]
+        return {int(holder): pid for holder, pid in self._held.values()}
+
+    def _grant(self, effect: effects.Reserved) -> None:
+        receiver = cast("LeaseReceiver", self._calls[effect.task].receiver)
+        self._held[effect.task] = effect.holder, receiver.pid
+        receiver.receive(b"")
+
+    def _evict(self, effect: effects.Evict) -> None:
+        self._calls[effect.task].tell(
+            removed(effect.gang, self._calls[effect.task].site.spec.name, effect.reason)
+        )
+
+    def _refuse(self, effect: effects.Misfit) -> None:
+        call = self._calls[effect.task]
+        call.tell(misfit(call.site.spec, effect.reason))
+
+
+def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:
+    """The error of what was to run in a placement, or did."""
+    return PlacementRemovedError(
+        f"{placement}, the placement of {name}, {reason}; {name} ends with it.",
+        placement,
+    )
+
+
+def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
+    """The error of what can never run in the bundles of its placement."""
+    return InfeasibleError(
+        f"{spec.name} asks for {spec.shape.request}, and can never run there: "
+        f"{reason}. Ask for less, or for a placement that has it."
+    )

@@ -1,0 +1,77 @@
+"""A world in which gangs are asked for, and tasks that run in them."""
+
+from dataclasses import replace
+
+from aiogpu.core.gang import ANY, PACK, Bundle, Gang, Within
+from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.testing import World
+
+
+def request_of(
+    amounts: dict[str, float], accelerator_type: str | None = None, **options
+) -> Request:
+    """What asks for these amounts of resources by name."""
+    scalars = {name: quantity(name, n) for name, n in amounts.items() if name != GPU}
+    devices = {GPU: device_quantity(GPU, amounts.get(GPU, 0))}
+    return Request.of(scalars, devices, accelerator_type, **options)
+
+
+def bundle(amounts: dict[str, float]) -> Bundle:
+    """A bundle of these amounts; one of "type" says of which type its devices are."""
+    amounts = dict(amounts)
+    return Bundle.of(request_of(amounts, amounts.pop("type", None)))
+
+
+def gang_of(*bundles: dict[str, float], strategy: str = PACK, name="gang") -> Gang:
+    """A gang of that name, which is its key as well."""
+    return Gang(name, name, strategy, tuple(map(bundle, bundles)))
+
+
+class GangWorld(World):
+    """Knows a gang by its name."""
+
+    def gang(
+        self,
+        name: str,
+        *bundles: dict[str, float],
+        strategy: str = PACK,
+        priority: int = 0,
+        client: int = 0,
+        key: str | None = None,
+    ) -> None:
+        """Ask for a gang, as `lease` does for a lease."""
+        gang = gang_of(*bundles, strategy=strategy, name=name)
+        gang = gang._replace(key=key or name)
+        spec = TaskSpec(
+            name,
+            Shape(gang.request()),
+            max_calls=1,
+            max_retries=0,
+            priority=priority,
+            is_endless=True,
+            is_lease=True,
+        )
+        self._enter(spec, None, None, client)
+
+    def submit_in(
+        self,
+        gang: str,
+        name: str,
+        index: int = ANY,
+        *,
+        num_cpus: float = 0,
+        num_gpus: float = 0,
+        parent: str | None = None,
+        needs=None,
+        client: int = 0,
+        request: Request | None = None,
+        **options,
+    ) -> None:
+        """Submit a task by a new name that takes what it asks for from a bundle."""
+        request = request or request_of({CPU: num_cpus, GPU: num_gpus})
+        request = replace(request, gang=Within(gang, gang, index))
+        by = self.tasks[parent].id if parent else None
+        expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
+        spec = TaskSpec(name, Shape(request), **options)
+        self._submit(spec, by, expected, client)

@@ -1,0 +1,326 @@
+"""Gangs in the ledger: whole or not at all, and a ledger of its own for each bundle."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.core.bundles import (
+    give_back_gang,
+    parts_for,
+    roomiest,
+    take_grouped,
+    would_help,
+)
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.gang import ANY, SPREAD, STRICT_PACK, STRICT_SPREAD, Within
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources import UNIT
+from tests.core.ganged import bundle, gang_of, request_of
+
+GIB = 1 << 30
+
+
+def ledger_of(gpus=2, cpus=4, types=(), memory=0, **scalars) -> Ledger:
+    devices = [
+        Device(i, types[i] if types else None, memory=memory) for i in range(gpus)
+    ]
+    amounts = {"CPU": cpus * UNIT, **{name: n * UNIT for name, n in scalars.items()}}
+    return Ledger(
+        amounts | {f"accelerator_type:{one}": UNIT for one in types},
+        [DeviceSet("GPU", devices)],
+    )
+
+
+def take(ledger, *bundles, strategy="PACK"):
+    lease = take_grouped(ledger, gang_of(*bundles, strategy=strategy).request())
+    ledger.check()
+    return lease
+
+
+def take_in(ledger, index=ANY, key="gang", **amounts):
+    options = {
+        name: amounts.pop(name)
+        for name in ("accelerator_type", "gpu_memory")
+        if name in amounts
+    }
+    request = request_of(amounts, **options)
+    lease = take_grouped(ledger, replace(request, gang=Within(key, key, index)))
+    ledger.check()
+    return lease
+
+
+def where(lease):
+    """The devices of each bundle of a gang's lease."""
+    return [
+        sorted({at for kind in part.masks for at in _in(part.masks[kind])})
+        for part in lease.parts
+    ]
+
+
+def _in(mask):
+    return [at for at in range(mask.bit_length()) if mask >> at & 1]
+
+
+def test_a_gang_holds_all_of_its_bundles():
+    ledger = ledger_of(gpus=2)
+    lease = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    assert where(lease) == [[0], [1]]
+    assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
+    give_back_gang(ledger, lease)
+    assert ledger.available() == {"CPU": 4.0, "GPU": 2.0}
+    assert not ledger.gangs
+    ledger.check()
+
+
+def test_a_gang_that_lacks_one_bundle_takes_nothing():
+    ledger = ledger_of(gpus=2)
+    held = ledger.take(request_of({"GPU": 0.1}))
+    assert take(ledger, {"GPU": 1}, {"GPU": 1}) is None
+    assert ledger.available()["GPU"] == pytest.approx(1.9)
+    ledger.give_back(held)
+    assert take(ledger, {"GPU": 1}, {"GPU": 1}) is not None
+
+
+@pytest.mark.parametrize("strategy", ["PACK", STRICT_PACK])
+def test_packed_bundles_share_a_device(strategy):
+    lease = take(ledger_of(), {"GPU": 0.5}, {"GPU": 0.5}, strategy=strategy)
+    assert where(lease) == [[0], [0]]
+
+
+def test_spread_bundles_are_on_different_devices_while_there_are_some():
+    lease = take(ledger_of(), *[{"GPU": 0.3}] * 3, strategy=SPREAD)
+    assert where(lease) == [[0], [1], [0]]
+
+
+def test_spread_goes_to_the_less_free_device_rather_than_twice_to_one():
+    ledger = ledger_of()
+    ledger.take(request_of({"GPU": 0.6}))
+    lease = take(ledger, {"GPU": 0.2}, {"GPU": 0.2}, strategy=SPREAD)
+    assert where(lease) == [[1], [0]]
+
+
+def test_a_gang_of_one_may_be_spread_strictly():
+    assert take(ledger_of(), {"GPU": 1}, strategy=STRICT_SPREAD) is not None
+
+
+def test_the_greatest_bundle_is_placed_first():
+    ledger = ledger_of(gpus=2)
+    ledger.take(request_of({"GPU": 0.4}))
+    ledger.take(request_of({"GPU": 0.5}))
+    assert ledger.device_sets["GPU"].free == [1000, UNIT]
+    ledger.take(request_of({"GPU": 0.5}))
+    assert ledger.device_sets["GPU"].free == [1000, 5000]
+    assert where(take(ledger, {"GPU": 0.1}, {"GPU": 0.5})) == [[0], [1]]
+
+
+def test_another_layout_is_tried_where_the_best_fit_fails():
+    ledger = ledger_of(gpus=2)
+    shares = ledger.device_sets["GPU"]
+    shares.take([(0, 1000), (1, 4000)])
+    # Best fit has 0.5 and then 0.4 of the first two apart, and no place for two of 0.3.
+    lease = take_grouped(
+        ledger, gang_of(*({"GPU": n} for n in (0.5, 0.4, 0.3, 0.3))).request()
+    )
+    assert where(lease) == [[0], [0], [1], [1]]
+
+
+def test_a_member_has_a_part_of_its_bundles_share():
+    ledger = ledger_of()
+    take(ledger, {"GPU": 1}, {"GPU": 0.5, "CPU": 1})
+    one = take_in(ledger, 1, GPU=0.25, CPU=1)
+    other = take_in(ledger, 1, GPU=0.25)
+    assert one.shares == other.shares == (((1, 2500),),)
+    assert take_in(ledger, 1, GPU=0.1) is None
+    assert take_in(ledger, 1, CPU=0.5) is None
+    assert ledger.available() == {"CPU": 3.0, "GPU": 0.5}
+    ledger.give_back(one)
+    assert take_in(ledger, 1, GPU=0.25) is not None
+
+
+def test_a_member_of_any_bundle_takes_the_first_with_room():
+    ledger = ledger_of()
+    take(ledger, {"GPU": 0.5}, {"GPU": 1})
+    assert take_in(ledger, GPU=0.5).home.index == 0
+    assert take_in(ledger, GPU=0.5).home.index == 1
+    assert take_in(ledger, GPU=1) is None
+
+
+def test_nobody_is_in_a_gang_that_is_not_there():
+    ledger = ledger_of()
+    assert take_in(ledger, GPU=0.5) is None
+    assert parts_for(ledger, Within("gang", "gang")) == ()
+
+
+def test_a_member_lends_its_cpus_within_its_bundle():
+    ledger = ledger_of()
+    take(ledger, {"CPU": 2})
+    lease = take_in(ledger, CPU=2)
+    ledger.lend(lease)
+    assert take_in(ledger, CPU=1) is not None
+    assert ledger.available()["CPU"] == 2.0
+    ledger.resume(lease)
+    assert lease.home.is_overdrawn
+    assert not ledger.is_overdrawn
+    ledger.keep_devices(lease)
+    ledger.give_back(lease)
+
+
+def test_gpu_memory_is_the_part_of_its_share():
+    ledger = ledger_of(gpus=1, memory=80 * GIB)
+    take(ledger, {"GPU": 0.5}, {"GPU": 0.5})
+    assert take_in(ledger, 0, GPU=0.25, gpu_memory=41 * GIB) is None
+    assert take_in(ledger, 0, GPU=0.25, gpu_memory=30 * GIB) is not None
+    assert take_in(ledger, 0, GPU=0.25, gpu_memory=11 * GIB) is None
+    assert take_in(ledger, 0, GPU=0.25, gpu_memory=10 * GIB) is not None
+    assert take_in(ledger, 1, GPU=0.5) is not None
+
+
+def test_a_bundle_of_a_type_has_its_members_on_that():
+    ledger = ledger_of(gpus=2, types=("T4", "A100"))
+    lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
+    assert where(lease) == [[1], [0]]
+    assert take_in(ledger, 0, GPU=1, accelerator_type="A100") is not None
+    request = replace(request_of({"GPU": 1}, "A100"), gang=Within("gang", "gang", 1))
+    assert take_grouped(ledger, request) is None
+    reason = ledger.why_infeasible(request)
+    assert "no bundle that it may use could hold it" in reason
+    assert "1: {GPU: 1} on GPU 0 of type T4" in reason
+    assert roomiest(ledger, request) is None
+
+
+def test_devices_that_are_set_aside_serve_no_member():
+    ledger = ledger_of()
+    take(ledger, {"GPU": 1})
+    ledger.device_sets["GPU"].mark_sick(0, "it burns")
+    assert take_in(ledger, GPU=0.5) is None
+    ledger.device_sets["GPU"].mark_well(0)
+    assert take_in(ledger, GPU=0.5) is not None
+
+
+@pytest.mark.parametrize(
+    ("bundles", "strategy", "reason"),
+    [
+        ([{"GPU": 1}] * 2, STRICT_SPREAD, "on a machine of its own"),
+        ([{"GPU": 1}, {"GPU": 3}], "PACK", "for bundle 1, {GPU: 3}, it lacks GPU 3"),
+        ([{"GPU": 1}] * 3, "PACK", "do not all fit at once"),
+        ([{"GPU": 0.6}] * 3, "SPREAD", "do not all fit at once"),
+        ([{"CPU": 3}] * 2, "PACK", "do not all fit at once"),
+        ([{"GPU": 1, "CPU": 1}, {"GPU": 0.5}], "PACK", None),
+    ],
+)
+def test_what_can_never_be_granted(bundles, strategy, reason):
+    told = ledger_of().why_infeasible(gang_of(*bundles, strategy=strategy).request())
+    assert told is None if reason is None else reason in told
+
+
+def test_how_many_members_there_is_room_for():
+    ledger = ledger_of()
+    within = Within("gang", "gang")
+    quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), gang=within)
+    assert ledger.room_for(quarter) == 1
+    gang = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    assert ledger.room_for(gang.request) == 1
+    assert ledger.room_for(quarter) == 2
+    assert ledger.room_for(quarter, are_lent=True) == 4
+    cpu = replace(request_of({"CPU": 1}), gang=within)
+    assert ledger.room_for(cpu) == 2
+    assert ledger.room_for(cpu, are_lent=True) is None
+
+
+def test_whom_a_lease_would_help():
+    ledger = ledger_of()
+    plain = ledger.take(request_of({"CPU": 1}))
+    gang = gang_of({"GPU": 0.5}, {"GPU": 0.5})
+    take_grouped(ledger, gang.request())
+    member = take_in(ledger, 0, GPU=0.5)
+    other = gang_of({"CPU": 4}, name="other").request()
+
+    def within(key, index):
+        return replace(request_of({"GPU": 0.5}), gang=Within(key, key, index))
+
+    assert would_help(plain, other)
+    assert not would_help(member, other)
+    assert not ledger.would_help(member, request_of({"GPU": 1}))
+    assert would_help(member, within("gang", 0))
+    assert would_help(member, within("gang", ANY))
+    assert not would_help(member, within("gang", 1))
+    assert not would_help(member, within("other", 0))
+    assert not would_help(plain, within("gang", 0))
+
+
+def test_what_a_bundle_could_hold():
+    of = bundle({"GPU": 0.5, "CPU": 2})
+    assert of.could_hold(request_of({"GPU": 0.5}))
+    assert of.could_hold(request_of({"GPU": 0.25, "CPU": 1}, "A100"))
+    assert not of.could_hold(request_of({"GPU": 1}))
+    assert not of.could_hold(request_of({"CPU": 3}))
+    assert not of.could_hold(request_of({"license": 1}))
+    assert not bundle({"CPU": 1}).could_hold(request_of({"CPU": 1, "GPU": 0.1}))
+
+
+def test_how_they_are_told():
+    gang = gang_of({"GPU": 0.5, "CPU": 2}, {"CPU": 1})
+    assert str(gang) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
+    told = str(gang.request())
+    assert told == "{CPU: 3, GPU: 0.5} in [{CPU: 2, GPU: 0.5}, {CPU: 1}]"
+    member = replace(request_of({"CPU": 1}), gang=Within("k", "mine", 1))
+    assert str(member) == "{CPU: 1} in bundle 1 of mine"
+    assert str(Within("k", "mine")) == "any bundle of mine"
+    assert gang.holding(ANY, request_of({"CPU": 1})) == [0, 1]
+    assert gang.holding(1, request_of({"CPU": 2})) == []
+
+
+# Against brute force.
+
+AMOUNTS = st.sampled_from([0.2, 0.3, 0.5, 0.6, 1])
+TAKEN = st.lists(st.sampled_from([0.1, 0.2, 0.5, 0.7, 1]), max_size=3)
+
+
+def fits_by_force(free, amounts):
+    """Whether each amount finds a device of its own choice, in any of all ways."""
+    parts = [round(amount * UNIT) for amount in amounts]
+    for choice in product(range(len(free)), repeat=len(parts)):
+        left = list(free)
+        for at, amount in zip(choice, parts, strict=True):
+            left[at] -= amount
+        if min(left) >= 0:
+            return True
+    return False
+
+
+@given(
+    gpus=st.integers(1, 3),
+    taken=TAKEN,
+    wanted=st.lists(AMOUNTS, min_size=1, max_size=5),
+    strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK"]),
+)
+def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strategy):
+    ledger = ledger_of(gpus=gpus)
+    for amount in taken:
+        ledger.take(request_of({"GPU": amount}))
+    free = list(ledger.device_sets["GPU"].free)
+    lease = take(ledger, *({"GPU": n} for n in wanted), strategy=strategy)
+    assert (lease is not None) == fits_by_force(free, wanted), (free, wanted)
+    if lease is None:
+        assert ledger.device_sets["GPU"].free == free
+        return
+    for part, amount in zip(lease.parts, wanted, strict=True):
+        member = take_in(ledger, part.index, GPU=amount)
+        assert member is not None
+        assert take_in(ledger, part.index, GPU=0.0001) is None
+        ledger.give_back(member)
+    give_back_gang(ledger, lease)
+    assert ledger.device_sets["GPU"].free == free
+    ledger.check()
+
+
+@given(st.lists(AMOUNTS, min_size=1, max_size=6))
+def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
+    gang = gang_of(*({"GPU": amount} for amount in wanted))
+    ledger = ledger_of(gpus=3)
+    is_feasible = ledger.why_infeasible(gang.request()) is None
+    assert is_feasible == fits_by_force([UNIT] * 3, wanted)
+    assert is_feasible == (take_grouped(ledger, gang.request()) is not None)

@@ -1,0 +1,437 @@
+"""Gangs in the queue, those who run in them, and how both end."""
+
+import pytest
+
+from aiogpu.core import events
+from aiogpu.core.gang import SPREAD, STRICT_SPREAD
+from aiogpu.core.gangs import REMEMBERED, REMOVED, UNKNOWN
+from aiogpu.core.pace import Pace
+from aiogpu.core.policy import Patience
+from aiogpu.core.snapshot import snapshot
+from aiogpu.core.why import why
+from aiogpu.errors import InfeasibleError
+from tests.core.ganged import GangWorld, gang_of, request_of
+
+
+def why_of(w: GangWorld, name: str):
+    record = w.scheduler.tasks.get(w.tasks[name].id)
+    return why(w.scheduler, record, dict.fromkeys(w.gangs.values(), 4711), w.now)
+
+
+def test_a_gang_is_granted_at_once_and_without_a_worker():
+    w = GangWorld(gpus=2)
+    w.gang("gang", {"GPU": 1}, {"GPU": 0.5})
+    assert list(w.gangs) == ["gang"]
+    assert not w.workers
+    assert w.free_gpus == [0, 0.5]
+    w.cancel("gang")
+    assert w.free_gpus == [1, 1]
+    assert w.forgotten == {"gang"}
+    assert w.told == {}
+    assert not w.scheduler.gangs
+
+
+def test_a_gang_waits_whole_and_in_its_turn():
+    w = GangWorld(cpus=8, gpus=2)
+    w.submit("before", num_gpus=0.1)
+    w.gang("gang", {"GPU": 1}, {"GPU": 1})
+    w.submit("after", num_gpus=1)
+    assert w.waiting == {"gang"}
+    assert w.running == {"before", "after"}
+    w.finish("after")
+    assert w.waiting == {"gang"}
+    w.finish("before")
+    assert list(w.gangs) == ["gang"]
+
+
+def test_members_wait_for_their_gang_and_run_in_its_bundles():
+    w = GangWorld(cpus=8, gpus=2)
+    w.submit("before", num_gpus=1)
+    w.gang("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1})
+    w.submit_in("gang", "first", 0, num_cpus=1, num_gpus=1)
+    w.submit_in("gang", "second", 1, num_gpus=0.5)
+    w.submit_in("gang", "third", 1, num_gpus=0.6)
+    assert w.running == {"before"}
+    assert why_of(w, "first").state == "expecting"
+    w.finish("before")
+    assert w.running == {"first", "second"}
+    assert w.gpus_of("first") == [0]
+    assert w.gpus_of("second") == [1]
+    assert w.waiting == {"third"}
+    assert "GPU 0.6" in str(why_of(w, "third"))
+    w.finish("second")
+    assert w.running == {"first", "third"}
+
+
+def test_who_stands_alone_takes_nothing_of_a_gang():
+    w = GangWorld(cpus=8, gpus=1)
+    w.gang("gang", {"GPU": 1})
+    w.submit("alone", num_gpus=0.5)
+    assert w.waiting == {"alone"}
+    assert "held by gang" in str(why_of(w, "alone"))
+    w.cancel("gang")
+    assert w.running == {"alone"}
+
+
+def test_a_gang_that_is_removed_ends_its_members():
+    w = GangWorld(cpus=8, gpus=1)
+    w.gang("gang", {"GPU": 1, "CPU": 2})
+    w.submit_in("gang", "runs", num_gpus=1, num_cpus=1)
+    w.submit_in("gang", "waits", num_gpus=0.5)
+    w.submit("alone", num_gpus=1)
+    w.cancel("gang")
+    assert w.told == {"runs": "evicted", "waits": "evicted"}
+    assert w.tasks["runs"].reason == REMOVED
+    assert w.forgotten == {"waits"}
+    assert w.free_gpus == [0]
+    w.finish("runs")
+    assert w.forgotten == {"waits", "runs", "gang"}
+    assert w.running == {"alone"}
+
+
+def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
+    w = GangWorld(cpus=8, gpus=1, patience=Patience(cancel_grace=1.0))
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
+    w.cancel("gang")
+    assert w.free_gpus == [0]
+    w.advance(1.5)
+    assert w.killed
+    assert w.free_gpus == [1]
+    assert w.told == {"stubborn": "evicted"}
+    assert w.forgotten == {"stubborn", "gang"}
+
+
+def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
+    w = GangWorld(cpus=8, gpus=1)
+    w.settles = True
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "member", num_gpus=0.5, max_calls=1)
+    w.finish("member")
+    assert w.unsettled
+    w.cancel("gang")
+    assert w.free_gpus == [0]
+    w.tell(events.Settled(w.unsettled[0]))
+    assert w.free_gpus == [1]
+
+
+def test_a_gang_that_waits_is_withdrawn_with_its_members():
+    w = GangWorld(gpus=1)
+    w.submit("before", num_gpus=1)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "member", num_gpus=1)
+    w.cancel("gang")
+    assert w.told == {"member": "evicted"}
+    assert w.forgotten == {"member", "gang"}
+    w.finish("before")
+    assert w.free_gpus == [1]
+
+
+def test_nobody_joins_a_gang_that_is_not_there():
+    w = GangWorld(gpus=1)
+    w.submit_in("gang", "stray", num_gpus=1)
+    assert w.told == {"stray": "evicted"}
+    assert w.tasks["stray"].reason == UNKNOWN
+    assert w.forgotten == {"stray"}
+
+
+def test_nobody_joins_a_gang_that_is_being_removed():
+    w = GangWorld(gpus=1)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "runs", num_gpus=0.5)
+    w.cancel("gang")
+    w.submit_in("gang", "late", num_gpus=0.5)
+    assert w.told == {"runs": "evicted", "late": "evicted"}
+    w.finish("runs")
+    assert w.free_gpus == [1]
+
+
+def test_a_gang_is_not_asked_for_twice():
+    w = GangWorld(gpus=1)
+    w.gang("gang", {"GPU": 0.5})
+    w.gang("twin", {"GPU": 0.5}, key="gang")
+    assert w.told == {"twin": "misfit"}
+    assert w.free_gpus == [0.5]
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_who_can_never_run_in_its_gang_is_told(is_granted):
+    w = GangWorld(gpus=1)
+    if not is_granted:
+        w.submit("before", num_gpus=1)
+    w.gang("gang", {"GPU": 1})
+    request = request_of({"GPU": 1}, "H200")
+    w.submit_in("gang", "member", request=request)
+    w.submit_in("gang", "twin", request=request)
+    w.submit_in("gang", "other", num_gpus=1)
+    if not is_granted:
+        assert w.told == {}
+        w.finish("before")
+        del w.tasks["before"]
+    assert w.told == {"member": "misfit", "twin": "misfit"}
+    assert "could hold it" in w.tasks["member"].reason
+    assert w.running == {"other"}
+
+
+def test_a_member_waits_for_its_arguments_too():
+    w = GangWorld(cpus=8, gpus=1)
+    w.submit("before", num_gpus=1)
+    w.submit("made")
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "both", num_gpus=0.5, needs=["made"])
+    w.submit_in("gang", "early", num_gpus=0.5, needs=["made"])
+    w.supply("early")
+    assert w.waiting == {"gang", "early"}
+    assert str(why_of(w, "early")).endswith("waits for gang, its placement.")
+    assert str(why_of(w, "both")).endswith("waits for gang, its placement.")
+    w.finish("before")
+    assert w.running == {"made", "early"}
+    w.supply("both")
+    assert w.running == {"made", "early", "both"}
+    w.submit_in("gang", "third", num_gpus=0.5, needs=["made"])
+    w.finish("early")
+    assert w.running == {"made", "both"}
+    w.supply("third")
+    assert w.running == {"made", "both", "third"}
+
+
+def test_a_member_that_is_cancelled_while_its_gang_waits_is_gone():
+    w = GangWorld(gpus=1)
+    w.submit("before", num_gpus=1)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "member", num_gpus=1)
+    w.cancel("member")
+    w.finish("before")
+    assert list(w.gangs) == ["gang"]
+    assert not w.running
+
+
+def test_children_run_in_the_same_gang():
+    w = GangWorld(cpus=1, gpus=1)
+    w.gang("gang", {"GPU": 1, "CPU": 1})
+    w.submit_in("gang", "parent", num_cpus=1, num_gpus=0.5)
+    w.submit_in("gang", "child", num_cpus=1, num_gpus=0.5, parent="parent")
+    assert w.waiting == {"child"}
+    w.wait_for("parent", "child")
+    assert w.running == {"parent", "child"}
+    w.finish("child")
+    w.finish("parent")
+    assert w.told == {"parent": "settled", "child": "settled"}
+
+
+def test_a_child_that_its_bundle_can_never_hold_beside_its_parent_fails():
+    w = GangWorld(cpus=4, gpus=2)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "parent", num_gpus=0.6)
+    w.submit_in("gang", "child", num_gpus=0.6, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told == {"child": "deadlocked"}
+    w.submit_in("gang", "small", num_gpus=0.4, parent="parent")
+    w.wait_for("parent", "small")
+    assert w.running == {"parent", "small"}
+    w.submit("outside", num_gpus=1, parent="small")
+    w.wait_for("small", "outside")
+    assert w.running == {"parent", "small", "outside"}
+
+
+def test_a_child_of_a_kind_that_its_gang_has_none_of_never_fits():
+    w = GangWorld(cpus=4, gpus=2)
+    w.gang("gang", {"CPU": 1})
+    w.submit("parent", num_gpus=1)
+    w.submit_in("gang", "child", num_cpus=1, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.running == {"parent", "child"}
+
+
+def test_a_gang_that_its_waiters_keep_from_being_granted_fails_with_its_members():
+    w = GangWorld(cpus=4, gpus=1)
+    w.submit("parent", num_gpus=0.5)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "child", num_gpus=1, parent="parent")
+    w.wait_for("parent", "child")
+    assert w.told == {"gang": "deadlocked", "child": "evicted"}
+    w.gang("other", {"GPU": 0.5})
+    w.submit_in("other", "fits", num_gpus=0.5, parent="parent")
+    w.wait_for("parent", "fits")
+    assert "fits" in w.running
+
+
+def test_small_tasks_do_not_starve_a_gang():
+    w = GangWorld(cpus=8, gpus=2)
+    for number in range(4):
+        w.submit(f"s{number}", num_gpus=0.5)
+    w.gang("gang", {"GPU": 1, "CPU": 1}, {"GPU": 1}, strategy=SPREAD)
+    w.advance(2.0)
+    count = 4
+    while not w.gangs:
+        name = min(w.running)
+        w.submit(f"s{count}", num_gpus=0.5)
+        count += 1
+        w.finish(name)
+        w.advance(0.1)
+        assert count < 12
+    assert w.free_gpus == [0, 0]
+
+
+def test_nothing_is_kept_for_a_gang_that_waits_for_what_is_held_without_end():
+    w = GangWorld(cpus=8, gpus=2)
+    w.lease("mine", num_gpus=1)
+    w.gang("gang", {"GPU": 1}, {"GPU": 1})
+    w.submit("s0", num_gpus=0.5)
+    w.advance(2.0)
+    w.submit("s1", num_gpus=0.5)
+    assert {"s0", "s1"} <= w.running
+    assert w.scheduler.reservation is None
+    assert "held without end" in str(why_of(w, "gang"))
+
+
+def test_small_members_do_not_starve_a_great_one():
+    w = GangWorld(cpus=8, gpus=2)
+    w.gang("gang", {"CPU": 1}, {"GPU": 1})
+    w.submit_in("gang", "s0", num_gpus=0.5)
+    w.submit_in("gang", "s1", num_gpus=0.5)
+    w.submit_in("gang", "great", num_gpus=1)
+    w.advance(2.0)
+    w.submit("outside", num_gpus=1)
+    assert "outside" in w.running
+    w.finish("s0")
+    w.submit_in("gang", "s2", num_gpus=0.5)
+    w.submit_in("gang", "cpu", 0, num_cpus=1)
+    assert "s2" in w.waiting
+    assert "cpu" in w.running
+    assert w.scheduler.reservation is not None
+    assert "kept for great" in str(why_of(w, "s2"))
+    w.finish("s1")
+    assert "great" in w.running
+
+
+def test_members_that_follow_each_other_leave_the_ledger_alone():
+    w = GangWorld(cpus=4, gpus=1, took=1e-5)
+    w.gang("gang", {"CPU": 1}, {"GPU": 0.5})
+    pace = Pace()
+    for number in range(6):
+        w.submit_in("gang", f"t{number}", num_cpus=1, pace=pace)
+    assert w.running == {"t0"}
+    w.finish("t0")
+    assert w.running == {"t1"}
+    assert w.queued
+    for number in range(1, 6):
+        w.finish(f"t{number}")
+    assert w.scheduler.ledger.gangs["gang"][0].is_idle
+
+
+def test_an_overdrawn_bundle_lets_nobody_follow():
+    w = GangWorld(cpus=4, took=1e-5)
+    w.gang("gang", {"CPU": 1})
+    w.submit_in("gang", "parent", num_cpus=1)
+    w.submit_in("gang", "child", num_cpus=1, parent="parent")
+    w.wait_for("parent", "child")
+    w.submit_in("gang", "next", num_cpus=1)
+    w.wait_for("parent")
+    w.finish("child")
+    assert w.running == {"parent"}
+    w.finish("parent")
+    assert w.running == {"next"}
+
+
+def test_a_member_that_ran_out_of_memory_gets_its_bundles_gpu_whole():
+    w = GangWorld(cpus=4, gpus=2)
+    w.gang("gang", {"GPU": 1})
+    w.submit_in("gang", "m", num_gpus=0.5, retries_oom=True, max_calls=1)
+    w.finish("m", ran_out=True)
+    assert "m" in w.running
+    assert w.scheduler.ledger.gangs["gang"][0].device_sets["GPU"].free[0] == 0
+    w.finish("m")
+    w.cancel("gang")
+    w.gang("half", {"GPU": 0.5})
+    w.submit_in("half", "n", num_gpus=0.5, retries_oom=True, max_calls=1)
+    w.finish("n", ran_out=True)
+    assert w.told["n"] == "settled"
+
+
+def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
+    w = GangWorld(cpus=4, gpus=1)
+    w.gang("gang", {"CPU": 1})
+    w.submit("other")
+    w.submit_in("gang", "m", num_cpus=1)
+    w.tell(events.MemoryShort(w.worker_of("m")))
+    assert w.running == {"other"}
+    w.finish("other")
+    assert w.running == {"m"}
+
+
+def test_a_gang_closes_with_its_node():
+    w = GangWorld(cpus=4, gpus=2)
+    w.gang("gang", {"GPU": 1})
+    w.gang("late", {"GPU": 2})
+    w.submit_in("gang", "runs", num_gpus=0.5)
+    w.submit_in("gang", "waits", num_gpus=0.6)
+    w.submit_in("late", "expects", num_gpus=0.5)
+    w.close()
+    w.run_dry()
+    assert set(w.told.values()) == {"abandoned"}
+    assert len(w.told) == 5
+    assert w.scheduler.is_closed
+
+
+def test_ended_members_are_forgotten():
+    w = GangWorld(cpus=1)
+    w.gang("gang", {"CPU": 1})
+    for number in range(4 * REMEMBERED):
+        w.submit_in("gang", f"t{number}", num_cpus=1)
+        w.finish(f"t{number}")
+    assert len(w.scheduler.gangs["gang"].members) <= 2 * REMEMBERED
+
+
+def test_a_gang_counts_for_its_program_and_its_members_do_not():
+    w = GangWorld(cpus=8, gpus=4)
+    w.join(1)
+    w.join(2)
+    w.gang("gang", {"GPU": 2}, client=1)
+    w.submit_in("gang", "m", num_gpus=1, client=1)
+    clients = w.scheduler.clients
+    assert clients.of(1).held == {"GPU": 20_000}
+    assert clients.why_barred(w.scheduler.tasks[w.tasks["m"].id]) == ""
+    w.cancel("gang")
+    assert clients.of(1).held == {"GPU": 20_000}
+    w.finish("m")
+    assert clients.of(1).held == {}
+
+
+def test_a_gang_that_can_never_be_granted_is_refused():
+    w = GangWorld(gpus=2)
+    with pytest.raises(InfeasibleError, match="on a machine of its own"):
+        w.gang("gang", {"GPU": 1}, {"GPU": 1}, strategy=STRICT_SPREAD)
+
+
+def test_why_a_gang_waits():
+    w = GangWorld(cpus=4, gpus=2)
+    w.submit("before", num_gpus=0.7)
+    w.submit("other", num_gpus=0.7)
+    w.gang("gang", {"GPU": 0.3}, {"GPU": 0.4})
+    told = str(why_of(w, "gang"))
+    assert "GPU 0.7: 0.6 of 2 free (0: 0.3, 1: 0.3)" in told
+    assert "held by before" in told
+    w.gang("cpus", {"CPU": 3}, {"GPU": 0.1})
+    told = str(why_of(w, "cpus"))
+    assert "CPU 3: 2 of 4 free" in told
+    assert "GPU 0.1" not in told
+
+
+def test_what_a_gang_leaves_is_told_of_who_holds_what():
+    w = GangWorld(cpus=4, gpus=1)
+    w.gang("gang", {"GPU": 0.5, "CPU": 2})
+    w.submit_in("gang", "m", num_gpus=0.2, num_cpus=1)
+    seen = snapshot(w.scheduler, {}, w.now)
+    held = {one.task: one.share for one in seen.devices[0].holders}
+    assert held == {"gang": 0.3, "m": 0.2}
+    assert seen.devices[0].free == 0.5
+    w.submit_in("gang", "n", num_gpus=0.3, num_cpus=1)
+    seen = snapshot(w.scheduler, {}, w.now)
+    held = {one.task: one.share for one in seen.devices[0].holders}
+    assert held == {"n": 0.3, "m": 0.2}
+
+
+def test_the_request_of_a_gang_is_the_sum_of_its_bundles():
+    request = gang_of({"GPU": 1, "CPU": 1}, {"GPU": 0.5}, {"CPU": 2}).request()
+    assert request.as_numbers() == {"CPU": 3.0, "GPU": 1.5}
