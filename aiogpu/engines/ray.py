@@ -7,6 +7,8 @@ comes by `ray://` have alike.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -17,16 +19,22 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from aiogpu.engines.cluster.census import Node, Survey
 from aiogpu.engines.cluster.terms import NAMESPACE
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 49)
 """The oldest release whose interface is the one that is used here."""
+ASKED_FOR: Final = 10
+"""Seconds for the cluster to say what there is."""
+
 Ref = Any
 """A `ray.ObjectRef`, or the client's stand-in for one."""
 Handle = Any
 """A `ray.actor.ActorHandle`, or the client's stand-in for one."""
 
+NOT_FOUND: Final = "Could not find any running Ray instance"
+"""What Ray says where no cluster was named and none is there."""
 RayError: Final = exceptions.RayError
 TaskFailed: Final = exceptions.RayTaskError
 Cancelled: Final = exceptions.TaskCancelledError
@@ -58,6 +66,14 @@ def check_release() -> None:
         )
 
 
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    # A program's own handlers of signals stay as they are, which is as it should be.
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+logging.getLogger("ray._private.worker").addFilter(_is_worth_telling)
+
+
 def is_connected() -> bool:
     """Whether this process has joined a cluster, whoever has had it do so."""
     return bool(ray.is_initialized())
@@ -78,8 +94,8 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     """Join a cluster that runs; False if none was named and none is there.
 
     Args:
-        address: "ray://host:port", or None for the one that RAY_ADDRESS names or that
-            runs on this machine.
+        address: "ray://host:port" or "host:port", or None for one that runs on this
+            machine.
         shows_output: whether the output of tasks is shown.
 
     Raises:
@@ -92,11 +108,16 @@ def join(address: str | None, *, shows_output: bool) -> bool:
             logging_level="warning",
             log_to_driver=shows_output,
         )
-    except ConnectionError:
-        if address is None:
+    except ConnectionError as error:
+        if address is None and NOT_FOUND in str(error):
             return False
         raise
     return True
+
+
+def head() -> str:
+    """Where the cluster's head listens, "host:port", as the cluster's nodes know it."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def leave() -> None:
@@ -216,14 +237,13 @@ def find_actor(name: str, namespace: str) -> Handle | None:
 
 
 def remember(name: str, told: bytes) -> None:
-    """Keep some bytes for whoever is on the cluster, under a name."""
+    """Keep bytes for whoever is on the cluster."""
     internal_kv._internal_kv_put(name, told, namespace=NAMESPACE)
 
 
 def recall(name: str) -> bytes | None:
     """What was kept under a name."""
-    found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
-    return found
+    return internal_kv._internal_kv_get(name, namespace=NAMESPACE)  # type: ignore[no-any-return]
 
 
 def exit_actor() -> None:
@@ -236,9 +256,88 @@ def id_of(handle: Handle) -> str:
     return str(handle._actor_id.hex())
 
 
-def nodes() -> list[dict[str, Any]]:
-    """The nodes that live: "NodeID", "Resources", "NodeManagerHostname" and more."""
-    return [node for node in ray.nodes() if node["Alive"]]
+def nodes() -> list[Node]:
+    """The nodes that live."""
+    return [
+        Node(
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            dict(node["Resources"]),
+            None,
+            dict(node.get("Labels", {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def survey() -> Survey:
+    """What there is, what of it is free, and what waits; needs no dashboard.
+
+    Raises:
+        RayError: the cluster does not answer.
+    """
+    if not _is_far():
+        return _survey(ray.get_runtime_context().gcs_address)
+    # Only who is on the cluster can ask its head.
+    ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
+    return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
+
+
+def _is_far() -> bool:
+    """Whether this program has come by `ray://`."""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())
+
+
+def _survey_there() -> tuple[Any, ...]:
+    return tuple(_survey(ray.get_runtime_context().gcs_address))
+
+
+def _survey(address: str) -> Survey:
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    seen = get_cluster_status(address, ASKED_FOR)
+    known = {node.id: node for node in nodes()}
+    living = [known.get(one.node_id) for one in (*seen.active_nodes, *seen.idle_nodes)]
+    free = {
+        one.node_id: one.available_resources()
+        for one in (*seen.active_nodes, *seen.idle_nodes)
+    }
+    demands = seen.resource_demands.ray_task_actor_demand
+    return Survey(
+        [one._replace(free=free[one.id]) for one in living if one is not None],
+        [
+            (dict(shape.bundle), shape.count)
+            for demand in demands
+            for shape in demand.bundles_by_count
+        ],
+        [
+            *(
+                f"{one.count} x {one.ray_node_type_name}"
+                for one in seen.pending_launches
+            ),
+            *(one.ray_node_type_name for one in seen.pending_nodes),
+        ],
+        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
+        grows(),
+    )
+
+
+def grows() -> bool:
+    """Whether something starts nodes as they are needed.
+
+    Ray's autoscaler runs beside a cluster without one as well, and mirrors its nodes:
+    then each is of a type of its own.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    if _internal_kv_get(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+        return True
+    said = json.loads(_internal_kv_get(b"__autoscaling_status") or b"{}")
+    types = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(name != f"node_{node}" for node, name in types.items())
 
 
 def total() -> dict[str, float]:

@@ -20,6 +20,7 @@ from aiogpu.engines.cluster.work import (
     adopt,
     arguments,
     returned,
+    returned_item,
     search_path,
     take_place,
 )
@@ -136,9 +137,9 @@ class PlainHost(_Stage):
         items, _ = self._called(method, given)
         kind = RAISED
         try:
-            for item in items:
+            for place, item in enumerate(items, 1):
                 kind = UNSENDABLE
-                yield returned(item, self._host)
+                yield returned_item(place, item, self._host)
                 kind = RAISED
         except GeneratorExit:
             raise
@@ -183,9 +184,10 @@ class SoftHost(_Stage):
         kind = RAISED
         try:
             items, _ = self._called(method, given)
+            place = 0
             async for item in _each(items):
-                kind = UNSENDABLE
-                yield returned(item, self._host)
+                kind, place = UNSENDABLE, place + 1
+                yield returned_item(place, item, self._host)
                 kind = RAISED
         except (GeneratorExit, asyncio.CancelledError, TaskFailure):
             raise

@@ -19,6 +19,7 @@ from aiogpu.engines.cluster.shared import arrived, failure_in
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver
 
@@ -30,6 +31,7 @@ class Live:
 
     Attributes:
         name: of what is called.
+        request: what it asks for; None where it holds nothing of its own.
         refs: the objects that it makes; empty while it waits to be sent.
         receiver: who is told of its end; None once nobody wants to know.
         is_of_actor: whether it is a call of an actor's method.
@@ -49,6 +51,7 @@ class Live:
         "on_sent",
         "receiver",
         "refs",
+        "request",
         "since",
         "stop",
         "timer",
@@ -56,9 +59,16 @@ class Live:
     )
 
     def __init__(
-        self, name: str, receiver: Receiver, since: float, *, is_of_actor: bool = False
+        self,
+        name: str,
+        receiver: Receiver,
+        since: float,
+        *,
+        is_of_actor: bool = False,
+        request: Request | None = None,
     ) -> None:
         self.name = name
+        self.request = request
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()
         self.is_of_actor = is_of_actor
@@ -93,13 +103,14 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
+        loop: that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
-        self._loop = loop
+        self.loop = loop
         self._arrived: deque[tuple[int, int, Any]] = deque()
         self._is_posted = False
 
@@ -149,7 +160,7 @@ class Calls:
         if not self._is_posted:
             self._is_posted = True
             try:
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 # The loop is closed: nobody is left who would want to know.
                 self._arrived.clear()

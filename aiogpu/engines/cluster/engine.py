@@ -13,23 +13,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
-from aiogpu.engines.base import NodeOptions, error_inside_task
+from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
+from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
+from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.shared import passed
 from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
-from aiogpu.errors import MisuseError, NodeClosedError
+from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
 
 if TYPE_CHECKING:
-    from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
@@ -41,14 +42,11 @@ SITES: Final = 1024
 """Functions that are kept ready; beyond, Ray is told of the oldest anew."""
 
 
-class RayEngine:
+class RayEngine(Questions):
     """See above.
 
     Attributes:
-        loop: the event loop that it is for.
         calls: what runs.
-        is_open: whether Ray can be asked.
-        is_inside: whether this is the code of a task, in a worker of Ray's.
         overview: what there is on the cluster.
         placements: its placement groups, as placements.
     """
@@ -61,15 +59,13 @@ class RayEngine:
         options: NodeOptions,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.loop = loop
         self.calls = Calls(loop)
-        self.is_open = self.is_inside = False
         self._far = ClusterValues(self)
         self._membership = Membership(address, options)
         self._grace = options.cancel_grace
         self._mark = object()
         self._sent: dict[int, Any] = {}
-        self.overview = Overview(self.calls)
+        super().__init__(Overview(self.calls), loop)
         self.placements = Placements(self)
         self._actors: ClusterActors | None = None
         self._is_hasty = False
@@ -106,6 +102,13 @@ class RayEngine:
     async def open(self) -> None:
         """Join the cluster, or start one."""
         await self._membership.enter()
+        try:
+            await self.overview.open()
+        except BaseException:
+            await self._membership.leave()
+            raise
+        self.pulse = Pulse(*self._membership.place(), self._lose)
+        self.pulse.begin()
         self.is_open = True
 
     def pack(self, outgoing: Outgoing) -> bytes:
@@ -116,7 +119,9 @@ class RayEngine:
         """Start a task; see `Engine.submit`."""
         if site.checked_by is not self._mark:
             self.admit(site)
-        live = Live(site.spec.name, receiver, self.loop.time())
+        spec = site.spec
+        request = spec.shape.request
+        live = Live(spec.name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window and not passed:
@@ -133,8 +138,7 @@ class RayEngine:
             InfeasibleError: the cluster can never give what it asks for.
             NodeClosedError: the cluster was left.
         """
-        if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
+        self.check_open()
         check_possible(site)
         self.overview.check_feasible(site)
         site.checked_by = self._mark
@@ -231,8 +235,7 @@ class RayEngine:
 
     def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a placement; see `Engine.take_placement`."""
-        if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
+        self.check_open()
         return self.placements.take(site, receiver)
 
     def demand(self, task: int, limit: int) -> None:
@@ -261,35 +264,9 @@ class RayEngine:
         if live is not None and live.refs:
             ray.cancel(live.refs[0], at_once=True)
 
-    async def total(self) -> dict[str, float]:
-        """All resources by name."""
-        self._check_asked("aiogpu.cluster_resources()")
-        return await asyncio.to_thread(self.overview.total)
-
-    async def available(self) -> dict[str, float]:
-        """What is free of each."""
-        self._check_asked("aiogpu.available_resources()")
-        return await asyncio.to_thread(self.overview.available)
-
-    async def status(self) -> NodeStatus:
-        """What there is on the cluster, and what this program has running."""
-        self._check_asked("aiogpu.status()")
-        return await self.overview.status(self.loop.time())
-
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        self._check_asked("handle.why()")
-        return await self.overview.why(task, self.loop.time())
-
-    async def why_task(self, number: int) -> Why | None:
-        """The same; see `Engine.why_task`."""
-        return await self.why(number)
-
-    def _check_asked(self, what: str) -> None:
-        if self.is_inside:
-            raise error_inside_task(what)
-        if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
+        return self.placements.why(task) or await super().why(task)
 
     def end_children(self) -> None:
         """The task has ended whose code made these calls; they end with it."""
@@ -298,6 +275,8 @@ class RayEngine:
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
+        if self.pulse is not None:
+            self.pulse.end()
         if self.is_open:
             self.is_open = False
             if self._actors is not None:
@@ -311,6 +290,21 @@ class RayEngine:
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
         await self._membership.leave()
+
+    def _lose(self) -> None:
+        """The cluster has gone: nothing of it will ever end."""
+        self.is_open = False
+        self._mark = object()
+        self.lost = said = (
+            f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
+            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
+        )
+        if self._actors is not None:
+            self._actors.close()
+        for number in list(self.calls.live):
+            self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
+        self.calls.ending.clear()
+        self._membership.lose()
 
     async def _stopped(self) -> None:
         """Until all that was stopped has ended, within the time that it is given."""

@@ -38,7 +38,7 @@ class Inflow:
         """Take items as they come."""
         self._live.stop = self
         self._live.tell_sent()
-        self._task = asyncio.get_running_loop().create_task(self._take())
+        self._task = self._calls.loop.create_task(self._take())
 
     def rise(self, limit: int) -> None:
         """The consumer has taken items: so many may come in all."""

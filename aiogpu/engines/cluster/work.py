@@ -21,6 +21,7 @@ from aiogpu.engines.cluster.payload import Broken, Stored, stored
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.engines.cluster.values import packed_here
 from aiogpu.engines.family import host_of_task
+from aiogpu.errors import SerializationError
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Define
 from aiogpu.wire.outgoing import Outgoing
@@ -219,9 +220,9 @@ def pour_task(
             args, kwargs = host.opened(function, payload, load_arguments)
             kind = RAISED
             items = function(*args, **kwargs)
-            for item in _each(items, host):
+            for place, item in enumerate(_each(items, host), 1):
                 kind = UNSENDABLE
-                yield returned(item, host)
+                yield returned_item(place, item, host)
                 kind = RAISED
         except GeneratorExit:
             raise
@@ -255,6 +256,20 @@ def returned(value: object, host: ClusterHost) -> Any:
     return stored(
         packed_here(result) if isinstance(result, Outgoing) else result, passed
     )
+
+
+def returned_item(place: int, item: object, host: ClusterHost) -> Any:
+    """What Ray is to keep of an item of a stream.
+
+    Raises:
+        SerializationError: it cannot be pickled; says which one it is.
+    """
+    try:
+        return returned(item, host)
+    except SerializationError as error:
+        raise SerializationError(
+            f"item {place} of its stream is lost: {error}"
+        ) from error
 
 
 def _failure(work: Work, kind: str, error: BaseException) -> BaseException:
