@@ -107,6 +107,7 @@ class ActorLink:
             )
         passing.append(self._actor.id)
         kept.append(self)
+        self._actor.pass_on()
         return self._actor.id, self.name
 
     def _make(

@@ -7,7 +7,7 @@ stays out of this file: importing it would cost such a task more than it does.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
@@ -234,6 +234,9 @@ def share(handle: BlockingHandle[Any]) -> Reference:
     """What others refer to who are given a handle of plain code."""
     if current.loans is not None:
         return nested.family().shares.share(handle)
+    far = getattr(handle.family, "far", None)
+    if far is not None:
+        return far.shares.share(handle)  # type: ignore[no-any-return]
     from aiogpu.api.borrow import value_of
 
     return value_of(handle)
@@ -246,14 +249,14 @@ class Borrowed:
         loan: of that value.
     """
 
-    def __init__(self, loan: Loan) -> None:
+    def __init__(self, loan: Reference) -> None:
         self.loan = loan
 
     def on_loop(self, name: str) -> Any:
         """The same handle for the event loop that runs."""
         from aiogpu.api.borrow_far import borrow_far
 
-        return borrow_far(self.loan, name)
+        return borrow_far(cast("Loan", self.loan), name)
 
     def fetch(self, handle: BlockingHandle[Any]) -> None:
         """Ask for the value."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.blocking import handle_for
+from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.values import Value, known
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
+    from aiogpu.engines.base import Far
+    from aiogpu.engines.family import Host
+    from aiogpu.wire.outgoing import Reference
 
 
 def value_of(handle: Any) -> Value:
@@ -44,11 +48,14 @@ def borrow(identity: int, name: str) -> Any:
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
     host = host_beside_loop()
-    far = session_of_caller().far if host is None else None
+    far = session_of_caller().far if host is None else host.far
     if far is not None:
+        loan = far.loans.loan(identity)
+        if host is not None:
+            return _beside(host, far, loan, name)
         from aiogpu.api.nested import BorrowedHandle
 
-        return BorrowedHandle(name, far.link, far.loans.loan(identity))
+        return BorrowedHandle(name, far.link, loan)
     value = known(identity)
     if host is None:
         handle = session_of_caller().new_handle(name, Lender(value))
@@ -81,6 +88,32 @@ class Lender:
         return await current_session().why(name, task)
 
 
+class Beside(Borrowed):
+    """Owns a handle of plain code whose values another process keeps."""
+
+    def __init__(self, far: Far, loan: Reference) -> None:
+        super().__init__(loan)
+        self._far = far
+
+    def on_loop(self, name: str) -> Any:
+        """The same handle for the event loop that runs."""
+        return borrow(self.loan.id, name)
+
+    def fetch(self, handle: BlockingHandle[Any]) -> None:
+        """Ask for the value."""
+        handle.child = self._far.link.fetch(self.loan.id, handle)
+
+    def cancel(self, _child: int) -> None:
+        """Stop whoever makes the value."""
+        self._far.link.discard(self.loan.id)
+
+
+def _beside(host: Host, far: Far, loan: Reference, name: str) -> BlockingHandle[Any]:
+    handle: BlockingHandle[Any] = BlockingHandle(name, host)
+    handle.owner, handle.shared = Beside(far, loan), loan
+    return handle
+
+
 def put_here(payload: bytes, name: str = "put") -> Any:
     """A handle of a value that is there.
 
@@ -91,11 +124,17 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
     host = host_beside_loop()
-    far = session_of_caller().far if host is None else None
+    far = session_of_caller().far if host is None else host.far
     if far is not None:
+        loan = far.shares.put(payload)
+        borrowed: Any
+        if host is not None:
+            borrowed = _beside(host, far, loan, name)
+            borrowed.receive(payload)
+            return borrowed
         from aiogpu.api.nested import BorrowedHandle
 
-        borrowed: Any = BorrowedHandle(name, far.link, far.shares.put(payload))
+        borrowed = BorrowedHandle(name, far.link, loan)
         borrowed.settle_with(payload)
         return borrowed
     value = Value(name)

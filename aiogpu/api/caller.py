@@ -24,14 +24,24 @@ def session_of_caller() -> Session:
         NoLoopError: no event loop is running in this thread.
         NodeError: this is a task that has no node.
     """
-    host = host_beside_loop()
-    session = None if host is None else session_of(host.program)
+    host = host_of_task.get()
+    if host is None:
+        return current_session()
+    loop = asyncio._get_running_loop() or host.program
+    session = session_of(loop)
+    if session is None:
+        from aiogpu.api.attached import session_beside
+
+        session = session_beside(host, loop) or session_of(host.program)
     return session or current_session()
 
 
 def host_beside_loop() -> Host | None:
-    """The host of the task whose code asks, if the program's loop does not run it."""
+    """The host of the task whose code asks, if no loop with a session runs it."""
     host = host_of_task.get()
-    if host is None or asyncio._get_running_loop() is host.program:
+    if host is None:
         return None
-    return host
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return host
+    return None if loop is host.program or host.engine(loop) is not None else host

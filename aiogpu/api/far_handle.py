@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import Far
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
-    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
 
@@ -39,7 +38,7 @@ class FarHandle(Handle[T]):
         far: Far,
     ) -> None:
         self._far = far
-        self._loan: Loan | None = None
+        self._loan: Reference | None = None
         self._is_promised = False
         super().__init__(task_name, owner, loop)
 

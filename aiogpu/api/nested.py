@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
-    from aiogpu.worker.loans import Loan
 
 T = TypeVar("T")
 
+NEVER_ASKED: Final = -1
+"""In place of the number of a question."""
 _sessions: Final[dict[asyncio.AbstractEventLoop, TaskSession]] = {}
 
 
@@ -46,7 +47,7 @@ class ChildHandle(Handle[T]):
     ) -> None:
         super().__init__(task_name, owner, loop)
         self._waits = waits
-        self._loan: Loan | None = None
+        self._loan: Reference | None = None
 
     def __await__(self) -> Generator[Any, None, T]:
         if self.done():
@@ -146,14 +147,15 @@ class BorrowedHandle(ChildHandle[T]):
 
     __slots__ = ("_link",)
 
-    def __init__(self, task_name: str, link: ValueLink, loan: Loan) -> None:
+    def __init__(self, task_name: str, link: ValueLink, loan: Reference) -> None:
         super().__init__(task_name, link, link.loop, link)
         self._link = link
-        self._loan: Loan = loan
+        self._loan: Reference = loan
         self._callbacks_added += 1  # others may want it, whoever withdraws
 
     def settle_with(self, payload: bytes) -> None:
-        """The value is here already."""
+        """The value is here already, and need not be asked for."""
+        self.task_id = self.task_id or NEVER_ASKED
         super().receive(payload)
 
     def _fetch(self) -> None:
@@ -245,7 +247,7 @@ def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
     return session
 
 
-def put_on_loop(loan: Loan, payload: bytes) -> Handle[Any]:
+def put_on_loop(loan: Reference, payload: bytes) -> Handle[Any]:
     """The handle of a value that this worker has put."""
     link = session_of_task(asyncio.get_running_loop()).link
     handle: BorrowedHandle[Any] = BorrowedHandle("put", link, loan)

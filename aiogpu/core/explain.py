@@ -29,11 +29,22 @@ def explain(why: Why) -> str:
     if why.placement:
         return f"{_who(why)} waits for {why.placement}, its placement."
     if why.state == "waiting":
-        return "\n".join(_waiting(why))
+        return "\n".join((*_waiting(why), *_notes(why)))
     if why.is_lease and why.state in _LEASED:
         told = f"{_LEASED[why.state]} pid {why.pid}{_for(why.runs_for)}"
         return f"{_who(why)} {told}."
-    return f"{_who(why)} {_standing(why)}."
+    told = _sent(why) if why.state == "sent" else _standing(why)
+    return "\n".join((f"{_who(why)} {told}.", *_notes(why)))
+
+
+def _sent(why: Why) -> str:
+    request = f"asks for {terms(why.request.items())} and " if why.request else ""
+    return f"{request}was sent {span(why.seconds or 0.0)} ago"
+
+
+def _notes(why: Why) -> Iterator[str]:
+    for note in why.notes:
+        yield f"  {note}"
 
 
 def _who(why: Why) -> str:

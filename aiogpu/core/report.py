@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from aiogpu.core.failures import FailureStatus
     from aiogpu.core.snapshot import NodeStatus, TaskStatus
 
-_STATES: Final = ("running", "blocked", "stopping", "starting", "queued", "waiting")
+_STATES: Final = (
+    "running",
+    "blocked",
+    "stopping",
+    "starting",
+    "queued",
+    "sent",
+    "waiting",
+)
 
 
 def summary(status: NodeStatus) -> str:
@@ -53,6 +61,7 @@ def report(status: NodeStatus) -> str:
         *device_rows(status.devices),
         *client_rows(status.clients),
         *_tasks(status),
+        *_sent(status),
         *_leases(status),
         *placement_rows(status.placements),
         *_shapes(status),
@@ -114,6 +123,19 @@ def _tasks(status: NodeStatus) -> Iterator[str]:
     ]
     yield from aligned(rows, indent="  ")
     yield from rest(len(held) - SHOWN)
+
+
+def _sent(status: NodeStatus) -> Iterator[str]:
+    """The tasks of which a cluster does not tell where they are."""
+    sent = [task for task in status.tasks if task.state == "sent"]
+    if sent:
+        yield "sent"
+    rows = [
+        (str(task.id), task.name, terms(task.request.items()), task.reason or "")
+        for task in sent[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(sent) - SHOWN)
 
 
 def _leases(status: NodeStatus) -> Iterator[str]:

@@ -47,8 +47,8 @@ class TaskStatus:
         id: the task's number.
         name: its name.
         state: "waiting", "starting", "queued", "running", "blocked", "delayed",
-            "expecting" or "stopping";
-            `aiogpu.core.lifecycle.TaskState` says what each means.
+            "expecting" or "stopping"; `aiogpu.core.lifecycle.TaskState` says what each
+            means. "sent" on a cluster that does not tell whether it runs.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
         worker: id of its worker, None while it waits.
         reason: why its code does not run, None where it may.

@@ -45,7 +45,8 @@ class Why:
             forked), "queued" (sent ahead to a worker that runs another), "running",
             "blocked" (it waits for tasks that it has started), "delayed" (it has
             failed and is tried again soon), "expecting" (results of others are its
-            arguments, and not there yet), "stopping" or "ended".
+            arguments, and not there yet), "sent" (to a cluster that does not tell
+            whether it runs), "stopping" or "ended".
         seconds: since it was submitted; None where the node was not asked.
         request: what it asks for, `{"CPU": 1.0, "GPU": 0.5}`.
         position: its place among those of its program that wait for the same, 1 for
@@ -81,6 +82,7 @@ class Why:
         where: the conditions on its GPUs in words, while it waits for some.
         is_lease: whether it is a lease, which processes hold that are no workers.
         placement: name of the placement in which it is to run, while that waits.
+        notes: what else a cluster tells, a line each.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Why:
     limit: str = ""
     is_lease: bool = False
     placement: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return explain(self)

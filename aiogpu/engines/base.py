@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
-    from aiogpu.wire.outgoing import Outgoing
-    from aiogpu.worker.loans import Loans
-    from aiogpu.worker.shares import Shares
+    from aiogpu.wire.outgoing import Outgoing, Reference
 
 
 class NodeOptions(NamedTuple):
@@ -93,6 +91,10 @@ class ActorPort(Protocol):
     @property
     def site(self) -> Site:
         """Its class."""
+        ...
+
+    def pass_on(self) -> None:
+        """A handle to it is being pickled, and is in what is sent next."""
         ...
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
@@ -199,16 +201,52 @@ class ValueLink(Waits, Protocol):
         ...
 
 
+class Lent(Protocol):
+    """What was lent to this process."""
+
+    def loan(self, identity: int, /) -> Reference:
+        """The value to which a handle is being unpickled."""
+        ...
+
+
+class Given(Protocol):
+    """What this process gives to others."""
+
+    def share(self, handle: Any, /) -> Reference:
+        """What others refer to who are given a handle."""
+        ...
+
+    def promise(self) -> Reference:
+        """The same before its task is started."""
+        ...
+
+    def keep(self, promised: Any, handle: Any, /) -> None:
+        """The task of what was promised is started."""
+        ...
+
+    def fail(self, promised: Any, error: BaseException, /) -> None:
+        """The task of what was promised is never started."""
+        ...
+
+    def drop(self, child: int, loan: Any, /) -> None:
+        """One of a child's several results is cancelled; the others may still come."""
+        ...
+
+    def put(self, payload: bytes, /) -> Reference:
+        """Have a value kept."""
+        ...
+
+
 class Far(Protocol):
-    """What a program that has joined a node has to do with values."""
+    """What a program has to do with values that another process keeps."""
 
     @property
-    def loans(self) -> Loans:
+    def loans(self) -> Lent:
         """What was lent to this process."""
         ...
 
     @property
-    def shares(self) -> Shares:
+    def shares(self) -> Given:
         """What it gives to others."""
         ...
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
-    from aiogpu.engines.base import Waits
+    from aiogpu.engines.base import Engine, Far, Waits
     from aiogpu.runtime.call import Receiver, Site
 
 
@@ -74,6 +74,18 @@ class Host(Family, Protocol):
     @property
     def program(self) -> AbstractEventLoop:
         """The loop of the program that has opened the node."""
+        ...
+
+    @property
+    def far(self) -> Far | None:
+        """Who knows values that are not this process's; None where all are."""
+        ...
+
+    def engine(self, loop: AbstractEventLoop | None) -> Engine | None:
+        """Who takes the calls of code that a loop runs, or of plain code.
+
+        None where the program's own engine takes them all.
+        """
         ...
 
     def cancel(self, task: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from aiogpu.engines.base import Engine, NodeOptions
-from aiogpu.errors import OptionError
+from aiogpu.errors import NodeError, OptionError
 
 OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
 """What a program may say that joins a node; all else is the node's."""
@@ -19,7 +19,8 @@ def create_engine(
     Args:
         address: None or "local" for a node embedded in this program, "inline" for
             one without processes, "auto" for the user's node that runs on this
-            machine, or the path of a node's socket.
+            machine, the path of a node's socket, or "ray" or "ray://host:port" for
+            a Ray cluster.
         options: what `init` was asked for.
         loop: the running loop.
 
@@ -41,12 +42,30 @@ def create_engine(
         _check_joining(address, options)
         path = default_socket() if address == "auto" else address
         return RemoteEngine(path.removeprefix("unix:"), options, loop)
+    if address == "ray" or address.startswith("ray://"):
+        return _cluster(None if address == "ray" else address, options, loop)
     raise OptionError(
         f"init(address={address!r}): no node is known by that. Give 'auto' to join the "
         f"node that `aiogpu start --head` has started, or the path of its socket; or "
         f"leave address out for a node inside this program, or give 'inline' to have "
-        f"tasks run in this very process."
+        f"tasks run in this very process, or 'ray' or 'ray://host:10001' for a Ray "
+        f"cluster."
     )
+
+
+def _cluster(
+    address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+) -> Engine:
+    try:
+        from aiogpu.engines.cluster.engine import RayEngine
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        raise NodeError(
+            f"init(address={address or 'ray'!r}): Ray is not installed here. Install "
+            f"it by: pip install 'aiogpu[ray]'"
+        ) from error
+    return RayEngine(address, options, loop)
 
 
 def _check_joining(address: str, options: NodeOptions) -> None:

@@ -44,6 +44,9 @@ class RemoteActor:
     def __repr__(self) -> str:
         return f"<RemoteActor {self.site.spec.name} {self.id}>"
 
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; gives the call's number."""
         self._engine.check_open()

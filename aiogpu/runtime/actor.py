@@ -99,6 +99,9 @@ class Actor:
         """How logs and errors call it."""
         return self.site.spec.name
 
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+
     def call(
         self,
         method: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from benchmarks import service
+from benchmarks import ray_cluster, service
 from benchmarks.method import Scale
 from benchmarks.port import Environment
 from benchmarks.rows import Row
@@ -54,6 +54,7 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
     "backlog": backlog.measure,
     "scheduler_only": scheduler_only.measure,
     "service": service.measure,
+    "ray": ray_cluster.measure,
     "queue": queue.measure,
     "many_gpus": many_gpus.measure,
 }

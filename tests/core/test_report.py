@@ -152,3 +152,18 @@ def test_what_is_held_are_tasks_on_workers_and_leases():
     status = replace(snapshot(World(cpus=2).scheduler, {}, 0.0), tasks=tasks)
     told = [(task.id, state_of(task)) for task in held_tasks(status)]
     assert told == [(1, "running"), (2, "leased"), (3, "stopping")]
+
+
+def test_what_was_sent_to_a_cluster_is_listed():
+    status = snapshot(World(cpus=2).scheduler, {}, 0.0)
+    tasks = (
+        TaskStatus(4, "train", "sent", {"GPU": 1.0}, None, "a second ago"),
+        TaskStatus(12, "load", "sent", {"CPU": 1.0}, None, None),
+    )
+    lines = str(replace(status, tasks=tasks)).splitlines()
+    assert lines[3:] == [
+        "tasks    2 sent",
+        "sent",
+        "  4   train  {GPU: 1}  a second ago",
+        "  12  load   {CPU: 1}",
+    ]

@@ -403,3 +403,18 @@ def test_conditions_on_gpus_are_told():
     assert str(told).startswith(
         "second (task 1) has waited 0.0 s for {CPU: 1, GPU: 1} of a name like '*'\n"
     )
+
+
+def test_what_a_cluster_tells_comes_below():
+    sent = Why("f", 3, "sent", 2.0, {"GPU": 0.5}, notes=("nothing waits", "so it runs"))
+    assert str(sent).splitlines() == [
+        "f (task 3) asks for {GPU: 0.5} and was sent 2.0 s ago.",
+        "  nothing waits",
+        "  so it runs",
+    ]
+    assert str(Why("f", 3, "sent", 2.0)) == "f (task 3) was sent 2.0 s ago."
+    waiting = Why("f", 3, "waiting", 2.0, {"GPU": 1.0}, 1, 1, notes=("node a: short",))
+    assert str(waiting).splitlines() == [
+        "f (task 3) has waited 2.0 s for its turn: 0 before it",
+        "  node a: short",
+    ]

@@ -15,13 +15,20 @@ from aiogpu.engines.registry import create_engine
 from tests.engines import served as serving
 from tests.engines.served import ServedEngine
 
-ENGINES: Final = ("local", "inline", "node")
+ENGINES: Final = ("local", "inline", "node", "ray")
 LACKS: Final = {
     "local": {},
     "node": {
         "same turn": "the node is another process, and goes on while it is asked",
         "own objects": "what the node makes is made in another process",
         "own vendors": "a node knows the vendors that its own process has registered",
+    },
+    "ray": {
+        "same turn": "the cluster is other processes, and goes on while it is asked",
+        "priority": "Ray has no priorities",
+        "interrupts": "Ray interrupts between two steps of Python code only",
+        "modules": "workers of Ray import what the program's path has",
+        "processes": "the processes are Ray's",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",
@@ -37,6 +44,8 @@ LACKS: Final = {
 
 DRAWN: Final = 12
 """Of so many cases on a service one is run, and all in the full check."""
+DRAWN_ON_RAY: Final = 24
+"""The same of those on a Ray cluster."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,9 +57,13 @@ def pytest_collection_modifyitems(
         return  # who names a case shall have it
     for item in items:
         spec = getattr(item, "callspec", None)
-        if spec is not None and spec.params.get("address") == "node":
-            name = item.nodeid.rpartition("/")[2]
-            if crc32(name.encode()) % DRAWN:
+        engine = None if spec is None else spec.params.get("address")
+        name = item.nodeid.rpartition("/")[2]
+        if engine == "node" and crc32(name.encode()) % DRAWN:
+            item.add_marker(pytest.mark.slow)
+        if engine == "ray":
+            item.add_marker(pytest.mark.ray)
+            if crc32(name.encode()) % DRAWN_ON_RAY:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -64,7 +77,35 @@ def address(request: pytest.FixtureRequest) -> str:
                 pytest.skip(f"{engine}: {LACKS[engine][ability]}")
     if engine == "node":
         request.getfixturevalue("served")
+    if engine == "ray":
+        request.getfixturevalue("rayed")
     return engine
+
+
+@pytest.fixture(scope="session")
+def ray_clusters() -> Iterator[None]:
+    """Has a Ray cluster run for each test that wants one."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
+    from tests.engines import rayed
+
+    rayed.clusters = rayed.Clusters()
+    yield
+    rayed.clusters.close()
+
+
+@pytest.fixture
+def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init(address="ray")` joins a cluster that has what it was told."""
+    from tests.engines.rayed import RayedEngine
+
+    def create(
+        address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
+    ) -> Engine:
+        if address == "ray":
+            return RayedEngine(options, loop)
+        return create_engine(address, options, loop)
+
+    monkeypatch.setattr(sessions, "create_engine", create)
 
 
 @pytest.fixture(scope="session")

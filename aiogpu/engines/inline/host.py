@@ -89,6 +89,12 @@ class TaskHost:
             self._beside(loop).wake()
         return number
 
+    far = None
+
+    def engine(self, _loop: asyncio.AbstractEventLoop | None) -> None:
+        """The program's own engine takes all calls; see `Host.engine`."""
+        return
+
     @property
     def program(self) -> asyncio.AbstractEventLoop:
         """The loop of the program that has opened the node."""

@@ -1,0 +1,233 @@
+"""The calls of one event loop that run on the cluster, and how their ends come back.
+
+Ray tells of each object's coming in a thread of its own. What has come by the time
+that the loop looks is delivered together, so that many ends wake it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.failure import tell
+from aiogpu.engines.cluster.shared import arrived, failure_in
+from aiogpu.wire.parcel import Contents, Parcel
+
+if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
+    from aiogpu.engines.ray import Ref
+    from aiogpu.runtime.call import Receiver
+
+_numbers: Final = count(1)
+
+
+class Live:
+    """One call that has not ended.
+
+    Attributes:
+        name: of what is called.
+        request: what it asks for; None where it holds nothing of its own.
+        refs: the objects that it makes; empty while it waits to be sent.
+        receiver: who is told of its end; None once nobody wants to know.
+        is_of_actor: whether it is a call of an actor's method.
+        is_borrowed: whether what it waits for is made by somebody else.
+        timer: rings when its time is up.
+        stop: ends it where no object is enough to do so; None if one is.
+        since: the loop's time at which it was made.
+        on_sent: told when it was sent, or has ended without.
+        told_as: what its receiver is told in place of what comes; None for that.
+    """
+
+    __slots__ = (
+        "came",
+        "is_borrowed",
+        "is_of_actor",
+        "name",
+        "on_sent",
+        "receiver",
+        "refs",
+        "request",
+        "since",
+        "stop",
+        "timer",
+        "told_as",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        receiver: Receiver,
+        since: float,
+        *,
+        is_of_actor: bool = False,
+        request: Request | None = None,
+    ) -> None:
+        self.name = name
+        self.request = request
+        self.receiver: Receiver | None = receiver
+        self.refs: Sequence[Ref] = ()
+        self.is_of_actor = is_of_actor
+        self.is_borrowed = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.stop: Callable[[], object] | None = None
+        self.since = since
+        self.came: dict[int, Any] = {}
+        self.on_sent: list[Callable[[], object]] = []
+        self.told_as: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"<Live {self.name}>"
+
+    def tell_sent(self) -> None:
+        """It was sent, or never will be."""
+        told, self.on_sent = self.on_sent, []
+        for tell_one in told:
+            tell_one()
+
+    def rest(self) -> None:
+        """Have nothing rung for it any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Calls:
+    """See above.
+
+    Attributes:
+        live: the calls whose end somebody waits for, by number.
+        ending: those that were stopped and have not ended yet.
+        on_delivered: told when something was delivered; None for nobody.
+        loop: that loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.live: dict[int, Live] = {}
+        self.ending: dict[int, Live] = {}
+        self.on_delivered: Callable[[], object] | None = None
+        self.loop = loop
+        self._arrived: deque[tuple[int, int, Any]] = deque()
+        self._is_posted = False
+
+    def __repr__(self) -> str:
+        return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
+
+    def begin(self, live: Live) -> int:
+        """Note a call; gives its number."""
+        number = next(_numbers)
+        self.live[number] = live
+        return number
+
+    def watch(self, number: int, refs: Sequence[Ref]) -> None:
+        """It was sent, and makes these objects; told when all have come."""
+        live = self.live[number]
+        live.refs = refs
+        live.tell_sent()
+        for index, ref in enumerate(refs):
+            ray.when_done(ref, partial(self._arrive, number, index))
+
+    def ref_of(self, number: int, part: int) -> Ref | None:
+        """The object of a call that runs, or of one of its results."""
+        live = self.live.get(number)
+        if live is None or not live.refs:
+            return None
+        return live.refs[max(part, 0)]
+
+    def when_sent(self, number: int, call: Callable[[], object]) -> None:
+        """Call when a call was sent, or has ended without; now, if that is so."""
+        live = self.live.get(number)
+        if live is None or live.refs:
+            call()
+        else:
+            live.on_sent.append(call)
+
+    def _arrive(self, number: int, index: int, found: Any) -> None:
+        """In a thread of Ray's."""
+        self._arrived.append((number, index, found))
+        self._post()
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have something done on the loop, from whichever thread."""
+        self._arrived.append((0, 0, call))
+        self._post()
+
+    def _post(self) -> None:
+        if not self._is_posted:
+            self._is_posted = True
+            try:
+                self.loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                # The loop is closed: nobody is left who would want to know.
+                self._arrived.clear()
+
+    def _deliver(self) -> None:
+        self._is_posted = False
+        arrived = self._arrived
+        while arrived:
+            number, index, found = arrived.popleft()
+            if number:
+                self._take(number, index, found)
+            else:
+                found()
+        if self.on_delivered is not None:
+            self.on_delivered()
+
+    def _take(self, number: int, index: int, found: Any) -> None:
+        live = self.live.get(number) or self.ending.get(number)
+        if live is None:
+            return
+        live.came[index] = found
+        if len(live.came) == len(live.refs):
+            self.live.pop(number, None)
+            self.ending.pop(number, None)
+            live.rest()
+            if live.receiver is not None:
+                _settle(live)
+
+    def end(self, number: int, tell: Callable[[Receiver], object]) -> None:
+        """A call has ended without having been sent; its receiver is told so."""
+        live = self.live.pop(number, None)
+        if live is not None:
+            live.rest()
+            if live.receiver is not None:
+                tell(live.receiver)
+            live.tell_sent()
+
+    def let_go(self, number: int) -> Live | None:
+        """Nobody wants to know of a call any more; gives it if it has not ended."""
+        live = self.live.pop(number, None)
+        if live is None:
+            return None
+        live.rest()
+        live.receiver = None
+        live.tell_sent()
+        if live.refs or live.stop is not None:
+            self.ending[number] = live
+        return live
+
+
+def _settle(live: Live) -> None:
+    receiver, name = live.receiver, live.name
+    assert receiver is not None, live
+    found = [live.came[index] for index in range(len(live.refs))]
+    for one in found:
+        if isinstance(one, BaseException):
+            tell(receiver, name, one)
+            return
+        failed = failure_in(one)
+        if failed is not None:
+            receiver.reject(failed)
+            return
+    if live.told_as is not None:
+        receiver.receive(live.told_as)
+        return
+    parts = tuple(map(arrived, found, live.refs))
+    if len(parts) == 1:
+        receiver.receive(parts[0])
+    else:
+        receiver.receive(Parcel.of(Contents(parts=parts), encoded=b""))

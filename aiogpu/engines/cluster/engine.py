@@ -1,0 +1,347 @@
+"""A Ray cluster as an engine: Ray places, moves and heals; the faces stay as they are.
+
+What is asked goes to Ray at once, and its ends come back by `calls`. What Ray does not
+do by itself is done here: a handle that nobody awaits any more is cancelled on the
+cluster, a timeout counts from `.remote()`, and what can never run is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.engines import ray
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.cluster.calls import Calls, Live
+from aiogpu.engines.cluster.host import take_passed
+from aiogpu.engines.cluster.membership import Membership
+from aiogpu.engines.cluster.overview import Overview
+from aiogpu.engines.cluster.payload import kept_in, stored
+from aiogpu.engines.cluster.placements import Placements
+from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
+from aiogpu.engines.cluster.questions import Questions
+from aiogpu.engines.cluster.shared import passed
+from aiogpu.engines.cluster.streams import Inflow
+from aiogpu.engines.cluster.terms import check_possible, options_of_task
+from aiogpu.engines.cluster.values import ClusterValues
+from aiogpu.engines.cluster.work import Work, runner, streamer
+from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
+from aiogpu.runtime.call import Call
+
+if TYPE_CHECKING:
+    from aiogpu.core.why import Why
+    from aiogpu.engines.cluster.actors import ClusterActors
+    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.wire.messages import Failed
+    from aiogpu.wire.outgoing import Outgoing
+
+SITES: Final = 1024
+"""Functions that are kept ready; beyond, Ray is told of the oldest anew."""
+
+
+class RayEngine(Questions):
+    """See above.
+
+    Attributes:
+        calls: what runs.
+        overview: what there is on the cluster.
+        placements: its placement groups, as placements.
+    """
+
+    waits = None
+
+    def __init__(
+        self,
+        address: str | None,
+        options: NodeOptions,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.calls = Calls(loop)
+        self._far = ClusterValues(self)
+        self._membership = Membership(address, options)
+        self._grace = options.cancel_grace
+        self._mark = object()
+        self._sent: dict[int, Any] = {}
+        super().__init__(Overview(self.calls), loop)
+        self.placements = Placements(self)
+        self._actors: ClusterActors | None = None
+        self._is_hasty = False
+
+    @classmethod
+    def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
+        """The engine of a task's own code, in a process that Ray has started."""
+        engine = cls(None, NodeOptions(), loop)
+        engine.is_open = engine.is_inside = True
+        return engine
+
+    def __repr__(self) -> str:
+        return f"<RayEngine {self._membership!r} {self.calls!r}>"
+
+    @property
+    def far(self) -> ClusterValues:
+        """Who knows values that are not here; see `Engine.far`."""
+        return self._far
+
+    @property
+    def actors(self) -> ClusterActors:
+        """The cluster's actors; see `Engine.actors`."""
+        if self._actors is None:
+            from aiogpu.engines.cluster.actors import ClusterActors
+
+            self._actors = ClusterActors(self)
+        return self._actors
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the cluster has gone; see `Engine.has_gone`."""
+        return self.lost is not None
+
+    @property
+    def mark(self) -> object:
+        """Left on sites that were checked."""
+        return self._mark
+
+    async def open(self) -> None:
+        """Join the cluster, or start one."""
+        await self._membership.enter()
+        try:
+            await self.overview.open()
+        except BaseException:
+            await self._membership.leave()
+            raise
+        self.pulse = Pulse(*self._membership.place(), self._lose)
+        self.pulse.begin()
+        self.is_open = True
+
+    def pack(self, outgoing: Outgoing) -> bytes:
+        """Make a payload; see `Engine.pack`."""
+        return self._far.pack(outgoing)
+
+    def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
+        """Start a task; see `Engine.submit`."""
+        if site.checked_by is not self._mark:
+            self.admit(site)
+        spec = site.spec
+        request = spec.shape.request
+        live = Live(spec.name, receiver, self.loop.time(), request=request)
+        number = self.calls.begin(live)
+        self._time(number, live, site, payload)
+        if type(payload) is bytes and not site.window and not passed:
+            self.calls.watch(number, (self._sent_as(site).remote(payload),))
+        else:
+            self.send(number, payload, partial(self._send, number, site))
+        return number
+
+    def admit(self, site: Site) -> None:
+        """Check what is the same for all calls of a site.
+
+        Raises:
+            OptionError: it asks for what Ray cannot do.
+            InfeasibleError: the cluster can never give what it asks for.
+            NodeClosedError: the cluster was left.
+        """
+        self.check_open()
+        check_possible(site)
+        self.overview.check_feasible(site)
+        site.checked_by = self._mark
+
+    def _sent_as(self, site: Site) -> Any:
+        """What Ray knows a site by."""
+        found = self._sent.get(site.id)
+        if found is None:
+            work = Work(
+                site.spec.name, site.function.payload, site.resources, site.retried
+            )
+            run = streamer(work) if site.window else runner(work)
+            if len(self._sent) >= SITES:
+                del self._sent[next(iter(self._sent))]
+            options = options_of_task(site)
+            options |= self.placements.options(site.spec.shape.request)
+            found = self._sent[site.id] = ray.function(run, options)
+        return found
+
+    def send(
+        self, number: int, payload: bytes, send: Callable[[tuple[Any, ...]], None]
+    ) -> None:
+        """Send a call as soon as all that it refers to is known to Ray.
+
+        Args:
+            number: of the call.
+            payload: its arguments.
+            send: is given what Ray is to be given.
+        """
+        kept = kept_in(payload)
+        needs: tuple[Any, ...] = () if kept is None else payload.needs  # type: ignore[attr-defined]
+        shared = needs if kept is None else (*needs, *kept.references)
+        for one in shared:
+            if one.is_promised:
+                one.when_known(partial(self.send, number, payload, send))
+                return
+        for one in needs:
+            if one.failed is not None:
+                self.refuse(number, one.failed)
+                return
+        send(self.given(payload))
+
+    def given(self, payload: bytes) -> tuple[Any, ...]:
+        """A payload as the arguments that Ray is given."""
+        kept, actors = kept_in(payload), take_passed()
+        if kept is None:
+            return (stored(payload, actors),)
+        is_kept = kept.ref is not None and not actors
+        head = kept.ref if is_kept else stored(payload, actors)
+        contents = payload.contents  # type: ignore[attr-defined]
+        values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
+        return head, contents.places, contents.returns, *values
+
+    def refuse(self, number: int, failed: Failed) -> None:
+        """A call is not sent: its receiver is told why."""
+        self.calls.end(number, lambda receiver: receiver.reject(failed))
+
+    def _send(self, number: int, site: Site, given: tuple[Any, ...]) -> None:
+        live = self.calls.live.get(number)
+        if live is None:
+            return
+        sent = self._sent_as(site)
+        if site.window:
+            Inflow(self.calls, number, live, sent.remote(*given)).begin()
+            return
+        returns = given[2] if len(given) > 2 else 0
+        if returns > 1:
+            refs = sent.options(num_returns=returns).remote(*given)
+            self.calls.watch(number, refs)
+        else:
+            self.calls.watch(number, (sent.remote(*given),))
+
+    def _time(self, number: int, live: Live, site: Site, payload: bytes) -> None:
+        spec = site.spec
+        if spec.timeout is not None:
+            late = partial(self._on_late, number, Call(site, payload, live.receiver))
+            live.timer = self.loop.call_later(spec.timeout, late)
+
+    def _on_late(self, number: int, call: Call) -> None:
+        self.cancel(number)
+        call.tell_timeout()
+
+    def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Refuse; see `Engine.take_lease`.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError(
+            "aiogpu.lease() hands devices of this machine to processes that are not "
+            "aiogpu's, which a Ray cluster cannot do. Use a node of aiogpu's own, or "
+            "have a task start the process."
+        )
+
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; see `Engine.take_placement`."""
+        self.check_open()
+        return self.placements.take(site, receiver)
+
+    def demand(self, task: int, limit: int) -> None:
+        """Let a stream yield so many items in all; see `Engine.demand`."""
+        live = self.calls.live.get(task)
+        if live is not None and isinstance(live.stop, Inflow):
+            live.stop.rise(limit)
+
+    def cancel(self, task: int) -> None:
+        """Stop a task; see `Engine.cancel`."""
+        live = self.calls.let_go(task)
+        if live is None:
+            self.placements.release(task)
+        elif live.is_borrowed:
+            self.calls.ending.pop(task, None)
+        elif live.stop is not None:
+            live.stop()
+        elif live.refs:
+            ray.cancel(live.refs[0])
+            if not live.is_of_actor:
+                live.timer = self.loop.call_later(self._grace, self._insist, task)
+
+    def _insist(self, task: int) -> None:
+        """It has not stopped in the time that it was given."""
+        live = self.calls.ending.get(task)
+        if live is not None and live.refs:
+            ray.cancel(live.refs[0], at_once=True)
+
+    async def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        return self.placements.why(task) or await super().why(task)
+
+    def end_children(self) -> None:
+        """The task has ended whose code made these calls; they end with it."""
+        for number in list(self.calls.live):
+            self.cancel(number)
+
+    async def close(self) -> None:
+        """Stop what this program has running, and leave the cluster."""
+        if self.pulse is not None:
+            self.pulse.end()
+        if self.is_open:
+            self.is_open = False
+            if self._actors is not None:
+                self._actors.close()
+            self.placements.close()
+            for number, live in list(self.calls.live.items()):
+                receiver = live.receiver
+                self.cancel(number)
+                if receiver is not None:
+                    error = f"the node was shut down before {live.name} had ended."
+                    receiver.fail(NodeClosedError(error))
+            await self._stopped()
+        await self._membership.leave()
+
+    def _lose(self) -> None:
+        """The cluster has gone: nothing of it will ever end."""
+        self.is_open = False
+        self._mark = object()
+        self.lost = said = (
+            f"the head of the Ray cluster has not answered for {LOST_AFTER:g} s, and "
+            f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
+        )
+        if self._actors is not None:
+            self._actors.close()
+        for number in list(self.calls.live):
+            self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
+        self.calls.ending.clear()
+        self._membership.lose()
+
+    async def _stopped(self) -> None:
+        """Until all that was stopped has ended, within the time that it is given."""
+        until = self.loop.time() + (0 if self._is_hasty else self._grace + 1)
+        gone = self.loop.create_future()
+
+        def look() -> None:
+            if not gone.done() and not self.calls.ending:
+                gone.set_result(None)
+
+        self.calls.on_delivered = look
+        look()
+        try:
+            async with asyncio.timeout_at(until):
+                await gone
+        except TimeoutError:
+            for task in list(self.calls.ending):
+                self._insist(task)
+        finally:
+            self.calls.on_delivered = None
+
+    def hasten(self) -> None:
+        """Give nobody time to stop; see `Engine.hasten`."""
+        self._is_hasty = True
+        for task in list(self.calls.ending):
+            self._insist(task)
+
+    def abandon(self) -> None:
+        """The same in haste, where no loop runs any more."""
+        self._membership.abandon()
+
+    def disown(self) -> None:
+        """This process is a fork of the program: Ray's threads did not come along."""
+        self.is_open = False
+        self._membership.disown()

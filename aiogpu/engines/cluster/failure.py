@@ -1,0 +1,100 @@
+"""How failures travel through Ray, and what its own mean to whoever waits.
+
+A task's exception travels as ours do everywhere, as a pickle where it can and as text
+always; Ray carries it as the cause of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from aiogpu.engines import ray
+from aiogpu.errors import (
+    ActorDiedError,
+    InfeasibleError,
+    InternalError,
+    NodeDiedError,
+    NodeError,
+    ObjectMemoryError,
+    OutOfMemoryError,
+    PlacementRemovedError,
+    TaskCancelledError,
+    WorkerDiedError,
+)
+from aiogpu.wire.failure import STOPPED, pack_failure
+from aiogpu.wire.messages import Failed
+
+OWN_FRAMES: Final = "/aiogpu/engines/"
+"""Marks frames that a user's traceback leaves out."""
+
+
+class TaskFailure(Exception):  # noqa: N818 - it carries an error, and is none of its own
+    """A task's failure on its way; `failed` tells it."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self.failed = Failed(*fields)
+
+    def __str__(self) -> str:
+        return f"{self.failed.type_name}: {self.failed.message}"
+
+
+class RetriedFailure(TaskFailure):
+    """One after which the task's options want it tried again."""
+
+
+def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> TaskFailure:
+    """An exception of the user's code as it travels."""
+    failed = pack_failure(0, kind, error, OWN_FRAMES)
+    return (RetriedFailure if is_retried else TaskFailure)(*failed)
+
+
+def tell(receiver: Any, name: str, error: BaseException) -> None:
+    """Tell who waits what an exception that has come from Ray means."""
+    cause = getattr(error, "cause", None)
+    failure = cause if isinstance(cause, TaskFailure) else error
+    if not isinstance(failure, TaskFailure):
+        receiver.fail(explained(name, error))
+    elif failure.failed.kind == STOPPED:
+        receiver.fail(TaskCancelledError(f"{name} was cancelled."))
+    else:
+        receiver.reject(failure.failed)
+
+
+def explained(name: str, error: BaseException) -> Exception:
+    """An error of ours for one of Ray's, which is its cause.
+
+    Args:
+        name: of the task.
+        error: what Ray has raised.
+    """
+    said = str(error).strip() or type(error).__name__
+    for kind, ours, what in _MEANINGS:
+        if isinstance(error, kind):
+            found = ours(f"{name} {what}: {said}")
+            break
+    else:
+        found = InternalError(f"{name}: {type(error).__name__} came from Ray: {said}")
+    found.__cause__ = error
+    return found
+
+
+def _died(message: str) -> ActorDiedError:
+    return ActorDiedError(message, message.partition(" is dead")[0])
+
+
+_MEANINGS: Final[tuple[tuple[Any, Callable[[str], Exception], str], ...]] = (
+    (ray.GroupRemoved, PlacementRemovedError, "ended, as its placement was removed"),
+    (ray.Cancelled, TaskCancelledError, "was cancelled on the cluster"),
+    (ray.OutOfMemory, OutOfMemoryError, "was ended, since its node's memory ran out"),
+    (ray.ActorGone, _died, "is dead, as Ray says"),
+    (ray.NodeGone, WorkerDiedError, "ran on a node of the cluster that has gone"),
+    (ray.Crashed, WorkerDiedError, "died with its worker on the cluster"),
+    (ray.StoreFull, ObjectMemoryError, "found Ray's object store full"),
+    (ray.ObjectLost, NodeDiedError, "needs a value that went with its process"),
+    (ray.Unschedulable, InfeasibleError, "can never run on this cluster"),
+    (ray.SetupFailed, NodeError, "has no worker: Ray could not set one up"),
+    (ray.RayError, NodeError, "has failed, as Ray says"),
+)
+"""What Ray's exceptions are here, and what they say of a task; first come first."""

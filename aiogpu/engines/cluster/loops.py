@@ -1,0 +1,145 @@
+"""The event loop of a task in a worker of Ray's, in the thread that runs the task.
+
+While it has nothing to do but wait for calls that the task has made, it waits in Ray,
+which so knows that the task is blocked, and gives its CPUs to others meanwhile. It
+never waits long at a time: Ray interrupts a task between two steps of its code only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
+from selectors import EpollSelector, SelectorKey
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.interrupts import interrupts
+
+if TYPE_CHECKING:
+    from aiogpu.engines.cluster.calls import Calls
+    from aiogpu.engines.ray import Ref
+
+SLICE: Final = 0.05
+"""Seconds of one wait, so that a cancel is heard."""
+SHARED_SLICE: Final = 0.005
+"""The same where the task waits for descriptors of its own as well."""
+ON_ITS_WAY: Final = 0.001
+"""Seconds for what is ready to be told of, from Ray's thread to this one."""
+LOOKED_AT: Final = 1000
+"""Objects that one wait is for, at most."""
+
+
+class _Waiting(EpollSelector):
+    """Waits in Ray while there is something to wait for there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        found = super().select(0)
+        if found:
+            return found
+        refs = self._awaited()
+        slice_ = SLICE if len(self.get_map()) == 1 or not refs else SHARED_SLICE
+        wait = slice_ if timeout is None else min(timeout, slice_)
+        if not refs:
+            return super().select(wait)
+        return super().select(ON_ITS_WAY if ray.wait(refs, wait) else 0)
+
+    def _awaited(self) -> Sequence[Ref]:
+        if self.calls is None:
+            return ()
+        live = self.calls.live.values()
+        return list(islice((ref for one in live for ref in one.refs), LOOKED_AT))
+
+
+class TaskLoop:
+    """See above; one for each thread, kept between tasks.
+
+    Attributes:
+        loop: the loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = _Waiting()
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._waiting)
+        self._runner = asyncio.Runner(loop_factory=lambda: self.loop)
+        self._runner.get_loop()
+
+    def wait_for(self, calls: Calls) -> None:
+        """While it is idle, it waits for these."""
+        self._waiting.calls = calls
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Await something of the task's, in a context that is a copy of the caller's.
+
+        An interrupt cancels it, and is raised when it has ended by that.
+        """
+        return self._runner.run(_awaited(awaitable))
+
+    def run_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
+        """Run what is due until something is done; False if time is up before.
+
+        Args:
+            is_done: asked after each step.
+            deadline: by `time.monotonic()`, as the loop's own clock; None for no limit.
+        """
+        loop = self.loop
+        while not is_done():
+            if deadline is not None and loop.time() >= deadline:
+                return False
+            # One turn: it waits for what comes, for the length of a slice at most.
+            alarm = loop.call_later(SLICE, loop.stop)
+            try:
+                loop.run_forever()
+            finally:
+                alarm.cancel()
+        return True
+
+    def end_rest(self) -> None:
+        """Cancel what the task has left running on the loop; nothing of it goes on."""
+        rest = asyncio.all_tasks(self.loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            waiting = asyncio.gather(*rest, return_exceptions=True)
+            self.loop.run_until_complete(waiting)
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    interrupts.cancel = task.cancel
+    try:
+        return await awaitable
+    except asyncio.CancelledError:
+        if not interrupts.has_come:
+            raise
+        task.uncancel()
+        raise KeyboardInterrupt from None
+    finally:
+        interrupts.cancel = None
+
+
+class _OfThread(threading.local):
+    loop: TaskLoop | None = None
+
+
+_of_thread: Final = _OfThread()
+
+
+def task_loop() -> TaskLoop:
+    """The loop of this thread; made when it is first asked for."""
+    if _of_thread.loop is None:
+        _of_thread.loop = TaskLoop()
+    return _of_thread.loop
+
+
+def has_loop() -> bool:
+    """Whether this thread has one yet."""
+    return _of_thread.loop is not None

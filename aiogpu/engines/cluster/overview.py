@@ -1,0 +1,128 @@
+"""What a cluster has, what of it is free, what waits, and what can never run on it.
+
+Nothing here is asked while calls are sent, but where one asks for what no node that
+was seen has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as NotYetError
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.asking import asked, begun
+from aiogpu.engines.cluster.capacity import (
+    amounts,
+    at_once,
+    fits_one,
+    kinds,
+    lacking,
+    told,
+)
+from aiogpu.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
+    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.why import Why
+    from aiogpu.engines.cluster.calls import Calls
+    from aiogpu.engines.cluster.census import Node
+    from aiogpu.runtime.call import Site
+
+AT_ONCE: Final = 1.0
+"""Seconds for which `.remote()` waits to learn whether a node has what it asks for."""
+
+
+class Overview:
+    """See above."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._nodes: Sequence[Node] = ()
+
+    def __repr__(self) -> str:
+        return f"<Overview of {len(self._nodes)} nodes>"
+
+    async def open(self) -> None:
+        """Learn what nodes there are, so that the first calls need not ask."""
+        self._nodes = await asked(ray.nodes)
+
+    def check_feasible(self, site: Site) -> None:
+        """Refuse what no node of the cluster could ever give.
+
+        Raises:
+            InfeasibleError: says what was asked and what there is.
+        """
+        self.check_request(site.spec.name, site.spec.shape.request)
+
+    def room_for(self, request: Request) -> int | None:
+        """How many that ask for this could be at once, None for any number."""
+        wanted = amounts(request)
+        if not wanted:
+            return None
+        self._looks_again()
+        return at_once(self._nodes, wanted)
+
+    def check_request(self, name: str, request: Request) -> None:
+        """The same for what is called so.
+
+        Nodes come and go: who is refused is refused by what there is now. Where they
+        come as they are needed, or cannot be asked for now, all is let pass.
+        """
+        wanted = amounts(request)
+        if fits_one(self._nodes, wanted):
+            return
+        if self._looks_again() or fits_one(self._nodes, wanted):
+            return
+        raise InfeasibleError(
+            f"{name} asks for {request}, which no node of this Ray cluster can give: "
+            f"{lacking(self._nodes, wanted)}. There are {kinds(self._nodes, wanted)}. "
+            f"Ask for less, or add a node."
+        )
+
+    def count_nodes(self) -> float:
+        """How many nodes live; infinity where they come as they are needed."""
+        return inf if self._looks_again() else len(self._nodes)
+
+    def _looks_again(self) -> bool:
+        """Learn what nodes there are; whether others may come, as far as is known."""
+        try:
+            self._nodes, grows = begun(_nodes_and_growth).result(AT_ONCE)
+        except (NotYetError, ray.RayError, ConnectionError, RuntimeError):
+            return True
+        return grows
+
+    async def total(self) -> dict[str, float]:
+        """All resources by name."""
+        return told(await asked(ray.total))
+
+    async def available(self) -> dict[str, float]:
+        """What is free of each; 0.0 where nothing is."""
+        total, free = await asked(_total_and_free)
+        return dict.fromkeys(told(total), 0.0) | told(free)
+
+    async def status(self, now: float) -> NodeStatus:
+        """What there is, and what this program has running."""
+        from aiogpu.engines.cluster.picture import status_of
+
+        return status_of(await asked(ray.survey), self._calls, now)
+
+    async def why(self, task: int, now: float) -> Why | None:
+        """Why a task of this program waits."""
+        from aiogpu.engines.cluster.waiting import why
+
+        if task not in self._calls.live:
+            return None
+        survey = await asked(ray.survey)
+        live = self._calls.live
+        return why(task, live, survey, now) if task in live else None
+
+
+def _nodes_and_growth() -> tuple[Sequence[Node], bool]:
+    return ray.nodes(), ray.grows()
+
+
+def _total_and_free() -> tuple[dict[str, float], dict[str, float]]:
+    return ray.total(), ray.available()

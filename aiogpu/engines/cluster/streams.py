@@ -1,0 +1,78 @@
+"""The items of a generator that runs on the cluster, on their way to its consumer.
+
+Ray holds the generator as soon as so many items wait as the stream allows. So items are
+taken out of Ray only as the consumer takes them here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, cast
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.failure import tell
+from aiogpu.engines.cluster.shared import arrived
+
+if TYPE_CHECKING:
+    from aiogpu.engines.cluster.calls import Calls, Live
+    from aiogpu.runtime.call import ItemReceiver
+
+
+class Inflow:
+    """See above: calling it stops the generator."""
+
+    def __init__(self, calls: Calls, number: int, live: Live, items: Any) -> None:
+        self._calls = calls
+        self._number = number
+        self._live = live
+        self._items = items
+        self._taken = 0
+        self._limit = 0
+        self._more = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Inflow {self._live.name}, {self._taken} of {self._limit}>"
+
+    def begin(self) -> None:
+        """Take items as they come."""
+        self._live.stop = self
+        self._live.tell_sent()
+        self._task = self._calls.loop.create_task(self._take())
+
+    def rise(self, limit: int) -> None:
+        """The consumer has taken items: so many may come in all."""
+        self._limit = max(self._limit, limit)
+        self._more.set()
+
+    def __call__(self) -> None:
+        """Stop the generator; nobody wants its items any more."""
+        ray.cancel(self._items)
+        self._calls.ending.pop(self._number, None)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _take(self) -> None:
+        try:
+            async for ref in self._items:
+                found = await ref
+                self._pass(found, ref)
+                del ref, found
+        except asyncio.CancelledError:
+            if self._live.receiver is None:
+                return
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever ends a stream is told
+            caught = error
+            self._calls.end(
+                self._number, lambda receiver: tell(receiver, self._live.name, caught)
+            )
+            return
+        self._calls.end(self._number, lambda receiver: receiver.receive(b""))
+
+    def _pass(self, found: Any, ref: Any) -> None:
+        receiver = self._live.receiver
+        if receiver is not None:
+            self._taken += 1
+            items = (arrived(found, ref),)
+            cast("ItemReceiver", receiver).receive_items(items)

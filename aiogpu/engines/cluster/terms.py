@@ -1,0 +1,133 @@
+"""What a site asks for, as Ray is asked for it; and what Ray cannot do is refused.
+
+Quantities are exact here, parts of 1/10 000; Ray truncates a float to such parts, so
+that 0.57 would be 0.5699. What it is given is the float that it truncates rightly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
+from aiogpu.errors import OptionError
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
+
+if TYPE_CHECKING:
+    from aiogpu.core.gang import Bundle
+    from aiogpu.core.resources import Request
+    from aiogpu.runtime.call import Site
+
+NAMESPACE: Final = "aiogpu"
+"""In which names of actors are that were given without a namespace."""
+
+
+def check_possible(site: Site) -> None:
+    """Refuse what Ray cannot do.
+
+    Raises:
+        OptionError: names the option, and what to do.
+    """
+    spec, request = site.spec, site.spec.shape.request
+    asked = {
+        "priority": spec.priority != 0,
+        "gpu_memory": request.gpu_memory != 0,
+        "gpu_where": request.where is not None,
+        "strategy='spread'": request.spread,
+        "retry_oom": spec.retries_oom,
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise OptionError(
+                f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave "
+                f"it out, or run on a node of aiogpu's own (docs/engines.md)."
+            )
+
+
+def resources_of(request: Request) -> dict[str, Any]:
+    """What is asked for, as Ray's options name it."""
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
+    for name, parts in (*request.scalars, *request.devices):
+        if name == CPU:
+            options["num_cpus"] = as_float(parts)
+        elif name == GPU:
+            options["num_gpus"] = as_float(parts)
+        elif name == MEMORY:
+            options["memory"] = parts // UNIT
+        else:
+            options["resources"][name] = as_float(parts)
+    if not options["resources"]:
+        del options["resources"]
+    return options
+
+
+def bundle_of(bundle: Bundle) -> dict[str, float]:
+    """A bundle of a placement, as Ray names what it holds."""
+    amounts = (*bundle.scalars, *bundle.devices)
+    return {
+        name: parts // UNIT if name == MEMORY else as_float(parts)
+        for name, parts in amounts
+    }
+
+
+def as_float(parts: int) -> float:
+    """The float that Ray, multiplying and truncating, takes for so many parts."""
+    whole = parts / UNIT
+    if parts % UNIT == 0:
+        return whole
+    # Half a part more is never a part, and hides what a product falls short of.
+    return whole if int(whole * UNIT) == parts else (parts + 0.5) / UNIT
+
+
+def options_of_task(site: Site) -> dict[str, Any]:
+    """All that Ray is told once of a function."""
+    spec = site.spec
+    options = resources_of(spec.shape.request)
+    options |= {
+        "name": spec.name,
+        "max_calls": spec.max_calls,
+        "max_retries": spec.max_retries,
+    }
+    if site.retried:
+        # Late: what needs Ray comes with it.
+        from aiogpu.engines.cluster.failure import RetriedFailure
+
+        options["retry_exceptions"] = [RetriedFailure]
+    if site.environ:
+        options["runtime_env"] = {"env_vars": dict(site.environ)}
+    if site.window:
+        options["num_returns"] = "streaming"
+        options["_generator_backpressure_num_objects"] = site.window
+    return options
+
+
+def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
+    """All that Ray is told of an actor, but for where it is placed.
+
+    Args:
+        site: its class.
+        key: its namespace and name, None without.
+    """
+    spec, terms = site.spec, site.actor
+    assert terms is not None, site
+    options = resources_of(spec.shape.request)
+    if not terms.keeps_cpus:
+        # Ray takes one CPU then to place it, and none while it runs.
+        del options["num_cpus"]
+    options |= {
+        "max_restarts": spec.max_retries,
+        "max_task_retries": terms.max_task_retries,
+    }
+    if terms.mode in (THREADED, ASYNC):
+        options["max_concurrency"] = terms.limits[DEFAULT_GROUP]
+        groups = {name: limit for name, limit in terms.limits.items() if name}
+        if groups:
+            options["concurrency_groups"] = groups
+    if key is not None:
+        options["name"] = key[1]
+        options["namespace"] = key[0] or NAMESPACE
+    if spec.is_detached:
+        options["lifetime"] = "detached"
+        options.setdefault("namespace", NAMESPACE)
+    if site.environ:
+        options["runtime_env"] = {"env_vars": dict(site.environ)}
+    return options

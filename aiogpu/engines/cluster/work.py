@@ -1,0 +1,283 @@
+"""What runs a task in a worker of Ray's: the user's function, in surroundings of ours.
+
+Ray has set the devices' variables by then. The function is unpickled when it is first
+needed in a process, and not before these are set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.failure import packed
+from aiogpu.engines.cluster.host import ClusterHost
+from aiogpu.engines.cluster.interrupts import interrupts
+from aiogpu.engines.cluster.payload import Broken, Stored, stored
+from aiogpu.engines.cluster.shared import arrived
+from aiogpu.engines.cluster.values import packed_here
+from aiogpu.engines.family import host_of_task
+from aiogpu.errors import SerializationError
+from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.messages import Define
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.parcel import Parcel
+from aiogpu.wire.payload import (
+    Results,
+    dump_result,
+    load_arguments,
+    load_function,
+    several,
+)
+from aiogpu.worker.context import current
+from aiogpu.worker.retrying import Retrying
+
+if TYPE_CHECKING:
+    from aiogpu.engines.cluster.loops import TaskLoop
+
+HIDDEN: Final = "CUDA_VISIBLE_DEVICES"
+LEFT_ALONE: Final = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
+ORDER: Final = "CUDA_DEVICE_ORDER"
+_retrying: Final = Retrying()
+_adopted: Final[set[tuple[str, ...]]] = set()
+
+
+class NeedFailedError(Exception):
+    """An argument will never be there; `fields` say why."""
+
+    def __init__(self, fields: tuple[Any, ...]) -> None:
+        super().__init__(*fields)
+        self.fields = fields
+
+
+def search_path() -> tuple[str, ...]:
+    """Where this program finds its modules, for workers that have these places too."""
+    return tuple(os.path.abspath(place) for place in sys.path)
+
+
+def adopt(places: tuple[str, ...]) -> None:
+    """Find modules where the program does, after where this process does."""
+    if places in _adopted:
+        return
+    _adopted.add(places)
+    there = [one for one in places if one not in sys.path and os.path.exists(one)]
+    sys.path.extend(there)
+
+
+class Work:
+    """A function with what its calls have in common, as it comes to a worker.
+
+    Attributes:
+        name: of the task.
+        resources: what it holds.
+        retried: after which exceptions it is tried again; see `wire.retried`.
+    """
+
+    def __init__(
+        self, name: str, payload: bytes, resources: Mapping[str, float], retried: bytes
+    ) -> None:
+        self.name = name
+        self.resources = dict(resources)
+        self.retried = retried
+        self._places = search_path()
+        self._payload = payload
+        self._loaded: Callable[..., Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Work {self.name}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None}
+
+    def load(self) -> Callable[..., Any]:
+        """The function; raises whatever unpickling it raises."""
+        if self._loaded is None:
+            adopt(self._places)
+            self._loaded = load_function(self._payload)
+        return self._loaded
+
+    def wants_retry(self, error: BaseException) -> bool:
+        """Whether the options want it tried again after that."""
+        if not self.retried:
+            return False
+        asked = Define(0, 0, self.name, {}, b"", self.retried)
+        return _retrying.wants(asked, error)
+
+
+def runner(work: Work) -> Callable[..., Any]:
+    """What Ray is given to run as a task."""
+
+    def run(head: Any, places: Any = (), returns: int = 0, *values: Any) -> Any:
+        from aiogpu.engines.cluster.work import run_task
+
+        return run_task(work, head, places, returns, values)
+
+    return _named(run, work.name)
+
+
+def streamer(work: Work) -> Callable[..., Any]:
+    """The same for a generator: each item is an object of its own."""
+
+    def run(head: Any, places: Any = (), returns: int = 0, *values: Any) -> Any:
+        from aiogpu.engines.cluster.work import pour_task
+
+        yield from pour_task(work, head, places, values)
+
+    return _named(run, work.name)
+
+
+def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+@contextmanager
+def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterHost]:
+    """What a task's code finds around it: its devices, ids, a way to the cluster."""
+    take_place(name, resources)
+    current.task = int(ray.task_id()[:12], 16)
+    host = ClusterHost()
+    token = host_of_task.set(host)
+    try:
+        yield host
+    finally:
+        host_of_task.reset(token)
+
+
+def take_place(name: str, resources: Mapping[str, float]) -> None:
+    """Note what this process may use, in its variables and for whoever asks."""
+    found = ray.accelerators()
+    if not os.environ.get(LEFT_ALONE):
+        if not found.get("GPU"):
+            os.environ[HIDDEN] = ""
+        os.environ.setdefault(ORDER, "PCI_BUS_ID")
+    node, worker = ray.facts()
+    current.node, current.worker = node, int(worker[:12], 16)
+    current.name = name
+    current.resources, current.accelerators = resources, found
+
+
+def arguments(
+    head: Any, places: Sequence[int | str], returns: int, values: Sequence[Any]
+) -> bytes:
+    """The payload that has come in pieces.
+
+    Raises:
+        NeedFailedError: one of the arguments will never be there.
+    """
+    for value in values:
+        if isinstance(value, Broken):
+            raise NeedFailedError(value.fields)
+    if not isinstance(head, Stored) and not values and not returns:
+        return head  # type: ignore[no-any-return]
+    opened = arrived(head if isinstance(head, Stored) else Stored(head))
+    assert isinstance(opened, Parcel), head
+    opened.contents = opened.contents._replace(places=tuple(places), returns=returns)
+    opened.parts = tuple(arrived(value) for value in values)
+    return opened
+
+
+def run_task(
+    work: Work, head: Any, places: Any, returns: int, values: Sequence[Any]
+) -> Any:
+    """Run a task; gives what Ray is to keep of its result, or of each of them.
+
+    Raises:
+        TaskFailure: it has none.
+    """
+    with surroundings(work.name, work.resources) as host, interrupts.heard():
+        kind = UNREADABLE
+        try:
+            function = work.load()
+            payload = arguments(head, places, returns, values)
+            args, kwargs = host.opened(function, payload, load_arguments)
+            kind = RAISED
+            value = function(*args, **kwargs)
+            if type(value) is CoroutineType:
+                value = host.task_loop.run(value)
+            value = several(value, payload)
+            kind = UNSENDABLE
+            return returned(value, host)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            raise _failure(work, kind, error) from None
+        finally:
+            host.end()
+
+
+def pour_task(
+    work: Work, head: Any, places: Any, values: Sequence[Any]
+) -> Iterator[Any]:
+    """The same for a generator; Ray has it wait for its consumer."""
+    with surroundings(work.name, work.resources) as host, interrupts.heard():
+        kind = UNREADABLE
+        try:
+            function = work.load()
+            payload = arguments(head, places, 0, values)
+            args, kwargs = host.opened(function, payload, load_arguments)
+            kind = RAISED
+            items = function(*args, **kwargs)
+            for place, item in enumerate(_each(items, host), 1):
+                kind = UNSENDABLE
+                yield returned_item(place, item, host)
+                kind = RAISED
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
+            raise _failure(work, kind, error) from None
+        finally:
+            host.end()
+
+
+def _each(items: Any, host: ClusterHost) -> Iterator[Any]:
+    if not hasattr(items, "__anext__"):
+        yield from items
+        return
+    loop: TaskLoop = host.task_loop
+    try:
+        while True:
+            try:
+                yield loop.run(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run(items.aclose())
+
+
+def returned(value: object, host: ClusterHost) -> Any:
+    """What Ray is to keep of a result, a tuple if there are several."""
+    if type(value) is Results:
+        return tuple(returned(one, host) for one in value)
+    result = dump_result(value)
+    passed = host.take_passed()
+    return stored(
+        packed_here(result) if isinstance(result, Outgoing) else result, passed
+    )
+
+
+def returned_item(place: int, item: object, host: ClusterHost) -> Any:
+    """What Ray is to keep of an item of a stream.
+
+    Raises:
+        SerializationError: it cannot be pickled; says which one it is.
+    """
+    try:
+        return returned(item, host)
+    except SerializationError as error:
+        raise SerializationError(
+            f"item {place} of its stream is lost: {error}"
+        ) from error
+
+
+def _failure(work: Work, kind: str, error: BaseException) -> BaseException:
+    if isinstance(error, NeedFailedError):
+        from aiogpu.engines.cluster.failure import TaskFailure
+
+        return TaskFailure(*error.fields)
+    if interrupts.has_come:
+        kind = STOPPED
+    wants_retry = kind == RAISED and work.wants_retry(error)
+    return packed(kind, error, is_retried=wants_retry)

@@ -1,0 +1,350 @@
+"""Ray's only door: what the cluster engine needs of it, in words of ours.
+
+Nothing of Ray is imported elsewhere, here when a program names a cluster. What is
+called is Ray's documented interface, which a program on the cluster and one that
+comes by `ray://` have alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import ray
+from ray import exceptions
+from ray.experimental import internal_kv
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from aiogpu.engines.cluster.census import Node, Survey
+from aiogpu.engines.cluster.terms import NAMESPACE
+from aiogpu.errors import NodeError
+
+OLDEST: Final = (2, 49)
+"""The oldest release whose interface is the one that is used here."""
+ASKED_FOR: Final = 10
+"""Seconds for the cluster to say what there is."""
+
+Ref = Any
+"""A `ray.ObjectRef`, or the client's stand-in for one."""
+Handle = Any
+"""A `ray.actor.ActorHandle`, or the client's stand-in for one."""
+
+NOT_FOUND: Final = "Could not find any running Ray instance"
+"""What Ray says where no cluster was named and none is there."""
+RayError: Final = exceptions.RayError
+TaskFailed: Final = exceptions.RayTaskError
+Cancelled: Final = exceptions.TaskCancelledError
+Crashed: Final = exceptions.WorkerCrashedError
+OutOfMemory: Final = exceptions.OutOfMemoryError
+GroupRemoved: Final = (
+    exceptions.TaskPlacementGroupRemoved,
+    exceptions.ActorPlacementGroupRemoved,
+)
+ActorGone: Final = exceptions.RayActorError
+NodeGone: Final = exceptions.NodeDiedError
+ObjectLost: Final = exceptions.ObjectLostError
+StoreFull: Final = exceptions.ObjectStoreFullError
+SetupFailed: Final = exceptions.RuntimeEnvSetupError
+Unschedulable: Final = (
+    exceptions.TaskUnschedulableError,
+    exceptions.ActorUnschedulableError,
+)
+
+
+def check_release() -> None:
+    """Raise `NodeError` if the Ray that is installed is too old."""
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise NodeError(
+            f"Ray {ray.__version__} is installed, and aiogpu needs {oldest} or newer: "
+            f"pip install -U 'aiogpu[ray]'."
+        )
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    # A program's own handlers of signals stay as they are, which is as it should be.
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+logging.getLogger("ray._private.worker").addFilter(_is_worth_telling)
+
+
+def is_connected() -> bool:
+    """Whether this process has joined a cluster, whoever has had it do so."""
+    return bool(ray.is_initialized())
+
+
+def start(options: Mapping[str, Any]) -> None:
+    """Start a cluster of one node for this program; takes some seconds."""
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        logging_level="warning",
+        **options,
+    )
+
+
+def join(address: str | None, *, shows_output: bool) -> bool:
+    """Join a cluster that runs; False if none was named and none is there.
+
+    Args:
+        address: "ray://host:port" or "host:port", or None for one that runs on this
+            machine.
+        shows_output: whether the output of tasks is shown.
+
+    Raises:
+        ConnectionError: it does not answer, or refuses.
+    """
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace=NAMESPACE,
+            logging_level="warning",
+            log_to_driver=shows_output,
+        )
+    except ConnectionError as error:
+        if address is None and NOT_FOUND in str(error):
+            return False
+        raise
+    return True
+
+
+def head() -> str:
+    """Where the cluster's head listens, "host:port", as the cluster's nodes know it."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def leave() -> None:
+    """Leave the cluster; one that was started for this program ends with it."""
+    ray.shutdown()
+
+
+def facts() -> tuple[str, str]:
+    """The ids of the node and the worker that this process is, in hexadecimal."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id()
+
+
+def task_id() -> str:
+    """The id of the task that runs in this process, in hexadecimal."""
+    return str(ray.get_runtime_context().get_task_id() or "0")
+
+
+def accelerators() -> dict[str, tuple[int | str, ...]]:
+    """The devices that the running task may use, by kind, where it has some."""
+    found: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return {
+        kind: tuple(int(one) if one.isdecimal() else one for one in ids)
+        for kind, ids in found.items()
+        if ids
+    }
+
+
+def function(run: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What Ray runs as a task, by `.remote(...)` or `.options(...).remote(...)`."""
+    return ray.remote(**options)(run) if options else ray.remote(run)
+
+
+def actor(cls: type, options: Mapping[str, Any]) -> Any:
+    """What Ray makes actors of, by `.remote(...)`."""
+    return ray.remote(**options)(cls) if options else ray.remote(cls)
+
+
+def keep(value: object) -> Ref:
+    """Put a value into the object store."""
+    return ray.put(value)
+
+
+def fetched(ref: Ref) -> Any:
+    """An object that is in the store of this machine; waits for it if it is not."""
+    return ray.get(ref)
+
+
+def when_done(ref: Ref, tell: Callable[[Any], object]) -> None:
+    """Have it told, in another thread, what has come of an object.
+
+    `tell` is given the value, or the exception that there is in its place.
+    """
+    ref.future().add_done_callback(partial(_tell, tell))
+
+
+def _tell(tell: Callable[[Any], object], future: Any) -> None:
+    error = future.exception()
+    tell(future.result() if error is None else error)
+
+
+def wait(refs: Sequence[Ref], seconds: float) -> bool:
+    """Wait in this thread until one of them is there; False if time is up before.
+
+    A task that waits so gives its CPUs back meanwhile.
+    """
+    ready, _ = ray.wait(list(refs), timeout=seconds, fetch_local=False)
+    return bool(ready)
+
+
+def cancel(ref: Ref, *, at_once: bool = False) -> None:
+    """Stop what makes an object, and all that it has started.
+
+    `at_once` kills its process; no call of an actor can be ended so.
+    """
+    ray.cancel(ref, force=at_once, recursive=True)
+
+
+def kill(handle: Handle, *, may_restart: bool) -> None:
+    """End an actor's process at once."""
+    ray.kill(handle, no_restart=not may_restart)
+
+
+def new_group(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+    """Ask for a placement group; `.ready()` is an object that comes with it."""
+    return placement_group(bundles, strategy=strategy, name=name)
+
+
+def find_group(name: str) -> Any | None:
+    """The placement group of that name."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def remove_group(group: Any) -> None:
+    """Give its bundles back; what runs in them ends."""
+    remove_placement_group(group)
+
+
+def within(group: Any, bundle: int) -> Any:
+    """The strategy that places a task in a bundle of a group, -1 for any of them."""
+    return PlacementGroupSchedulingStrategy(
+        group,
+        placement_group_bundle_index=bundle,
+        placement_group_capture_child_tasks=False,
+    )
+
+
+def find_actor(name: str, namespace: str) -> Handle | None:
+    """The living actor of that name."""
+    try:
+        return ray.get_actor(name, namespace=namespace or NAMESPACE)
+    except ValueError:
+        return None
+
+
+def remember(name: str, told: bytes) -> None:
+    """Keep bytes for whoever is on the cluster."""
+    internal_kv._internal_kv_put(name, told, namespace=NAMESPACE)
+
+
+def recall(name: str) -> bytes | None:
+    """What was kept under a name."""
+    return internal_kv._internal_kv_get(name, namespace=NAMESPACE)  # type: ignore[no-any-return]
+
+
+def exit_actor() -> None:
+    """End the actor that this process is, once this call has ended."""
+    ray.actor.exit_actor()
+
+
+def id_of(handle: Handle) -> str:
+    """The id of an actor, in hexadecimal."""
+    return str(handle._actor_id.hex())
+
+
+def nodes() -> list[Node]:
+    """The nodes that live."""
+    return [
+        Node(
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            dict(node["Resources"]),
+            None,
+            dict(node.get("Labels", {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def survey() -> Survey:
+    """What there is, what of it is free, and what waits; needs no dashboard.
+
+    Raises:
+        RayError: the cluster does not answer.
+    """
+    if not _is_far():
+        return _survey(ray.get_runtime_context().gcs_address)
+    # Only who is on the cluster can ask its head.
+    ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
+    return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
+
+
+def _is_far() -> bool:
+    """Whether this program has come by `ray://`."""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())
+
+
+def _survey_there() -> tuple[Any, ...]:
+    return tuple(_survey(ray.get_runtime_context().gcs_address))
+
+
+def _survey(address: str) -> Survey:
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    seen = get_cluster_status(address, ASKED_FOR)
+    known = {node.id: node for node in nodes()}
+    living = [known.get(one.node_id) for one in (*seen.active_nodes, *seen.idle_nodes)]
+    free = {
+        one.node_id: one.available_resources()
+        for one in (*seen.active_nodes, *seen.idle_nodes)
+    }
+    demands = seen.resource_demands.ray_task_actor_demand
+    return Survey(
+        [one._replace(free=free[one.id]) for one in living if one is not None],
+        [
+            (dict(shape.bundle), shape.count)
+            for demand in demands
+            for shape in demand.bundles_by_count
+        ],
+        [
+            *(
+                f"{one.count} x {one.ray_node_type_name}"
+                for one in seen.pending_launches
+            ),
+            *(one.ray_node_type_name for one in seen.pending_nodes),
+        ],
+        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
+        grows(),
+    )
+
+
+def grows() -> bool:
+    """Whether something starts nodes as they are needed.
+
+    Ray's autoscaler runs beside a cluster without one as well, and mirrors its nodes:
+    then each is of a type of its own.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    if _internal_kv_get(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+        return True
+    said = json.loads(_internal_kv_get(b"__autoscaling_status") or b"{}")
+    types = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(name != f"node_{node}" for node, name in types.items())
+
+
+def total() -> dict[str, float]:
+    """All resources of the cluster by name."""
+    return dict(ray.cluster_resources())
+
+
+def available() -> dict[str, float]:
+    """What is free of each; Ray leaves out those of which nothing is."""
+    return dict(ray.available_resources())

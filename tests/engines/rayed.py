@@ -1,0 +1,84 @@
+"""An engine for tests: a Ray cluster of this machine, kept from one test to the next.
+
+A cluster takes seconds to start, and its workers as well. So one that a test has had
+is there for the next test that wants the same; each joins it and leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import pytest
+
+from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.cluster.engine import RayEngine
+
+OF_CLUSTERS: Final = ("num_cpus", "num_gpus", "resources", "accelerator_type")
+OF_PROGRAMS: Final = ("cancel_grace",)
+CPUS: Final = 4
+
+
+class Clusters:
+    """The cluster that runs, and the thread that has started it."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "tests-ray")
+        self._has: dict[str, Any] | None = None
+
+    def have(self, options: dict[str, Any]) -> None:
+        """Have one run with these options of Ray's."""
+        if self._has != options:
+            self._thread.submit(self._start, options).result()
+            self._has = options
+
+    def _start(self, options: dict[str, Any]) -> None:
+        from aiogpu.engines import ray
+
+        if self._has is not None:
+            ray.leave()
+            self._has = None
+        ray.start({**options, "log_to_driver": False})
+
+    def close(self) -> None:
+        """End it."""
+        if self._has is not None:
+            from aiogpu.engines import ray
+
+            self._thread.submit(ray.leave).result()
+            self._has = None
+        self._thread.shutdown()
+
+
+clusters: Clusters | None = None
+"""There is one as soon as a test of this process needs it."""
+
+
+class RayedEngine(RayEngine):
+    """Has a cluster run with a program's options, and joins it."""
+
+    def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        defaults = NodeOptions()
+        for name, value in options._asdict().items():
+            known = name in OF_CLUSTERS or name in OF_PROGRAMS
+            if not known and value != getattr(defaults, name):
+                pytest.skip(f"ray: a cluster knows nothing of init({name}=...)")
+        self._wanted = options
+        own = {name: getattr(options, name) for name in OF_PROGRAMS}
+        super().__init__(None, NodeOptions(**own), loop)
+
+    async def open(self) -> None:
+        wanted = self._wanted
+        resources = dict(wanted.resources)
+        if wanted.accelerator_type:
+            resources[f"accelerator_type:{wanted.accelerator_type}"] = 1
+        cpus = CPUS if wanted.num_cpus is None else int(wanted.num_cpus)
+        told = {
+            "num_cpus": cpus,
+            "num_gpus": wanted.num_gpus or 0,
+            "resources": resources,
+        }
+        assert clusters is not None
+        await asyncio.to_thread(clusters.have, told)
+        await super().open()
