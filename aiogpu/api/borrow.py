@@ -12,8 +12,8 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
-    from aiogpu.engines.base import Far
     from aiogpu.engines.family import Host
+    from aiogpu.engines.far import Far
     from aiogpu.wire.outgoing import Reference
 
 

@@ -14,7 +14,7 @@ from aiogpu.wire.failure import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import Far
+    from aiogpu.engines.far import Far
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
 

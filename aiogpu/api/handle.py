@@ -24,7 +24,8 @@ from aiogpu.wire.payload import load_result
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
-    from aiogpu.engines.base import Far, Waits
+    from aiogpu.engines.base import Waits
+    from aiogpu.engines.far import Far
     from aiogpu.runtime.values import Value
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference

@@ -17,7 +17,8 @@ from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
-    from aiogpu.engines.base import ValueLink, Waits
+    from aiogpu.engines.base import Waits
+    from aiogpu.engines.far import ValueLink
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
     from collections.abc import Callable
 
-    from aiogpu.engines.base import Engine, Far, Waits
+    from aiogpu.engines.base import Engine, Waits
+    from aiogpu.engines.far import Far
     from aiogpu.runtime.call import Receiver, Site
 
 

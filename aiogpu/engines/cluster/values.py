@@ -1,6 +1,6 @@
 """Values as the faces ask for them, for one event loop: what is shared, and fetched.
 
-In the words of `engines.base.Far` this is all three: what was lent to this process,
+In the words of `engines.far.Far` this is all three: what was lent to this process,
 what it gives to others, and the way to values that are not here.
 """
 
