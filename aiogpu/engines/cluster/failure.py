@@ -56,10 +56,17 @@ def tell(receiver: Any, name: str, error: BaseException) -> None:
     failure = cause if isinstance(cause, TaskFailure) else error
     if not isinstance(failure, TaskFailure):
         receiver.fail(explained(name, error))
-    elif failure.failed.kind == STOPPED:
-        receiver.fail(TaskCancelledError(f"{name} was cancelled."))
-    else:
+    elif failure.failed.kind != STOPPED:
         receiver.reject(failure.failed)
+    elif failure.failed.message == stopped(name) and hasattr(receiver, "cancel"):
+        receiver.cancel()  # somebody has done so who was given its handle
+    else:
+        receiver.fail(TaskCancelledError(failure.failed.message))
+
+
+def stopped(name: str) -> str:
+    """What is said of a task that was cancelled."""
+    return f"{name} was cancelled."
 
 
 def explained(name: str, error: BaseException) -> Exception:

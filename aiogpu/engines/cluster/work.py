@@ -14,7 +14,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.failure import packed
+from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
 from aiogpu.engines.cluster.host import ClusterHost
 from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.payload import Broken, Stored, stored
@@ -274,10 +274,8 @@ def returned_item(place: int, item: object, host: ClusterHost) -> Any:
 
 def _failure(work: Work, kind: str, error: BaseException) -> BaseException:
     if isinstance(error, NeedFailedError):
-        from aiogpu.engines.cluster.failure import TaskFailure
-
         return TaskFailure(*error.fields)
     if interrupts.has_come:
-        kind = STOPPED
+        return TaskFailure(0, STOPPED, "", stopped(work.name), "", None)
     wants_retry = kind == RAISED and work.wants_retry(error)
     return packed(kind, error, is_retried=wants_retry)
