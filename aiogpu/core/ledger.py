@@ -104,9 +104,6 @@ class Ledger:
                 self.device_sets[kind].take(taken, request.gpu_memory)
         for name, amount in request.scalars:
             free[name] -= amount
-        return self._note(request, shares)
-
-    def _note(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
@@ -121,7 +118,11 @@ class Ledger:
                 lease.request.devices, lease.shares, strict=True
             ):
                 shares[kind] += taken
-        return self._note(request, tuple(map(tuple, shares.values())))
+        self._last_id += 1
+        held = tuple(map(tuple, shares.values()))
+        merged = Lease(LeaseId(self._last_id), request, held)
+        self.leases[merged.id] = merged
+        return merged
 
     def _choose(
         self, request: Request, barred: Mapping[str, int] | None, warm: Warm

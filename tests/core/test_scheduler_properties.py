@@ -73,20 +73,6 @@ OPTIONS = st.fixed_dictionaries(
         "client": st.integers(0, 3),
     },
 )
-BUNDLES = st.lists(
-    st.sampled_from(
-        [
-            {"GPU": 1},
-            {"GPU": 0.5},
-            {"GPU": 0.3, "CPU": 1},
-            {"CPU": 1},
-            {"GPU": 1, "CPU": 1, "type": "A100"},
-            {"license": 0.5},
-        ]
-    ),
-    min_size=1,
-    max_size=3,
-)
 PATIENCE = st.builds(
     Patience,
     cancel_grace=st.sampled_from([0, 0.3, 2.0]),
@@ -281,11 +267,6 @@ def could_serve(options) -> int:
     )
 
 
-def is_gang(task) -> bool:
-    """Whether a paper task is a gang."""
-    return lies_in_bundles(task.spec.shape.request)
-
-
 class NodeMachine(RuleBasedStateMachine):
     """A node of three GPUs to which anything may happen."""
 
@@ -413,58 +394,6 @@ class NodeMachine(RuleBasedStateMachine):
             if "its node lets this program" not in str(error):
                 assert max(asked["num_gpus"], 1) > could_serve(asked), asked
 
-    @rule(
-        bundles=BUNDLES,
-        strategy=st.sampled_from(["PACK", "SPREAD"]),
-        priority=st.integers(-1, 1),
-        client=st.integers(0, 3),
-    )
-    def ask_for_a_gang(self, bundles, strategy, priority, client):
-        name = f"t{len(self.w.tasks)}"
-        options = {"strategy": strategy, "priority": priority, "client": client}
-        with suppress(LimitError, InfeasibleError):
-            self.w.gang(name, *bundles, **options)
-
-    @rule(
-        data=st.data(),
-        index=st.integers(-1, 1),
-        amounts=st.sampled_from([(0, 0.25), (0, 0.5), (1, 0), (1, 0.5), (0, 1)]),
-        options=st.fixed_dictionaries(
-            {},
-            optional={
-                "max_calls": st.integers(0, 2),
-                "is_endless": st.booleans(),
-                "retries_oom": st.booleans(),
-                "timeout": st.sampled_from([0.5, 3.0]),
-                "priority": st.integers(-1, 1),
-            },
-        ),
-    )
-    def submit_in_a_gang(self, data, index, amounts, options):
-        gangs = [name for name, task in self.w.tasks.items() if is_gang(task)]
-        if not gangs:
-            return
-        gang = data.draw(st.sampled_from(gangs))
-        bundles = self.w.tasks[gang].spec.shape.request.gang.bundles
-        parents = sorted(self.w.running | self.w.blocked)
-        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
-        cpus, gpus = amounts
-        with suppress(LimitError):
-            self.w.submit_in(
-                gang,
-                f"t{len(self.w.tasks)}",
-                min(index, len(bundles) - 1),
-                num_cpus=cpus,
-                num_gpus=gpus,
-                parent=parent,
-                **options,
-            )
-
-    @precondition(lambda self: self.w.gangs)
-    @rule(data=st.data())
-    def remove_a_gang(self, data):
-        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.gangs))))
-
     @precondition(lambda self: self.w.leases)
     @rule(data=st.data(), settles=st.booleans())
     def give_a_lease_back(self, data, settles):
@@ -487,8 +416,6 @@ class NodeMachine(RuleBasedStateMachine):
         record = self.w.scheduler.tasks.get(self.w.tasks[name].id)
         kin = record.kin if record else None
         children = [child.spec.name for child in kin.children.values()] if kin else []
-        if self.w.tasks[name].spec.is_endless:
-            return  # an actor, once it has its place, waits for nobody as a task does
         some = st.lists(st.sampled_from(children or [""]), unique=True)
         self.w.wait_for(name, *(data.draw(some) if children else []))
 

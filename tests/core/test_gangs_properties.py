@@ -1,0 +1,123 @@
+"""The same stories as those of the scheduler, with gangs and their members in them."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from aiogpu.core.room import BOUNDLESS
+from aiogpu.errors import InfeasibleError, LimitError
+from tests.core.test_scheduler_properties import (
+    PATIENCE,
+    SETTINGS,
+    NodeMachine,
+    lies_in_bundles,
+)
+
+BUNDLES = st.lists(
+    st.sampled_from(
+        [
+            {"GPU": 1},
+            {"GPU": 0.5},
+            {"GPU": 0.3, "CPU": 1},
+            {"CPU": 1},
+            {"GPU": 1, "CPU": 1, "type": "A100"},
+            {"license": 0.5},
+        ]
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def is_gang(task) -> bool:
+    """Whether a paper task is a gang."""
+    return lies_in_bundles(task.spec.shape.request)
+
+
+class SharedGangMachine(NodeMachine):
+    """A node of several programs, some of which ask for gangs."""
+
+    @rule(
+        bundles=BUNDLES,
+        strategy=st.sampled_from(["PACK", "SPREAD"]),
+        priority=st.integers(-1, 1),
+        client=st.integers(0, 3),
+    )
+    def ask_for_a_gang(self, bundles, strategy, priority, client):
+        name = f"t{len(self.w.tasks)}"
+        options = {"strategy": strategy, "priority": priority, "client": client}
+        with suppress(LimitError, InfeasibleError):
+            self.w.gang(name, *bundles, **options)
+
+    @rule(
+        data=st.data(),
+        index=st.integers(-1, 1),
+        amounts=st.sampled_from([(0, 0.25), (0, 0.5), (1, 0), (1, 0.5), (0, 1)]),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_calls": st.integers(0, 2),
+                "is_endless": st.booleans(),
+                "retries_oom": st.booleans(),
+                "timeout": st.sampled_from([0.5, 3.0]),
+                "priority": st.integers(-1, 1),
+            },
+        ),
+    )
+    def submit_in_a_gang(self, data, index, amounts, options):
+        gangs = [name for name, task in self.w.tasks.items() if is_gang(task)]
+        if not gangs:
+            return
+        gang = data.draw(st.sampled_from(gangs))
+        bundles = self.w.tasks[gang].spec.shape.request.gang.bundles
+        parents = sorted(self.w.running | self.w.blocked)
+        parent = data.draw(st.sampled_from([None, *parents])) if parents else None
+        cpus, gpus = amounts
+        with suppress(LimitError):
+            self.w.submit_in(
+                gang,
+                f"t{len(self.w.tasks)}",
+                min(index, len(bundles) - 1),
+                num_cpus=cpus,
+                num_gpus=gpus,
+                parent=parent,
+                **options,
+            )
+
+    @precondition(lambda self: self.w.gangs)
+    @rule(data=st.data())
+    def remove_a_gang(self, data):
+        self.w.cancel(data.draw(st.sampled_from(sorted(self.w.gangs))))
+
+
+class GangMachine(SharedGangMachine):
+    """The same where one program has the node."""
+
+    @initialize(
+        starts=st.booleans(),
+        exits=st.booleans(),
+        revokes=st.booleans(),
+        patience=PATIENCE,
+        most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
+    )
+    def begin(self, starts, exits, revokes, patience, most) -> None:
+        super().begin(starts, exits, revokes, patience, most, [])
+
+    def join(self) -> None:
+        """Nobody else joins."""
+
+
+class TestGangs(GangMachine.TestCase):
+    """The same stories each time, in some seconds."""
+
+    settings = settings(SETTINGS, max_examples=150)
+
+
+@pytest.mark.slow
+class TestGangsAtLength(SharedGangMachine.TestCase):
+    """Other stories each time."""
+
+    settings = settings(SETTINGS, derandomize=False, max_examples=1_000)
