@@ -79,15 +79,19 @@ def is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
-def start(options: Mapping[str, Any]) -> None:
-    """Start a cluster of one node for this program; takes some seconds."""
-    ray.init(
+def start(options: Mapping[str, Any]) -> str:
+    """Start a cluster of one node for this program, which takes some seconds.
+
+    Gives the directory of its files.
+    """
+    context = ray.init(
         address="local",
         namespace=NAMESPACE,
         include_dashboard=False,
         logging_level="warning",
         **options,
     )
+    return str(context.address_info["session_dir"])
 
 
 def join(address: str | None, *, shows_output: bool) -> bool:
@@ -111,8 +115,19 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
+        _forget_client()
         raise
     return True
+
+
+def _forget_client() -> None:
+    """Have a failed try to come by `ray://` not stand in the way of others.
+
+    Ray would take this process for such a client, whatever comes next.
+    """
+    from ray.util.client import ray as client
+
+    client.disconnect()
 
 
 def head() -> str:
@@ -262,14 +277,14 @@ def survey() -> Survey:
     Raises:
         RayError: the cluster does not answer.
     """
-    if not _is_far():
+    if not is_far():
         return _survey(ray.get_runtime_context().gcs_address)
     # Only who is on the cluster can ask its head.
     ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
     return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
 
 
-def _is_far() -> bool:
+def is_far() -> bool:
     """Whether this program has come by `ray://`."""
     from ray.util.client import ray as client
 

@@ -23,7 +23,7 @@ from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.streams import Inflow
-from aiogpu.engines.cluster.terms import check_possible, options_of_task
+from aiogpu.engines.cluster.terms import check_near, check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
@@ -133,6 +133,8 @@ class RayEngine(Questions):
         """
         self.check_open()
         check_possible(site)
+        if site.window:
+            check_near(site.spec.name)
         self.overview.check_feasible(site)
         site.checked_by = self._mark
 

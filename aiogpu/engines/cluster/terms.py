@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
-from aiogpu.errors import OptionError
+from aiogpu.engines import ray
+from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle
@@ -40,6 +41,20 @@ def check_possible(site: Site) -> None:
                 f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave "
                 f"it out, or run on a node of aiogpu's own (docs/engines.md)."
             )
+
+
+def check_near(name: str) -> None:
+    """Refuse a stream to a program that has come by `ray://`.
+
+    Raises:
+        MisuseError: says what to do.
+    """
+    if ray.is_far():
+        raise MisuseError(
+            f"{name} yields its results one by one, and Ray brings them so to programs "
+            f"on its machines only, not to those that come by ray://. Return a list, "
+            f"or run the program on a machine of the cluster, with address='ray'."
+        )
 
 
 def resources_of(request: Request) -> dict[str, Any]:
