@@ -15,18 +15,18 @@ from typing import Any, Final
 
 import ray
 from ray import exceptions
+from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from aiogpu.engines.cluster.census import Node, Survey
+from aiogpu.engines.cluster.census import Node, Survey, survey_of
+from aiogpu.engines.cluster.terms import NAMESPACE
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 49)
 """The oldest release whose interface is the one that is used here."""
 ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""
-NAMESPACE: Final = "aiogpu"
-"""In which names of actors are that were given without a namespace."""
 
 Ref = Any
 """A `ray.ObjectRef`, or the client's stand-in for one."""
@@ -251,6 +251,21 @@ def find_actor(name: str, namespace: str) -> Handle | None:
         return None
 
 
+def remember(name: str, told: bytes) -> None:
+    """Keep bytes for whoever is on the cluster."""
+    internal_kv._internal_kv_put(name, told, namespace=NAMESPACE)
+
+
+def recall(name: str) -> bytes | None:
+    """What was kept under a name."""
+    return internal_kv._internal_kv_get(name, namespace=NAMESPACE)  # type: ignore[no-any-return]
+
+
+def exit_actor() -> None:
+    """End the actor that this process is, once this call has ended."""
+    ray.actor.exit_actor()
+
+
 def id_of(handle: Handle) -> str:
     """The id of an actor, in hexadecimal."""
     return str(handle._actor_id.hex())
@@ -298,31 +313,7 @@ def _survey_there() -> tuple[Any, ...]:
 def _survey(address: str) -> Survey:
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    seen = get_cluster_status(address, ASKED_FOR)
-    known = {node.id: node for node in nodes()}
-    living = [known.get(one.node_id) for one in (*seen.active_nodes, *seen.idle_nodes)]
-    free = {
-        one.node_id: one.available_resources()
-        for one in (*seen.active_nodes, *seen.idle_nodes)
-    }
-    demands = seen.resource_demands.ray_task_actor_demand
-    return Survey(
-        [one._replace(free=free[one.id]) for one in living if one is not None],
-        [
-            (dict(shape.bundle), shape.count)
-            for demand in demands
-            for shape in demand.bundles_by_count
-        ],
-        [
-            *(
-                f"{one.count} x {one.ray_node_type_name}"
-                for one in seen.pending_launches
-            ),
-            *(one.ray_node_type_name for one in seen.pending_nodes),
-        ],
-        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
-        grows(),
-    )
+    return survey_of(get_cluster_status(address, ASKED_FOR), nodes(), grows())
 
 
 def grows() -> bool:

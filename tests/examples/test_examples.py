@@ -15,6 +15,10 @@ from tests.daemon.box import box
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVERS = {"08_serve"}
 """They print nothing of their own, and have a test of their own."""
+ANYWHERE = "13_anywhere"
+"""It is the same on each engine."""
+LIMIT = 120
+"""Seconds, for what starts a Ray cluster; to end a hang."""
 JOINING = "12_service"
 """It joins a node that is there."""
 PROGRAMS = sorted(
@@ -66,6 +70,31 @@ def test_one_that_joins_finds_what_the_last_one_left() -> None:
         again = printed(program, here.variables)
     assert first == expected(program)
     assert again == first.replace("so far: 3", "so far: 6")
+
+
+def test_one_file_on_a_node() -> None:
+    program = EXAMPLES / f"{ANYWHERE}.py"
+    with box() as here:
+        here.run("start", "--head", "--num-gpus=1", "--num-cpus=2")
+        on_node = printed(program, {**here.variables, "AIOGPU_ADDRESS": "auto"})
+    assert on_node == expected(program)
+
+
+@pytest.mark.ray
+def test_one_file_on_a_ray_cluster() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'aiogpu[ray]'")
+    program = EXAMPLES / f"{ANYWHERE}.py"
+    variables = {**plain_environment(), "AIOGPU_ADDRESS": "ray"}
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    # Ray itself tells of its start, to the other stream.
+    assert (ran.stdout, ran.returncode) == (expected(program), 0), ran.stderr
 
 
 def test_every_example_is_here() -> None:

@@ -1,23 +1,324 @@
-"""The actors of a cluster, as a program or a task reaches them."""
+"""The actors of a cluster, as a program or a task reaches them.
+
+Ray counts who holds a handle, in whichever process, and ends an actor with the last.
+Here it is counted who of this process does, so that Ray's own handle goes with them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.errors import MisuseError
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost, SoftHost
+from aiogpu.engines.cluster.calls import Live
+from aiogpu.engines.cluster.shared import met, passed
+from aiogpu.engines.cluster.streams import Inflow
+from aiogpu.engines.cluster.terms import options_of_actor
+from aiogpu.errors import ActorDiedError, ActorNameError
+from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL
+from aiogpu.wire.payload import dump_whole, load_result
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
+    from aiogpu.runtime.call import Receiver
+    from aiogpu.wire.messages import Failed
+
+AGAIN: Final = 0.05
+"""Seconds between two looks at whether an actor has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class ClusterActor:
+    """One actor; see `ActorPort`.
+
+    Attributes:
+        id: its number, the same in all processes.
+        site: its class.
+        handle: Ray's own.
+        engine: carries its calls.
+        holders: how many of this process hold a handle.
+        is_made_here: whether it ends with this program at the latest.
+        why_failed: why its constructor did not return, once that is known.
+    """
+
+    id: int
+    site: Site
+    handle: Any
+    engine: RayEngine
+    holders: int = 1
+    is_made_here: bool = False
+    why_failed: Failed | None = None
+
+    def __repr__(self) -> str:
+        return f"<ClusterActor {self.site.spec.name} {self.id}>"
+
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: Ray's goes along."""
+        passed.append((self.id, self.handle))
+
+    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
+        """Call a method; gives the call's number."""
+        engine, terms = self.engine, self.site.actor
+        assert terms is not None, self
+        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
+        number = engine.calls.begin(live)
+        if self.why_failed is not None:
+            engine.refuse(number, self.why_failed)
+            return number
+        engine.send(number, payload, partial(self._send, number, method))
+        return number
+
+    def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
+        calls, terms = self.engine.calls, self.site.actor
+        live = calls.live.get(number)
+        assert terms is not None, self
+        if live is None:
+            return
+        options: dict[str, Any] = {}
+        group = terms.groups.get(method, DEFAULT_GROUP)
+        if group:
+            options["concurrency_group"] = group
+        window = _window_of(live)
+        if window:
+            options["num_returns"] = "streaming"
+            options["_generator_backpressure_num_objects"] = window
+            items = self.handle.pour.options(**options).remote(method, *given)
+            Inflow(calls, number, live, items).begin()
+            return
+        returns = given[2] if len(given) > 2 else 0
+        if returns > 1:
+            options["num_returns"] = returns
+        call = self.handle.call.options(**options) if options else self.handle.call
+        made = call.remote(method, *given)
+        calls.watch(number, made if returns > 1 else (made,))
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        self._ask(receiver, self.handle.ready)
+
+    def _ask(self, receiver: Receiver, method: Any) -> None:
+        engine = self.engine
+        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
+        number = engine.calls.begin(live)
+        if self.why_failed is not None:
+            engine.refuse(number, self.why_failed)
+        else:
+            live.told_as = NONE
+            engine.calls.watch(number, (method.remote(),))
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the actor's process has ended."""
+        if self.why_failed is not None:
+            receiver.receive(NONE)
+        else:
+            self._ask(_Ended(self, receiver), self.handle.ready)
+
+    def fail(self, failed: Failed) -> None:
+        """Its constructor has failed: nobody need ask it, and its process may go."""
+        self.why_failed = failed
+        # After what it was sent already, which is told the same.
+        self.handle.leave.remote()
+
+
+def _window_of(live: Live) -> int:
+    """How far a stream's consumer lets it be ahead; 0 if it is no stream."""
+    # What is carried along has a receiver of its own around it.
+    receiver = getattr(live.receiver, "receiver", live.receiver)
+    window = getattr(receiver, "window", None)
+    return 0 if window is None else int(window.size)
+
+
+class _Ended:
+    """Asks an actor again and again, until it does not answer any more."""
+
+    def __init__(self, actor: ClusterActor, receiver: Receiver) -> None:
+        self._actor = actor
+        self._receiver = receiver
+
+    def receive(self, _payload: bytes) -> None:
+        """It lives."""
+        again = partial(self._actor.await_end, self._receiver)
+        self._actor.engine.loop.call_later(AGAIN, again)
+
+    def reject(self, _failed: Failed) -> None:
+        """Its constructor has failed."""
+        self._receiver.receive(NONE)
+
+    def fail(self, _error: Exception) -> None:
+        """It has ended."""
+        self._receiver.receive(NONE)
+
+
+class _Made:
+    """Hears whether an actor's constructor has returned."""
+
+    def __init__(self, actor: ClusterActor) -> None:
+        self._actor = actor
+
+    def receive(self, _payload: bytes) -> None:
+        """It has."""
+
+    def reject(self, failed: Failed) -> None:
+        """It has not."""
+        self._actor.fail(failed)
+
+    def fail(self, _error: Exception) -> None:
+        """Its process has ended first; whoever calls is told so by Ray."""
 
 
 class ClusterActors:
-    """See `ActorsPort`."""
+    """All actors that this process can reach; see `ActorsPort`."""
 
     def __init__(self, engine: RayEngine) -> None:
         self._engine = engine
+        self._actors: dict[int, ClusterActor] = {}
 
-    def create(self, *_args: object) -> NoReturn:
-        raise MisuseError("no actors yet")
+    def __repr__(self) -> str:
+        return f"<ClusterActors {len(self._actors)}>"
+
+    def create(
+        self,
+        site: Site,
+        payload: bytes,
+        key: tuple[str, str] | None = None,
+        get_if_exists: bool = False,
+    ) -> ClusterActor:
+        """Make an actor, or find the one of that name; see `ActorsPort.create`."""
+        engine = self._engine
+        if site.checked_by is not engine.mark:
+            engine.admit(site)
+        found = None if key is None else self.find(key)
+        if found is not None and get_if_exists:
+            return found
+        if found is not None and key is not None:
+            self.release(found.id)
+            raise _taken(key)
+        try:
+            handle = self._made(site, payload, key)
+        except ValueError as error:
+            if key is None:
+                raise
+            again = self.find(key)
+            if again is not None and get_if_exists:
+                return again
+            raise _taken(key) from error
+        actor = self._note(handle, site)
+        actor.is_made_here = not site.spec.is_detached
+        if key is not None:
+            assert site.actor is not None, site
+            told = dump_whole((site.spec.name, site.actor.packed_face()))
+            ray.remember(f"{actor.id}", told)
+        actor.await_ready(_Made(actor))
+        return actor
+
+    def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
+        assert site.actor is not None, site
+        options = options_of_actor(site, key)
+        options |= self._engine.placements.options(site.spec.shape.request)
+        blueprint = Blueprint(site.spec.name, site.function.payload, site.resources)
+        host = SoftHost if site.actor.mode == ASYNC else PlainHost
+        made = ray.actor(host, options)
+        return made.remote(blueprint, *self._engine.given(payload))
+
+    def _note(self, handle: Any, site: Site) -> ClusterActor:
+        identity = identity_of(handle)
+        met[identity] = handle
+        actor = self._actors.get(identity)
+        if actor is None:
+            actor = ClusterActor(identity, site, handle, self._engine)
+            self._actors[identity] = actor
+        else:
+            actor.holders += 1
+        return actor
+
+    def find(self, key: tuple[str, str]) -> ClusterActor | None:
+        """The living actor of that name; asks the cluster."""
+        namespace, name = key
+        handle = ray.find_actor(name, namespace)
+        if handle is None:
+            return None
+        told = ray.recall(f"{identity_of(handle)}")
+        if told is None:
+            return None  # somebody else's than aiogpu's
+        of_class, face = load_result(told)
+        return self._note(handle, _site(of_class, face))
+
+    def held(self, actor: int, name: str = "actor") -> ClusterActor:
+        """An actor of which a handle has come; see `ActorsPort.held`."""
+        known = self._actors.get(actor)
+        if known is not None:
+            known.holders += 1
+            return known
+        handle = met.get(actor)
+        if handle is None:
+            raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
+        return self._note(handle, _site(name, None))
+
+    def known(self, actor: int) -> ClusterActor:
+        """An actor that somebody of this process holds."""
+        return self._actors[actor]
+
+    def tell_room(self, actor: int, receiver: Receiver) -> None:
+        """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
+        request = self._actors[actor].site.spec.shape.request
+        room = self._engine.overview.room_for(request), str(request)
+        receiver.receive(dump_whole(room))
+
+    def demand(self, _actor: int, number: int, limit: int) -> None:
+        """Let a call that is a stream yield so many items in all."""
+        self._engine.demand(number, limit)
+
+    def cancel(self, _actor: int, number: int) -> None:
+        """Nobody wants a call's answer any more."""
+        self._engine.cancel(number)
+
+    def release(self, actor: int) -> None:
+        """A handle has gone."""
+        known = self._actors.get(actor)
+        if known is not None:
+            known.holders -= 1
+            if known.holders <= 0:
+                del self._actors[actor]
+
+    def kill(self, actor: int, no_restart: bool = True) -> None:
+        """End its process at once, and the actor unless it may restart."""
+        ray.kill(self._actors[actor].handle, may_restart=not no_restart)
+
+    def terminate(self, actor: int) -> None:
+        """Have it end after what it was sent."""
+        self._actors[actor].handle.leave.remote()
 
     def close(self) -> None:
-        pass
+        """The program leaves its cluster: what is its own ends."""
+        for actor in self._actors.values():
+            if actor.is_made_here and actor.why_failed is None:
+                ray.kill(actor.handle, may_restart=False)
+        self._actors.clear()
+
+
+NONE: Final = dump_whole(None)
+"""The payload of None."""
+
+
+def identity_of(handle: Any) -> int:
+    """The number of an actor, the same in all processes."""
+    return int(ray.id_of(handle)[:15], 16)
+
+
+def _taken(key: tuple[str, str]) -> ActorNameError:
+    return ActorNameError(
+        f"an actor named {key[1]!r} lives already. Give another name, or say "
+        f"get_if_exists=True to have that one."
+    )
+
+
+def _site(name: str, face: Any) -> Site:
+    """What is known of the class of an actor that somebody else has made."""
+    spec = TaskSpec(name, Shape(Request()))
+    terms = ActorTerms(SERIAL, {}, {}, face=face)
+    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

@@ -103,13 +103,14 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
+        loop: that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
-        self._loop = loop
+        self.loop = loop
         self._arrived: deque[tuple[int, int, Any]] = deque()
         self._is_posted = False
 
@@ -159,7 +160,7 @@ class Calls:
         if not self._is_posted:
             self._is_posted = True
             try:
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 # The loop is closed: nobody is left who would want to know.
                 self._arrived.clear()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 OWN: Final = "object_store_memory"
 """A resource that Ray keeps for itself, as it does those of a node's name."""
+OF_GROUPS: Final = "_group_"
+"""In the names of what placement groups hold, beside the resources themselves."""
 
 
 def amounts(request: Request) -> dict[str, int]:
@@ -38,7 +40,7 @@ def told(resources: Mapping[str, float]) -> dict[str, float]:
     return {
         name: resources[name]
         for name in sorted(resources)
-        if not name.startswith("node:") and name != OWN
+        if not name.startswith("node:") and name != OWN and OF_GROUPS not in name
     }
 
 

@@ -22,14 +22,16 @@ from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
-from aiogpu.engines.cluster.streams import Inflow
-from aiogpu.engines.cluster.terms import check_near, check_possible, options_of_task
+from aiogpu.engines.cluster.shared import passed
+from aiogpu.engines.cluster.streams import Inflow, check_near
+from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
 
 if TYPE_CHECKING:
+    from aiogpu.core.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
@@ -92,6 +94,11 @@ class RayEngine(Questions):
             self._actors = ClusterActors(self)
         return self._actors
 
+    @property
+    def mark(self) -> object:
+        """Left on sites that were checked."""
+        return self._mark
+
     async def open(self) -> None:
         """Join the cluster, or start one."""
         await self._membership.enter()
@@ -117,7 +124,7 @@ class RayEngine(Questions):
         live = Live(spec.name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
-        if type(payload) is bytes and not site.window:
+        if type(payload) is bytes and not site.window and not passed:
             self.calls.watch(number, (self._sent_as(site).remote(payload),))
         else:
             self.send(number, payload, partial(self._send, number, site))
@@ -172,18 +179,24 @@ class RayEngine(Questions):
                 return
         for one in needs:
             if one.failed is not None:
-                self.calls.end(number, partial(_reject, one.failed))
+                self.refuse(number, one.failed)
                 return
-        passed = take_passed()
+        send(self.given(payload))
+
+    def given(self, payload: bytes) -> tuple[Any, ...]:
+        """A payload as the arguments that Ray is given."""
+        kept, actors = kept_in(payload), take_passed()
         if kept is None:
-            send((stored(payload, passed),))
-            return
-        head = (
-            kept.ref if kept.ref is not None and not passed else stored(payload, passed)
-        )
+            return (stored(payload, actors),)
+        is_kept = kept.ref is not None and not actors
+        head = kept.ref if is_kept else stored(payload, actors)
         contents = payload.contents  # type: ignore[attr-defined]
-        values = [one.as_argument() for one in needs]
-        send((head, contents.places, contents.returns, *values))
+        values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
+        return head, contents.places, contents.returns, *values
+
+    def refuse(self, number: int, failed: Failed) -> None:
+        """A call is not sent: its receiver is told why."""
+        self.calls.end(number, lambda receiver: receiver.reject(failed))
 
     def _send(self, number: int, site: Site, given: tuple[Any, ...]) -> None:
         live = self.calls.live.get(number)
@@ -252,6 +265,10 @@ class RayEngine(Questions):
         live = self.calls.ending.get(task)
         if live is not None and live.refs:
             ray.cancel(live.refs[0], at_once=True)
+
+    async def why(self, task: int) -> Why | None:
+        """Why a task waits; see `Engine.why`."""
+        return self.placements.why(task) or await super().why(task)
 
     def end_children(self) -> None:
         """The task has ended whose code made these calls; they end with it."""
@@ -325,7 +342,3 @@ class RayEngine(Questions):
         """This process is a fork of the program: Ray's threads did not come along."""
         self.is_open = False
         self._membership.disown()
-
-
-def _reject(failed: Failed, receiver: Receiver) -> None:
-    receiver.reject(failed)

@@ -22,7 +22,7 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
-from aiogpu.wire.failure import pack_failure
+from aiogpu.wire.failure import STOPPED, pack_failure
 from aiogpu.wire.messages import Failed
 
 OWN_FRAMES: Final = "/aiogpu/engines/"
@@ -53,12 +53,13 @@ def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> Task
 def tell(receiver: Any, name: str, error: BaseException) -> None:
     """Tell who waits what an exception that has come from Ray means."""
     cause = getattr(error, "cause", None)
-    if isinstance(cause, TaskFailure):
-        receiver.reject(cause.failed)
-    elif isinstance(error, TaskFailure):
-        receiver.reject(error.failed)
-    else:
+    failure = cause if isinstance(cause, TaskFailure) else error
+    if not isinstance(failure, TaskFailure):
         receiver.fail(explained(name, error))
+    elif failure.failed.kind == STOPPED:
+        receiver.fail(TaskCancelledError(f"{name} was cancelled."))
+    else:
+        receiver.reject(failure.failed)
 
 
 def explained(name: str, error: BaseException) -> Exception:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from selectors import EpollSelector, SelectorKey
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.interrupts import interrupts
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls
@@ -107,13 +107,23 @@ class TaskLoop:
         for task in rest:
             task.cancel()
         if rest:
-            with suppress(KeyboardInterrupt):
-                waiting = asyncio.gather(*rest, return_exceptions=True)
-                self.loop.run_until_complete(waiting)
+            waiting = asyncio.gather(*rest, return_exceptions=True)
+            self.loop.run_until_complete(waiting)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    task = asyncio.current_task()
+    assert task is not None
+    interrupts.cancel = task.cancel
+    try:
+        return await awaitable
+    except asyncio.CancelledError:
+        if not interrupts.has_come:
+            raise
+        task.uncancel()
+        raise KeyboardInterrupt from None
+    finally:
+        interrupts.cancel = None
 
 
 class _OfThread(threading.local):

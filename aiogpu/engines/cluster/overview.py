@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.asking import asked, begun
-from aiogpu.engines.cluster.capacity import amounts, fits_one, kinds, lacking, told
+from aiogpu.engines.cluster.capacity import (
+    amounts,
+    at_once,
+    fits_one,
+    kinds,
+    lacking,
+    told,
+)
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
@@ -49,6 +56,14 @@ class Overview:
             InfeasibleError: says what was asked and what there is.
         """
         self.check_request(site.spec.name, site.spec.shape.request)
+
+    def room_for(self, request: Request) -> int | None:
+        """How many that ask for this could be at once, None for any number."""
+        wanted = amounts(request)
+        if not wanted:
+            return None
+        self._looks_again()
+        return at_once(self._nodes, wanted)
 
     def check_request(self, name: str, request: Request) -> None:
         """The same for what is called so.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.gang import STRICT_PACK, STRICT_SPREAD, Gang, Within
 from aiogpu.core.resources import TYPE_PREFIX, TYPE_SHARE, Request
+from aiogpu.core.why import Why
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.terms import bundle_of
@@ -29,7 +30,7 @@ class Placements:
     def __init__(self, engine: RayEngine) -> None:
         self._engine = engine
         self._groups: dict[str, Any] = {}
-        self._own: dict[int, str] = {}
+        self._own: dict[int, Gang] = {}
 
     def __repr__(self) -> str:
         return f"<Placements {len(self._own)} of {len(self._groups)}>"
@@ -51,7 +52,7 @@ class Placements:
         number = engine.calls.begin(live)
         live.stop = partial(self._remove, number, gang)
         live.told_as = b""
-        self._own[number] = gang.key
+        self._own[number] = gang
         engine.calls.watch(number, (group.ready(),))
         return number
 
@@ -74,10 +75,10 @@ class Placements:
 
     def release(self, number: int) -> bool:
         """Remove a placement that was asked for here; False if it is none."""
-        key = self._own.pop(number, None)
-        if key is None:
+        gang = self._own.pop(number, None)
+        if gang is None:
             return False
-        group = self._groups.pop(key, None)
+        group = self._groups.pop(gang.key, None)
         if group is not None:
             ray.remove_group(group)
         return True
@@ -100,10 +101,18 @@ class Placements:
                 f"{within.name} was removed, or its program has ended.", within.name
             )
         if len(self._groups) >= KNOWN:
-            own = set(self._own.values())
+            own = {gang.key for gang in self._own.values()}
             self._groups = {k: v for k, v in self._groups.items() if k in own}
         self._groups[within.key] = group
         return {"scheduling_strategy": ray.within(group, within.bundle)}
+
+    def why(self, number: int) -> Why | None:
+        """That a placement is held; None if there is none of that number."""
+        gang = self._own.get(number)
+        if gang is None or number in self._engine.calls.live:
+            return None
+        held = gang.request().as_numbers()
+        return Why(gang.name, number, "running", request=held)
 
     def close(self) -> None:
         """The program leaves: what it has asked for ends with it."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
-from aiogpu.engines import ray
-from aiogpu.errors import MisuseError, OptionError
+from aiogpu.errors import OptionError
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle
     from aiogpu.core.resources import Request
     from aiogpu.runtime.call import Site
 
-FOREVER: Final = -1
-"""Retries without end, to Ray as well."""
+NAMESPACE: Final = "aiogpu"
+"""In which names of actors are that were given without a namespace."""
 
 
 def check_possible(site: Site) -> None:
@@ -41,20 +41,6 @@ def check_possible(site: Site) -> None:
                 f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave "
                 f"it out, or run on a node of aiogpu's own (docs/engines.md)."
             )
-
-
-def check_near(name: str) -> None:
-    """Refuse a stream to a program that has come by `ray://`.
-
-    Raises:
-        MisuseError: says what to do.
-    """
-    if ray.is_far():
-        raise MisuseError(
-            f"{name} yields its results one by one, and Ray brings them so to programs "
-            f"on its machines only, not to those that come by ray://. Return a list, "
-            f"or run the program on a machine of the cluster, with address='ray'."
-        )
 
 
 def resources_of(request: Request) -> dict[str, Any]:
@@ -111,4 +97,37 @@ def options_of_task(site: Site) -> dict[str, Any]:
     if site.window:
         options["num_returns"] = "streaming"
         options["_generator_backpressure_num_objects"] = site.window
+    return options
+
+
+def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
+    """All that Ray is told of an actor, but for where it is placed.
+
+    Args:
+        site: its class.
+        key: its namespace and name, None without.
+    """
+    spec, terms = site.spec, site.actor
+    assert terms is not None, site
+    options = resources_of(spec.shape.request)
+    if not terms.keeps_cpus:
+        # Ray takes one CPU then to place it, and none while it runs.
+        del options["num_cpus"]
+    options |= {
+        "max_restarts": spec.max_retries,
+        "max_task_retries": terms.max_task_retries,
+    }
+    if terms.mode in (THREADED, ASYNC):
+        options["max_concurrency"] = terms.limits[DEFAULT_GROUP]
+        groups = {name: limit for name, limit in terms.limits.items() if name}
+        if groups:
+            options["concurrency_groups"] = groups
+    if key is not None:
+        options["name"] = key[1]
+        options["namespace"] = key[0] or NAMESPACE
+    if spec.is_detached:
+        options["lifetime"] = "detached"
+        options.setdefault("namespace", NAMESPACE)
+    if site.environ:
+        options["runtime_env"] = {"env_vars": dict(site.environ)}
     return options

@@ -7,6 +7,7 @@ needed in a process, and not before these are set.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CoroutineType
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.host import ClusterHost
+from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.payload import Broken, Stored, stored
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.engines.cluster.values import packed_here
 from aiogpu.engines.family import host_of_task
+from aiogpu.errors import SerializationError
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Define
 from aiogpu.wire.outgoing import Outgoing
@@ -40,6 +43,7 @@ HIDDEN: Final = "CUDA_VISIBLE_DEVICES"
 LEFT_ALONE: Final = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 _retrying: Final = Retrying()
+_adopted: Final[set[tuple[str, ...]]] = set()
 
 
 class NeedFailedError(Exception):
@@ -48,6 +52,20 @@ class NeedFailedError(Exception):
     def __init__(self, fields: tuple[Any, ...]) -> None:
         super().__init__(*fields)
         self.fields = fields
+
+
+def search_path() -> tuple[str, ...]:
+    """Where this program finds its modules, for workers that have these places too."""
+    return tuple(os.path.abspath(place) for place in sys.path)
+
+
+def adopt(places: tuple[str, ...]) -> None:
+    """Find modules where the program does, after where this process does."""
+    if places in _adopted:
+        return
+    _adopted.add(places)
+    there = [one for one in places if one not in sys.path and os.path.exists(one)]
+    sys.path.extend(there)
 
 
 class Work:
@@ -65,6 +83,7 @@ class Work:
         self.name = name
         self.resources = dict(resources)
         self.retried = retried
+        self._places = search_path()
         self._payload = payload
         self._loaded: Callable[..., Any] | None = None
 
@@ -77,6 +96,7 @@ class Work:
     def load(self) -> Callable[..., Any]:
         """The function; raises whatever unpickling it raises."""
         if self._loaded is None:
+            adopt(self._places)
             self._loaded = load_function(self._payload)
         return self._loaded
 
@@ -118,6 +138,18 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 @contextmanager
 def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterHost]:
     """What a task's code finds around it: its devices, ids, a way to the cluster."""
+    take_place(name, resources)
+    current.task = int(ray.task_id()[:12], 16)
+    host = ClusterHost()
+    token = host_of_task.set(host)
+    try:
+        yield host
+    finally:
+        host_of_task.reset(token)
+
+
+def take_place(name: str, resources: Mapping[str, float]) -> None:
+    """Note what this process may use, in its variables and for whoever asks."""
     found = ray.accelerators()
     if not os.environ.get(LEFT_ALONE):
         if not found.get("GPU"):
@@ -125,14 +157,8 @@ def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterH
         os.environ.setdefault(ORDER, "PCI_BUS_ID")
     node, worker = ray.facts()
     current.node, current.worker = node, int(worker[:12], 16)
-    current.task, current.name = int(ray.task_id()[:12], 16), name
+    current.name = name
     current.resources, current.accelerators = resources, found
-    host = ClusterHost()
-    token = host_of_task.set(host)
-    try:
-        yield host
-    finally:
-        host_of_task.reset(token)
 
 
 def arguments(
@@ -163,11 +189,11 @@ def run_task(
     Raises:
         TaskFailure: it has none.
     """
-    with surroundings(work.name, work.resources) as host:
+    with surroundings(work.name, work.resources) as host, interrupts.heard():
         kind = UNREADABLE
         try:
-            payload = arguments(head, places, returns, values)
             function = work.load()
+            payload = arguments(head, places, returns, values)
             args, kwargs = host.opened(function, payload, load_arguments)
             kind = RAISED
             value = function(*args, **kwargs)
@@ -186,17 +212,17 @@ def pour_task(
     work: Work, head: Any, places: Any, values: Sequence[Any]
 ) -> Iterator[Any]:
     """The same for a generator; Ray has it wait for its consumer."""
-    with surroundings(work.name, work.resources) as host:
+    with surroundings(work.name, work.resources) as host, interrupts.heard():
         kind = UNREADABLE
         try:
-            payload = arguments(head, places, 0, values)
             function = work.load()
+            payload = arguments(head, places, 0, values)
             args, kwargs = host.opened(function, payload, load_arguments)
             kind = RAISED
             items = function(*args, **kwargs)
-            for item in _each(items, host):
+            for place, item in enumerate(_each(items, host), 1):
                 kind = UNSENDABLE
-                yield returned(item, host)
+                yield returned_item(place, item, host)
                 kind = RAISED
         except GeneratorExit:
             raise
@@ -232,12 +258,26 @@ def returned(value: object, host: ClusterHost) -> Any:
     )
 
 
+def returned_item(place: int, item: object, host: ClusterHost) -> Any:
+    """What Ray is to keep of an item of a stream.
+
+    Raises:
+        SerializationError: it cannot be pickled; says which one it is.
+    """
+    try:
+        return returned(item, host)
+    except SerializationError as error:
+        raise SerializationError(
+            f"item {place} of its stream is lost: {error}"
+        ) from error
+
+
 def _failure(work: Work, kind: str, error: BaseException) -> BaseException:
     if isinstance(error, NeedFailedError):
         from aiogpu.engines.cluster.failure import TaskFailure
 
         return TaskFailure(*error.fields)
-    if isinstance(error, KeyboardInterrupt):
+    if interrupts.has_come:
         kind = STOPPED
     wants_retry = kind == RAISED and work.wants_retry(error)
     return packed(kind, error, is_retried=wants_retry)

@@ -1,0 +1,248 @@
+"""What Ray makes actors of: it has the user's object, and calls its methods.
+
+A failed constructor is kept and told to whoever calls, with its cause, which Ray itself
+would tell in its own words only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from inspect import iscoroutinefunction, signature
+from types import CoroutineType
+from typing import Any, NoReturn
+
+from aiogpu.engines import ray
+from aiogpu.engines.cluster.failure import TaskFailure, packed
+from aiogpu.engines.cluster.host import ClusterHost
+from aiogpu.engines.cluster.work import (
+    NeedFailedError,
+    adopt,
+    arguments,
+    returned,
+    returned_item,
+    search_path,
+    take_place,
+)
+from aiogpu.engines.family import host_of_task
+from aiogpu.wire.failure import DIED, RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.payload import load_arguments, load_function, several
+from aiogpu.worker.actor import Methods
+from aiogpu.worker.context import ActorExit, current
+
+
+class Blueprint:
+    """A class with its options, as it comes to the process of an actor.
+
+    Attributes:
+        name: how errors call the actor.
+        resources: what it holds.
+    """
+
+    def __init__(
+        self, name: str, payload: bytes, resources: Mapping[str, float]
+    ) -> None:
+        self.name = name
+        self.resources = dict(resources)
+        self._payload = payload
+        self._places = search_path()
+
+    def __repr__(self) -> str:
+        return f"<Blueprint {self.name}>"
+
+    def load(self) -> Any:
+        """The class; raises whatever unpickling it raises."""
+        adopt(self._places)
+        return load_function(self._payload)
+
+
+class _Stage:
+    """The user's object, or why there is none, and what its code finds around it."""
+
+    def __init__(self, blueprint: Blueprint, given: Sequence[Any]) -> None:
+        self._name = blueprint.name
+        self._failure: TaskFailure | None = None
+        self._host = ClusterHost()
+        self._object: Any = None
+        take_place(blueprint.name, blueprint.resources)
+        current.is_actor = True
+        host_of_task.set(self._host)
+        kind = UNREADABLE
+        try:
+            made = blueprint.load()
+            head, places, _, *values = (*given, (), 0)[: max(3, len(given))]
+            args, kwargs = load_arguments(arguments(head, places, 0, values))
+            kind = RAISED
+            self._object = made(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
+            failed = _failure(kind, error).failed
+            died = f"{DIED}:{failed.kind}:{self._name}"
+            self._failure = TaskFailure(*failed._replace(kind=died))
+        self._methods = Methods(self._object)
+
+    def __repr__(self) -> str:
+        return f"<actor {self._name}>"
+
+    def _begin(self) -> None:
+        host_of_task.set(self._host)
+        if self._failure is not None:
+            raise self._failure
+
+    def _called(self, method: str, given: Sequence[Any]) -> tuple[Any, bytes]:
+        """Call a method; gives what it has given, and the arguments' payload."""
+        kind = UNREADABLE
+        try:
+            head, places, returns, *values = (*given, (), 0)[: max(3, len(given))]
+            payload = arguments(head, places, returns, values)
+            found = self._methods[method]
+            args, kwargs = self._host.opened(found, payload, load_arguments)
+            kind = RAISED
+            return found(*args, **kwargs), payload
+        except ActorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            raise _failure(kind, error) from None
+
+    def _returned(self, value: Any, payload: bytes) -> Any:
+        kind = RAISED
+        try:
+            found = several(value, payload)
+            kind = UNSENDABLE
+            return returned(found, self._host)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            raise _failure(kind, error) from None
+
+
+class PlainHost(_Stage):
+    """An actor whose methods are plain: one at a time, or each in a thread."""
+
+    def __init__(self, blueprint: Blueprint, *given: Any) -> None:
+        super().__init__(blueprint, given)
+
+    def ready(self) -> None:
+        """The constructor has returned; raises why not."""
+        self._begin()
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Call a method of the object."""
+        self._begin()
+        try:
+            return self._returned(*self._called(method, given))
+        except ActorExit:
+            _leave()
+
+    def pour(self, method: str, *given: Any) -> Iterator[Any]:
+        """The same for a generator."""
+        self._begin()
+        items, _ = self._called(method, given)
+        kind = RAISED
+        try:
+            for place, item in enumerate(items, 1):
+                kind = UNSENDABLE
+                yield returned_item(place, item, self._host)
+                kind = RAISED
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            raise _failure(kind, error) from None
+
+    def leave(self) -> None:
+        """End, after all that was sent before."""
+        _leave()
+
+
+class SoftHost(_Stage):
+    """An actor with coroutine methods, which interleave on Ray's event loop."""
+
+    def __init__(self, blueprint: Blueprint, *given: Any) -> None:
+        super().__init__(blueprint, given)
+        self._running = 0
+        self._quiet: asyncio.Event | None = None
+
+    async def ready(self) -> None:
+        """The constructor has returned; raises why not."""
+        self._begin()
+
+    async def call(self, method: str, *given: Any) -> Any:
+        """Call a method of the object."""
+        self._begin()
+        self._running += 1
+        try:
+            value, payload = self._called(method, given)
+            if type(value) is CoroutineType:
+                value = await _awaited(value)
+            return self._returned(value, payload)
+        except ActorExit:
+            _leave()
+        finally:
+            self._end()
+
+    async def pour(self, method: str, *given: Any) -> AsyncIterator[Any]:
+        """The same for a generator of either kind."""
+        self._begin()
+        self._running += 1
+        kind = RAISED
+        try:
+            items, _ = self._called(method, given)
+            place = 0
+            async for item in _each(items):
+                kind, place = UNSENDABLE, place + 1
+                yield returned_item(place, item, self._host)
+                kind = RAISED
+        except (GeneratorExit, asyncio.CancelledError, TaskFailure):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            raise _failure(kind, error) from None
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._running -= 1
+        if self._quiet is not None and not self._running:
+            self._quiet.set()
+
+    async def leave(self) -> None:
+        """End, after all that was sent before, and the object's own `close()`."""
+        if self._running:
+            self._quiet = asyncio.Event()
+            await self._quiet.wait()
+        close = getattr(self._object, "close", None)
+        if iscoroutinefunction(close) and not signature(close).parameters:
+            await close()
+        _leave()
+
+
+async def _awaited(value: Any) -> Any:
+    task = asyncio.current_task()
+    try:
+        return await value
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling():
+            raise
+        raise _failure(RAISED, error) from None
+    except ActorExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+        raise _failure(RAISED, error) from None
+
+
+async def _each(items: Any) -> AsyncIterator[Any]:
+    if hasattr(items, "__anext__"):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+def _failure(kind: str, error: BaseException) -> TaskFailure:
+    if isinstance(error, TaskFailure):
+        return error
+    if isinstance(error, NeedFailedError):
+        return TaskFailure(*error.fields)
+    return packed(kind, error)
+
+
+def _leave() -> NoReturn:
+    ray.exit_actor()
+    raise ActorExit  # it has raised by now
