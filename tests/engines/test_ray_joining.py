@@ -227,6 +227,7 @@ LOSING = """
     import aiogpu
     from aiogpu.engines.cluster import pulse
     from tests.engines.spread_tasks import wait_for_ever
+    from tests.engines.actor_classes import Counter
     from tests.engines.tasks import add
 
     pulse.LOST_AFTER = 4.0
@@ -234,6 +235,8 @@ LOSING = """
     async def main():
         await aiogpu.init()
         assert await add.remote(1) == 2
+        actor = Counter.remote()
+        await actor
         running = [wait_for_ever.remote() for _ in range(4)]
         print("ready", flush=True)
         found = await asyncio.gather(*running, return_exceptions=True)
@@ -246,6 +249,11 @@ LOSING = """
             await aiogpu.status()
         except aiogpu.NodeDiedError as error:
             print("has not answered" in str(error), flush=True)
+        try:
+            await actor.add.remote(1)
+        except aiogpu.NodeDiedError as error:
+            print("has not answered" in str(error), flush=True)
+        aiogpu.kill(actor)
         before = time.monotonic()
         await aiogpu.shutdown()
         print(time.monotonic() - before < 5, flush=True)
@@ -270,6 +278,6 @@ def test_when_the_head_is_killed_every_handle_fails(way):
             running.kill()
         assert out.splitlines() == [
             str(["NodeDiedError"] * 4),
-            *("True", "True", "True", "end"),
+            *("True", "True", "True", "True", "end"),
         ], err
         assert running.returncode == 0, err

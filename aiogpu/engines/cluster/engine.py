@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
+from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
@@ -29,6 +30,7 @@ from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
+from aiogpu.wire.failure import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
@@ -302,7 +304,7 @@ class RayEngine(Questions):
             f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
         )
         if self._actors is not None:
-            self._actors.close()
+            self._actors.lose(packed(RAISED, NodeDiedError(said)).failed)
         for number in list(self.calls.live):
             self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
         self.calls.ending.clear()
