@@ -270,7 +270,8 @@ def test_when_the_head_is_killed_every_handle_fails(way):
         if way == "ray://":
             address = {"AIOGPU_ADDRESS": f"ray://127.0.0.1:{cluster.client_port}"}
         running = program.start(LOSING, **address, **cluster.variables)
-        assert running.stdout.readline() == "ready\n"
+        line = running.stdout.readline()
+        assert line == "ready\n", running.communicate()
         threading.Timer(0.5, cluster.kill, [cluster.nodes[0]]).start()
         try:
             out, err = running.communicate(timeout=90)
