@@ -38,7 +38,8 @@ class Cluster:
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.cluster_host"],
-            env=environment(**self.variables),
+            # Else Ray's server for `ray://` fails to start some of its children.
+            env=environment(**self.variables, GRPC_ENABLE_FORK_SUPPORT="0"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
