@@ -19,7 +19,7 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from aiogpu.engines.cluster.census import Node, Survey
+from aiogpu.engines.cluster.census import Node, Survey, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE
 from aiogpu.errors import NodeError
 
@@ -79,15 +79,19 @@ def is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
-def start(options: Mapping[str, Any]) -> None:
-    """Start a cluster of one node for this program; takes some seconds."""
-    ray.init(
+def start(options: Mapping[str, Any]) -> str:
+    """Start a cluster of one node for this program, which takes some seconds.
+
+    Gives the directory of its files.
+    """
+    context = ray.init(
         address="local",
         namespace=NAMESPACE,
         include_dashboard=False,
         logging_level="warning",
         **options,
     )
+    return str(context.address_info["session_dir"])
 
 
 def join(address: str | None, *, shows_output: bool) -> bool:
@@ -111,8 +115,19 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
+        _forget_client()
         raise
     return True
+
+
+def _forget_client() -> None:
+    """Have a failed try to come by `ray://` not stand in the way of others.
+
+    Ray would take this process for such a client, whatever comes next.
+    """
+    from ray.util.client import ray as client
+
+    client.disconnect()
 
 
 def head() -> str:
@@ -277,14 +292,14 @@ def survey() -> Survey:
     Raises:
         RayError: the cluster does not answer.
     """
-    if not _is_far():
+    if not is_far():
         return _survey(ray.get_runtime_context().gcs_address)
     # Only who is on the cluster can ask its head.
     ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
     return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
 
 
-def _is_far() -> bool:
+def is_far() -> bool:
     """Whether this program has come by `ray://`."""
     from ray.util.client import ray as client
 
@@ -298,31 +313,7 @@ def _survey_there() -> tuple[Any, ...]:
 def _survey(address: str) -> Survey:
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    seen = get_cluster_status(address, ASKED_FOR)
-    known = {node.id: node for node in nodes()}
-    living = [known.get(one.node_id) for one in (*seen.active_nodes, *seen.idle_nodes)]
-    free = {
-        one.node_id: one.available_resources()
-        for one in (*seen.active_nodes, *seen.idle_nodes)
-    }
-    demands = seen.resource_demands.ray_task_actor_demand
-    return Survey(
-        [one._replace(free=free[one.id]) for one in living if one is not None],
-        [
-            (dict(shape.bundle), shape.count)
-            for demand in demands
-            for shape in demand.bundles_by_count
-        ],
-        [
-            *(
-                f"{one.count} x {one.ray_node_type_name}"
-                for one in seen.pending_launches
-            ),
-            *(one.ray_node_type_name for one in seen.pending_nodes),
-        ],
-        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
-        grows(),
-    )
+    return survey_of(get_cluster_status(address, ASKED_FOR), nodes(), grows())
 
 
 def grows() -> bool:

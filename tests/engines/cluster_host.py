@@ -11,7 +11,27 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+
+def kill(node: Any) -> list[int]:
+    """End all of it, its workers too, as when its machine goes."""
+    started = [one.process for each in node.all_processes.values() for one in each]
+    pids = [pid for one in started for pid in (one.pid, *children(one.pid))]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for one in started:
+        one.wait()
+    return pids
+
+
+def children(pid: int) -> list[int]:
+    """The processes that it has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for each in tasks for child in each.read_text().split()]
 
 
 def main() -> None:
@@ -31,11 +51,7 @@ def main() -> None:
                 nodes.append(cluster.add_node(**given))
             said = [cluster.address, nodes[-1].node_id]
         elif command == "kill":
-            for started in nodes[given].all_processes.values():
-                for one in started:
-                    os.kill(one.process.pid, signal.SIGKILL)
-                    one.process.wait()
-            said = []
+            said = kill(nodes[given])
         else:
             raise AssertionError(command)
         print(json.dumps(said), file=answers, flush=True)

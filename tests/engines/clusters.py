@@ -25,17 +25,21 @@ class Cluster:
         address: of its head, as RAY_ADDRESS names it.
         client_port: where it takes programs by `ray://`, 0 where it does not.
         nodes: the ids of its nodes, the head's first.
-        place: where its files are.
+        variables: of programs that join it.
     """
 
     def __init__(self, *, has_clients: bool = False, **head: Any) -> None:
         self._place = tempfile.TemporaryDirectory(
             prefix="agr-", dir="/tmp", ignore_cleanup_errors=True
         )
-        self.place = self._place.name
+        self.variables = {
+            "RAY_TMPDIR": self._place.name,
+            "RAY_AUTH_MODE": "disabled",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.cluster_host"],
-            env=environment(RAY_TMPDIR=self.place),
+            # Else Ray's server for `ray://` fails to start some of its children.
+            env=environment(**self.variables, GRPC_ENABLE_FORK_SUPPORT="0"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -287,11 +287,18 @@ class ClusterActors:
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
-        ray.kill(self._actors[actor].handle, may_restart=not no_restart)
+        if self._engine.lost is None:
+            ray.kill(self._actors[actor].handle, may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
-        self._actors[actor].handle.leave.remote()
+        if self._engine.lost is None:
+            self._actors[actor].handle.leave.remote()
+
+    def lose(self, failed: Failed) -> None:
+        """The cluster has gone: who calls one of them is told so, and Ray nothing."""
+        for actor in self._actors.values():
+            actor.why_failed = failed
 
     def close(self) -> None:
         """The program leaves its cluster: what is its own ends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Node(NamedTuple):
@@ -41,3 +41,32 @@ class Survey(NamedTuple):
     coming: Sequence[str]
     failed: Sequence[str]
     grows: bool
+
+
+def survey_of(seen: Any, nodes: Sequence[Node], grows: bool) -> Survey:
+    """The cluster as its status tells it.
+
+    Args:
+        seen: a `ClusterStatus` of Ray's.
+        nodes: those that live.
+        grows: whether something starts nodes as they are needed.
+    """
+    free = {
+        one.node_id: one.available_resources()
+        for one in (*seen.active_nodes, *seen.idle_nodes)
+    }
+    names = [
+        *(f"{one.count} x {one.ray_node_type_name}" for one in seen.pending_launches),
+        *(one.ray_node_type_name for one in seen.pending_nodes),
+    ]
+    return Survey(
+        [node._replace(free=free[node.id]) for node in nodes if node.id in free],
+        [
+            (dict(shape.bundle), shape.count)
+            for demand in seen.resource_demands.ray_task_actor_demand
+            for shape in demand.bundles_by_count
+        ],
+        names,
+        [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
+        grows,
+    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
+from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
@@ -23,12 +24,13 @@ from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.shared import passed
-from aiogpu.engines.cluster.streams import Inflow
+from aiogpu.engines.cluster.streams import Inflow, check_near
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.engines.cluster.work import Work, runner, streamer
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
+from aiogpu.wire.failure import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.core.why import Why
@@ -145,6 +147,8 @@ class RayEngine(Questions):
         """
         self.check_open()
         check_possible(site)
+        if site.window:
+            check_near(site.spec.name)
         self.overview.check_feasible(site)
         site.checked_by = self._mark
 
@@ -305,7 +309,7 @@ class RayEngine(Questions):
             f"what ran there is lost. aiogpu.shutdown(), and init() once it is back."
         )
         if self._actors is not None:
-            self._actors.close()
+            self._actors.lose(packed(RAISED, NodeDiedError(said)).failed)
         for number in list(self.calls.live):
             self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
         self.calls.ending.clear()

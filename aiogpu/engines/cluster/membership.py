@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import rmtree
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,6 +28,8 @@ REACHABLE: Final = 10.0
 """Seconds in which a server must accept a connection."""
 LEAVING: Final = 60.0
 """Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
+LOGS: Final = "logs"
+"""What is kept of the files of a cluster that was started here."""
 ATTEMPTS: Final = 2
 """Of a program to come by `ray://`: now and then Ray fails to fork a server for it."""
 CLIENT_PORT: Final = 10001
@@ -45,6 +49,7 @@ class _Tie:
         is_ours: whether it was made here; who has made it himself ends it himself.
         address: the cluster that it is to; None for one that was started here.
         told: what it was told at its start; empty where it runs without us.
+        session: the directory of the files of one that was started here.
         thread: where it was made.
         pid: of the process whose it is.
         leaving: ends when one that was lost is left; None if none is.
@@ -54,6 +59,7 @@ class _Tie:
     is_ours: bool = False
     address: str | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
     thread: ThreadPoolExecutor | None = None
     pid: int = 0
     leaving: Future[None] | None = None
@@ -156,7 +162,7 @@ class Membership:
             if self._named is not None:
                 self._join(self._named, shows)
             elif told or not ray.join(None, shows_output=shows):
-                ray.start({**told, "log_to_driver": shows})
+                _tie.session = ray.start({**told, "log_to_driver": shows})
         except (OSError, RuntimeError, ValueError, ray.RayError) as error:
             where = "on this machine" if self._named is None else f"at {self._named}"
             raise NodeStartError(
@@ -186,7 +192,7 @@ class Membership:
             _tie.users -= 1
             if not _tie.users and _tie.is_ours:
                 _tie.is_ours = False
-                _tie.leaving = begun(ray.leave)
+                _tie.leaving = begun(_leave)
                 _end_thread()
 
     async def leave(self) -> None:
@@ -198,7 +204,7 @@ class Membership:
         if not _tie.users and _tie.is_ours:
             _tie.is_ours = False
             try:
-                await _in_thread(ray.leave)
+                await _in_thread(_leave)
             finally:
                 _end_thread()
 
@@ -206,12 +212,25 @@ class Membership:
         """The interpreter ends."""
         if self._is_in and _tie.is_ours and _tie.pid == os.getpid():
             self._is_in = _tie.is_ours = False
-            ray.leave()
+            _leave()
             _end_thread()
 
     def disown(self) -> None:
         """This process is a fork."""
         self._is_in = False
+
+
+def _leave() -> None:
+    ray.leave()
+    session, _tie.session = _tie.session, ""
+    # Ray leaves the names of its sockets behind, and of its ports; its logs it leaves
+    # on purpose.
+    for entry in Path(session).iterdir() if session else ():
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name != LOGS:
+                rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _for_start(options: NodeOptions) -> dict[str, Any]:

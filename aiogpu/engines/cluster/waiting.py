@@ -51,9 +51,11 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
     if request is None:
         return Why(live.name, task, "sent", seconds, told)
     alike = [number for number, one in calls.items() if one.request == request]
-    position = alike.index(task) + 1
+    # At best so many run, and these are the first ones.
+    running = min(at_once(survey.nodes, amounts(request)), len(alike))
+    position = alike.index(task) + 1 - running
     waiting = demand_of(request, survey)
-    is_waiting = waiting > 0 and position > at_once(survey.nodes, amounts(request))
+    is_waiting = waiting > 0 and position > 0
     return Why(
         name=live.name,
         task=task,
@@ -61,7 +63,7 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
         seconds=seconds,
         request=told,
         position=position if is_waiting else None,
-        of=len(alike) if is_waiting else 0,
+        of=len(alike) - running if is_waiting else 0,
         reasons=tuple(_shortages(request, survey.nodes)) if waiting else (),
         notes=tuple(_notes(request, waiting, survey)),
     )
@@ -95,8 +97,9 @@ def _notes(request: Request, waiting: int, survey: Survey) -> Iterator[str]:
     wanted = amounts(request)
     if not waiting:
         yield (
-            "nothing that asks for the same waits on the cluster: it runs, is being "
-            "started, or waits for its arguments"
+            "nothing that asks for the same waited on the cluster when it last said "
+            "so, which it does every second or so: it runs, is being started, or "
+            "waits for its arguments"
         )
         return
     yield f"without a place on the cluster, of all programs: {_count(waiting)} alike"

@@ -1,0 +1,193 @@
+"""Ray clusters of several nodes on this machine: where tasks go, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import numpy as np
+import pytest
+
+import aiogpu
+from tests import program
+from tests.engines import spread_tasks, tasks
+from tests.engines.clusters import Cluster
+from tests.until import until
+
+pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
+
+GPUS, CPUS = 3, 5
+"""In the cluster, on three nodes, of which one has no GPU."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(has_clients=True, num_cpus=2) as cluster:
+        cluster.add(
+            num_cpus=2, num_gpus=2, resources={"accelerator_type:A100": 1, "license": 1}
+        )
+        cluster.add(num_cpus=1, num_gpus=1, resources={"accelerator_type:T4": 1})
+        yield cluster
+
+
+@pytest.fixture
+def joined_by(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """RAY_ADDRESS names it."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+@pytest.fixture
+async def joined(joined_by: Cluster) -> AsyncIterator[Cluster]:
+    async with aiogpu.init(address="ray"):
+        yield joined_by
+
+
+async def test_tasks_land_where_what_they_ask_for_is(joined):
+    a100, t4 = joined.nodes[1:]
+    asked = {
+        "A100": spread_tasks.node.options(num_gpus=1, accelerator_type="A100"),
+        "T4": spread_tasks.node.options(num_gpus=0.5, accelerator_type="T4"),
+        "license": spread_tasks.node.options(resources={"license": 0.5}),
+    }
+    found = await asyncio.gather(*(one.remote() for one in asked.values()))
+    assert dict(zip(asked, found, strict=True)) == {
+        "A100": a100,
+        "T4": t4,
+        "license": a100,
+    }
+
+
+async def test_a_share_is_of_one_device(joined):
+    halves = spread_tasks.gpus.options(num_gpus=0.5, num_cpus=0)
+    found = await asyncio.gather(*(halves.remote() for _ in range(8)))
+    assert {len(ids) for _, ids, _ in found} == {1}
+    assert {variable for _, ids, variable in found} <= {"0", "1"}
+    whole = spread_tasks.gpus.options(num_gpus=2)
+    assert await whole.remote() == (joined.nodes[1], [0, 1], "0,1")
+
+
+async def test_what_waits_says_what_is_short_and_where(joined, gate):
+    holding = spread_tasks.gated_node.options(num_gpus=1, num_cpus=0)
+    held = [holding.remote(gate.path, f"h{i}") for i in range(GPUS)]
+    await gate.entered(*(f"h{i}" for i in range(GPUS)))
+    waiting = spread_tasks.node.options(num_gpus=1, num_cpus=0).remote()
+    async with asyncio.timeout(20):
+        while (why := await waiting.why()).state != "waiting":
+            assert why.state == "sent"
+    assert why.request == {"GPU": 1.0}
+    assert why.name == "node"
+    (shortage,) = why.reasons
+    assert (shortage.resource, shortage.asked, shortage.total) == ("GPU", 1.0, GPUS)
+    assert shortage.free == 0.0
+    told = str(why)
+    assert f"node (task {why.task}) has waited" in told, told
+    assert told.count("short of GPU") == 2, told
+
+    status = await aiogpu.status()
+    assert status.waiting_count >= 1
+    assert {"GPU": 1.0} in [shape.request for shape in status.shapes]
+    assert Counter(device.type for device in status.devices) == {"A100": 2, "T4": 1}
+    assert {device.free for device in status.devices} == {0.0}
+    assert {task.state for task in status.tasks} == {"sent"}
+    assert "waiting" in str(status)
+    assert status.total["GPU"] == GPUS
+    assert status.available["GPU"] == 0.0
+
+    gate.release(*(f"h{i}" for i in range(GPUS)))
+    await asyncio.gather(*held, waiting)
+    assert await waiting.why() is None or (await waiting.why()).state == "ended"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_gpus": 3}, "none has GPU 3 (the most is 2)"),
+        ({"num_gpus": 2, "accelerator_type": "T4"}, "at once"),
+        ({"num_gpus": 1, "accelerator_type": "H100"}, "there is none"),
+        ({"resources": {"licence": 1}}, "did you mean 'license'?"),
+        ({"num_cpus": 3}, "none has CPU 3 (the most is 2)"),
+    ],
+)
+async def test_what_no_node_has_is_refused(joined, options, told):
+    with pytest.raises(aiogpu.InfeasibleError) as caught:
+        spread_tasks.node.options(**options).remote()
+    assert told in str(caught.value), caught.value
+    assert "1 x {CPU: 2}" in str(caught.value), caught.value
+
+
+async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobody(
+    joined, gate
+):
+    spot = f"spot{len(joined.nodes)}"
+    asking = spread_tasks.told_node.options(resources={spot: 1}, num_cpus=0)
+    with pytest.raises(aiogpu.InfeasibleError):
+        asking.remote(gate.path, "never")
+    doomed = await asyncio.to_thread(joined.add, num_cpus=4, resources={spot: 4})
+    lost = asking.options(max_retries=0).remote(gate.path, "lost")
+    saved = [spread_tasks.told_node.remote(gate.path, str(i)) for i in range(CPUS + 4)]
+    await until(lambda: len(gate.inside) == len(saved) + 1)
+    await asyncio.to_thread(joined.kill, doomed)
+    with pytest.raises(aiogpu.WorkerDiedError, match="node"):
+        await lost
+
+    def are_done_when_let_pass() -> bool:
+        gate.release(*gate.inside)
+        return all(one.done() for one in saved)
+
+    await until(are_done_when_let_pass)
+    assert doomed not in [await one for one in saved]
+
+
+def test_programs_share_it_and_it_goes_on(joined_by):
+    source = """
+        import aiogpu
+        from tests.engines.tasks import add
+
+        async def main():
+            async with aiogpu.init(address="ray"):
+                print(sum([await add.remote(i) for i in range(10)]))
+
+        aiogpu.run(main())
+    """
+    running = [program.start(source) for _ in range(3)]
+    for one in running:
+        out, err = one.communicate(timeout=120)
+        # Ray may have something to say before.
+        assert (one.returncode, out[-3:]) == (0, "55\n"), err
+
+
+async def test_a_program_elsewhere_comes_by_its_server(cluster):
+    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
+        added = tasks.add.remote(1)
+        assert await tasks.add.remote(added) == 3
+        with pytest.raises(ValueError, match="no such"):
+            await tasks.fail.remote(ValueError, "no such")
+        large = np.arange(1_000_000)
+        assert (await tasks.echo.remote(large) == large).all()
+        put = await aiogpu.put(large)
+        assert (await tasks.echo.remote(put) == large).all()
+        assert (await spread_tasks.gpus.options(num_gpus=2).remote())[2] == "0,1"
+        assert (await aiogpu.cluster_resources())["GPU"] == GPUS
+        assert len((await aiogpu.status()).devices) == GPUS
+        with pytest.raises(aiogpu.InfeasibleError):
+            spread_tasks.node.options(num_gpus=3).remote()
+        with pytest.raises(aiogpu.MisuseError, match="ray://"):
+            spread_tasks.count.remote(3)
+
+
+async def test_a_cancel_goes_by_that_way_too(cluster, gate):
+    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
+        spinning = tasks.spin.remote(gate.path, "spin")
+        await gate.entered("spin")
+        assert (await spinning.why()).state == "sent"
+        spinning.cancel()
+        await gate.entered("spin-interrupted")
+
+
+async def test_a_server_that_is_not_there_is_named(cluster):
+    with pytest.raises(aiogpu.NodeError, match="ray-client-server-port=1"):
+        await aiogpu.init(address="ray://127.0.0.1:1")

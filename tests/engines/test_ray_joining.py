@@ -1,0 +1,284 @@
+"""Joining and leaving Ray clusters: what goes wrong, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import aiogpu
+from aiogpu.engines.base import NodeOptions
+from tests import program
+from tests.engines.clusters import Cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
+
+ENDED_WITHIN = 40.0
+"""Seconds from a program's sudden end to that of the cluster that it has started.
+
+Its servers go at once, its workers in some seconds, Ray's agents in some ten more.
+"""
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where Ray puts the files of clusters that are started meanwhile."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with TemporaryDirectory(
+        prefix="agr-", dir="/tmp", ignore_cleanup_errors=True
+    ) as it:
+        monkeypatch.setenv("RAY_TMPDIR", it)
+        yield it
+
+
+def processes(place: str) -> set[int]:
+    """Others that have that place in their environment or arguments."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
+            is_there = "\nState:\tZ" not in (path / "status").read_text()
+        except OSError:
+            continue
+        if is_there and place.encode() in told and int(path.name) != os.getpid():
+            found.add(int(path.name))
+    return found
+
+
+GIVEN = {
+    "accelerator_type": "A100",
+    "gpu_memory": "8GiB",
+    "gpu_memory_enforce": True,
+    "foreign": "wait",
+    "mps": "auto",
+    "cpu_affinity": "off",
+    "preload": ("json",),
+    "spare_workers": 0,
+    "memory": "1GiB",
+    "memory_guard": False,
+    "spill_directory": "/tmp",
+}
+"""What a cluster knows nothing of, each with a value that is not the default."""
+OF_STARTS = {
+    "num_cpus": 2,
+    "num_gpus": 1,
+    "resources": {"license": 1},
+    "object_memory": "100MiB",
+}
+
+
+@pytest.mark.parametrize("option", GIVEN)
+async def test_options_that_a_cluster_does_not_know_are_refused(option):
+    with pytest.raises(aiogpu.OptionError, match=option):
+        await aiogpu.init(address="ray", **{option: GIVEN[option]})
+
+
+@pytest.mark.parametrize("option", OF_STARTS)
+async def test_a_cluster_that_runs_is_told_nothing(option):
+    with pytest.raises(aiogpu.OptionError, match=option):
+        await aiogpu.init(address="ray://127.0.0.1:1", **{option: OF_STARTS[option]})
+
+
+def test_every_option_is_known_or_refused():
+    known = {*GIVEN, *OF_STARTS, "log_to_driver", "cancel_grace"}
+    # `preload` is two there, and `only_looks` is what commands say.
+    assert known | {"learns", "only_looks"} == set(NodeOptions._fields)
+
+
+async def test_a_node_of_ray_has_whole_quantities():
+    with pytest.raises(aiogpu.OptionError, match="whole"):
+        await aiogpu.init(address="ray", num_cpus=0.5)
+
+
+async def test_an_old_release_is_named(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "__version__", "2.9.3")
+    with pytest.raises(aiogpu.NodeError, match=r"Ray 2\.9\.3 is installed"):
+        await aiogpu.init(address="ray")
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("ray://", "names no host"),
+        ("ray://h:many", "names no host"),
+        ("ray://127.0.0.1:1", "--ray-client-server-port=1"),
+    ],
+)
+async def test_an_address_where_nobody_is(address, told):
+    with pytest.raises(aiogpu.NodeError, match=told):
+        await aiogpu.init(address=address)
+
+
+async def test_a_cluster_that_the_environment_names_is_not_replaced(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(aiogpu.NodeError, match=r"127\.0\.0\.1:1"):
+        await aiogpu.init(address="ray")
+
+
+SHARED = """
+    import asyncio, os, sys
+    import aiogpu
+    from tests.engines.tasks import add
+
+    async def of_loop(**options):
+        async with aiogpu.init(address="ray", **options):
+            return await add.remote(2)
+
+    def in_another_loop(**options):
+        return asyncio.run(of_loop(**options))
+
+    async def refused(awaitable):
+        try:
+            await awaitable
+        except aiogpu.NodeError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def of_fork():
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            asyncio._set_running_loop(None)
+            told = asyncio.run(refused(of_loop()))
+            os.write(writing, told.encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as told:
+            return told.read()
+
+    async def main():
+        try:
+            await aiogpu.init(address="ray://127.0.0.1:1")
+        except aiogpu.NodeError:
+            print("nobody there")
+        async with aiogpu.init(address="ray", num_cpus=1, num_gpus=1):
+            print(await refused(aiogpu.init(address="ray")))
+            print(await add.remote(1), await asyncio.to_thread(in_another_loop))
+            other = asyncio.to_thread(in_another_loop, num_gpus=2)
+            print(await refused(other))
+            print(await add.remote(2))
+            print(of_fork())
+            print(await add.remote(3), flush=True)
+            sys.stdin.readline()
+
+    asyncio.run(main())
+"""
+
+
+def test_a_started_cluster_is_shared_by_loops_and_leaves_only_its_logs(place):
+    out = program.run(SHARED)
+    lines = [line for line in out.splitlines() if "raylet" not in line]
+    assert lines[0] == "nobody there"
+    assert lines[1].startswith("NodeRunningError")
+    assert lines[2] == "2 3"
+    assert lines[3].startswith("NodeError")
+    assert "in a Ray cluster already" in lines[3]
+    assert lines[4] == "3"
+    assert lines[5].startswith("NodeError")
+    assert "is a fork of one" in lines[5]
+    assert lines[6:] == ["4"]
+    assert not processes(place)
+    (kept,) = Path(place).iterdir()
+    left = [path for path in kept.rglob("*") if not path.is_dir()]
+    assert not [path for path in left if path.is_socket()]
+    (session,) = (path for path in kept.iterdir() if not path.is_symlink())
+    told = {path.relative_to(session).parts[0] for path in left}
+    assert told == {"logs"}
+
+
+def test_a_program_that_is_killed_takes_its_cluster_with_it(place):
+    source = """
+        import asyncio, aiogpu
+        from tests.engines.spread_tasks import wait_for_ever
+        from tests.engines.tasks import add
+
+        async def main():
+            await aiogpu.init(address="ray", num_cpus=2)
+            running = wait_for_ever.remote()
+            await add.remote(1)
+            print("ready", flush=True)
+            await running
+
+        asyncio.run(main())
+    """
+    running = program.start(source)
+    assert running.stdout.readline() == "ready\n"
+    assert processes(place) > {running.pid}
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    until_then = time.monotonic() + ENDED_WITHIN
+    while left := processes(place):
+        assert time.monotonic() < until_then, left
+        select.select([], [], [], 0.2)
+
+
+LOSING = """
+    import asyncio, sys, time
+    import aiogpu
+    from aiogpu.engines.cluster import pulse
+    from tests.engines.spread_tasks import wait_for_ever
+    from tests.engines.actor_classes import Counter
+    from tests.engines.tasks import add
+
+    pulse.LOST_AFTER = 4.0
+
+    async def main():
+        await aiogpu.init()
+        assert await add.remote(1) == 2
+        actor = Counter.remote()
+        await actor
+        running = [wait_for_ever.remote() for _ in range(4)]
+        print("ready", flush=True)
+        found = await asyncio.gather(*running, return_exceptions=True)
+        print([type(one).__name__ for one in found], flush=True)
+        try:
+            add.remote(1)
+        except aiogpu.NodeDiedError as error:
+            print("has not answered" in str(error), flush=True)
+        try:
+            await aiogpu.status()
+        except aiogpu.NodeDiedError as error:
+            print("has not answered" in str(error), flush=True)
+        try:
+            await actor.add.remote(1)
+        except aiogpu.NodeDiedError as error:
+            print("has not answered" in str(error), flush=True)
+        aiogpu.kill(actor)
+        before = time.monotonic()
+        await aiogpu.shutdown()
+        print(time.monotonic() - before < 5, flush=True)
+
+    asyncio.run(main())
+    print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["joined", "ray://"])
+def test_when_the_head_is_killed_every_handle_fails(way):
+    with Cluster(num_cpus=2, has_clients=way == "ray://") as cluster:
+        address = {"AIOGPU_ADDRESS": "ray", "RAY_ADDRESS": cluster.address}
+        if way == "ray://":
+            address = {"AIOGPU_ADDRESS": f"ray://127.0.0.1:{cluster.client_port}"}
+        running = program.start(LOSING, **address, **cluster.variables)
+        line = running.stdout.readline()
+        assert line == "ready\n", running.communicate()
+        threading.Timer(0.5, cluster.kill, [cluster.nodes[0]]).start()
+        try:
+            out, err = running.communicate(timeout=90)
+        finally:
+            running.kill()
+        assert out.splitlines() == [
+            str(["NodeDiedError"] * 4),
+            *("True", "True", "True", "True", "end"),
+        ], err
+        assert running.returncode == 0, err

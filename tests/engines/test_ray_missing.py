@@ -1,0 +1,27 @@
+"""What a program is told that wants a Ray cluster where Ray is not installed."""
+
+from __future__ import annotations
+
+from tests import program
+
+
+def test_it_is_told_how_to_install_it():
+    out = program.run(
+        """
+        import asyncio, sys
+        sys.modules["ray"] = None
+        import aiogpu
+
+        async def main():
+            for address in ("ray", "ray://host:10001"):
+                try:
+                    await aiogpu.init(address=address)
+                except aiogpu.NodeError as error:
+                    print(error)
+
+        asyncio.run(main())
+        """
+    )
+    assert out.count("Ray is not installed here") == 2
+    assert out.count("pip install 'aiogpu[ray]'") == 2
+    assert "init(address='ray://host:10001')" in out

@@ -1,0 +1,173 @@
+"""What is told of a Ray cluster, from what it says of itself; needs no Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from aiogpu.core.resources import UNIT, Request
+from aiogpu.engines.cluster.capacity import (
+    amounts,
+    at_once,
+    fits_one,
+    kinds,
+    lacking,
+    told,
+)
+from aiogpu.engines.cluster.census import Node, Survey, survey_of
+from aiogpu.engines.cluster.picture import status_of
+from aiogpu.engines.cluster.waiting import why
+
+GPU_1 = Request.of({"CPU": UNIT}, {"GPU": UNIT})
+GPU_4 = Request.of({"CPU": UNIT}, {"GPU": 4 * UNIT})
+
+
+def node(name: str, free: dict[str, float] | None = None, **total: float) -> Node:
+    return Node(name * 6, f"host-{name}", total, total if free is None else free, {})
+
+
+def survey(*nodes: Node, demands: Any = (), **more: Any) -> Survey:
+    rest: dict[str, Any] = {"coming": (), "failed": (), "grows": False, **more}
+    return Survey(nodes, demands, **rest)
+
+
+def call(request: Request | None = GPU_1, name: str = "train", **more: Any) -> Any:
+    rest: dict[str, Any] = {"refs": (object(),), "stop": None, "since": 1.0, **more}
+    return SimpleNamespace(name=name, request=request, **rest)
+
+
+def test_a_request_is_for_one_node():
+    nodes = [node("a", CPU=2, GPU=2), node("b", CPU=8, GPU=2)]
+    assert fits_one(nodes, amounts(GPU_1))
+    assert not fits_one(nodes, amounts(GPU_4))
+    assert at_once(nodes, amounts(GPU_1)) == 4
+    assert lacking(nodes, amounts(GPU_4)) == "none has GPU 4 (the most is 2)"
+    assert lacking([], amounts(GPU_4)) == "it has no nodes"
+
+
+def test_what_is_there_but_not_together_is_told_so():
+    nodes = [node("a", CPU=8), node("b", CPU=1, GPU=4)]
+    both = Request.of({"CPU": 4 * UNIT}, {"GPU": UNIT})
+    assert lacking(nodes, amounts(both)) == "none has all of it at once"
+
+
+def test_a_name_that_is_near_is_hinted_at():
+    nodes = [node("a", CPU=8, license=1)]
+    asked = amounts(Request.of({"licence": UNIT}, {}))
+    assert (
+        lacking(nodes, asked)
+        == "none has licence 1 (there is none; did you mean 'license'?)"
+    )
+
+
+def test_nodes_alike_are_counted():
+    nodes = [node("a", CPU=2, memory=5.0), node("b", CPU=2, memory=6.0), node("c")]
+    assert kinds(nodes, {}) == "2 x {CPU: 2}, 1 x {}"
+    many = [node("a", CPU=number) for number in range(10)]
+    assert kinds(many, {}).endswith(", 2 kinds more")
+
+
+def test_what_ray_keeps_for_itself_is_left_out():
+    own = {"node:10.0.0.1": 1.0, "object_store_memory": 5.0, "CPU_group_0_ab": 1.0}
+    assert told({**own, "CPU": 2.0}) == {"CPU": 2.0}
+
+
+def test_a_call_waits_where_no_more_of_its_kind_can_run():
+    nodes = [node("a", {"CPU": 1.0, "GPU": 0.0}, CPU=2, GPU=1), node("b", CPU=4)]
+    seen = survey(*nodes, demands=[({"CPU": 1.0, "GPU": 1.0}, 2), ({"CPU": 9.0}, 1)])
+    calls = {number: call() for number in (4, 5, 6)}
+    first, last = why(4, calls, seen, 3.0), why(6, calls, seen, 3.0)
+    assert (first.state, last.state) == ("sent", "waiting")
+    assert (last.position, last.of, last.seconds) == (2, 2, 2.0)
+    assert str(last).splitlines() == [
+        "train (task 6) has waited 2.0 s, as number 2 of 2 that ask for "
+        "{CPU: 1, GPU: 1}",
+        "  GPU 1: 0 of 1 free",
+        "  without a place on the cluster, of all programs: 2 tasks alike",
+        "  node host-a/aaaaaa: {CPU: 1, GPU: 0} free, short of GPU",
+        "  others that wait: 1 x {CPU: 9}",
+    ]
+
+
+def test_a_call_of_which_nothing_waits_was_sent():
+    told = why(4, {4: call()}, survey(node("a", CPU=2, GPU=1)), 3.0)
+    assert told.state == "sent"
+    assert "nothing that asks for the same waited" in str(told)
+    bare = why(4, {4: call(None)}, survey(), 3.0)
+    assert str(bare) == "train (task 4) was sent 2.0 s ago."
+
+
+def test_a_call_that_is_not_sent_yet_waits_for_its_arguments():
+    told = why(4, {4: call(refs=())}, survey(), 3.0)
+    assert told.state == "expecting"
+    assert "calls that are still to be sent" in str(told)
+
+
+def test_nodes_that_may_come_are_told():
+    waits = {"demands": [({"CPU": 1.0, "GPU": 4.0}, 1)]}
+    calls = {4: call(GPU_4)}
+    alone = node("a", CPU=2)
+    plain = str(why(4, calls, survey(alone, **waits), 3.0))
+    assert "no node could have it: there are 1 x {CPU: 2}" in plain
+    assert "autoscaler" not in plain
+    grows = str(why(4, calls, survey(alone, grows=True, **waits), 3.0))
+    assert "whether one of them would do, Ray does not tell" in grows
+    comes = survey(alone, grows=True, coming=["1 x gpu"], failed=["gpu: no"], **waits)
+    told = str(why(4, calls, comes, 3.0))
+    assert "nodes that come: 1 x gpu" in told
+    assert "nodes that could not be started: gpu: no" in told
+
+
+def test_of_many_nodes_some_are_told():
+    nodes = [node("a", {}, CPU=2, GPU=1) for _ in range(10)]
+    seen = survey(*nodes, demands=[({"CPU": 1.0, "GPU": 1.0}, 99)])
+    told = why(20, {number: call() for number in range(21)}, seen, 3.0)
+    assert "and 2 nodes more that could have it" in str(told)
+
+
+def test_the_picture_shows_devices_calls_and_what_waits():
+    nodes = [
+        node("a", {"CPU": 1.0, "GPU": 1.5}, CPU=2, GPU=3, **{"accelerator_type:T4": 1}),
+        node("b", CPU=4, GPU=1)._replace(labels={"ray.io/accelerator-type": "H100"}),
+    ]
+    seen = survey(*nodes, demands=[({"CPU": 1.0, "GPU": 1.0}, 3), ({"x": 1.0}, 1)])
+    live: Any = {7: call(), 8: call(None, "load"), 9: call(refs=())}
+    status = status_of(seen, SimpleNamespace(live=live), 3.0)  # type: ignore[arg-type]
+    assert status.total["GPU"] == 4.0
+    assert status.available["GPU"] == 2.5
+    assert [(one.id, one.type, one.free) for one in status.devices] == [
+        ("host-a/aaaaaa:0", "T4", 1.0),
+        ("host-a/aaaaaa:1", "T4", 0.5),
+        ("host-a/aaaaaa:2", "T4", 0.0),
+        ("host-b/bbbbbb:0", "H100", 1.0),
+    ]
+    assert [task.state for task in status.tasks] == ["sent", "sent", "expecting"]
+    assert status.waiting_count == 4
+    assert [shape.first for shape in status.shapes] == ["train", "others"]
+    assert "not of which, nor to whom" in str(status)
+
+
+def test_a_status_of_rays_is_read():
+    def seen(name: str) -> Any:
+        return SimpleNamespace(
+            node_id=name * 6, available_resources=lambda: {"CPU": 1.0}
+        )
+
+    demand = SimpleNamespace(
+        bundles_by_count=[SimpleNamespace(bundle={"CPU": 4.0}, count=2)]
+    )
+    coming = SimpleNamespace(ray_node_type_name="gpu", count=2, details="no quota")
+    status = SimpleNamespace(
+        active_nodes=[seen("a")],
+        idle_nodes=[seen("z")],
+        pending_launches=[coming],
+        pending_nodes=[coming],
+        failed_launches=[coming],
+        resource_demands=SimpleNamespace(ray_task_actor_demand=[demand]),
+    )
+    found = survey_of(status, [node("a", CPU=2), node("b", CPU=2)], True)
+    assert [one.free for one in found.nodes] == [{"CPU": 1.0}]
+    assert found.demands == [({"CPU": 4.0}, 2)]
+    assert found.coming == ["2 x gpu", "gpu"]
+    assert found.failed == ["gpu: no quota"]
+    assert found.grows
