@@ -16,12 +16,13 @@ from zlib import crc32
 
 import pytest
 import uvloop
+from hypothesis import settings
 
-from tests.drawing import Value, covering, values
+from tests.drawing import CHANGE, Value, covering, values
 from tests.gate import Gate
 
 pytest_plugins = ["aiogpu.testing.fixtures"]
-
+settings.load_profile(CHANGE)  # unless --hypothesis-profile says otherwise
 
 LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 

@@ -1,4 +1,4 @@
-"""Which cases of a test run with every change: few that cover, and always the same.
+"""What of a test runs with every change: little that covers, and always the same.
 
 A case is drawn by its name, so what runs neither hangs on the machine nor on what else
 is run; the rest is for the full check.
@@ -7,11 +7,18 @@ is run; the rest is for the full check.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from typing import Final
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 Value = tuple[str, Hashable]
+
+CHANGE: Final = "change"
+FULL: Final = "full"
+settings.register_profile(FULL, max_examples=100)
+settings.register_profile(CHANGE, max_examples=30)
 
 
 def values(item: pytest.Item) -> frozenset[Value]:
@@ -32,6 +39,13 @@ def _values(item: pytest.Item) -> Iterator[Value]:
         yield ",".join(names), tuple(id(single.pop(name)) for name in names)
     for name, value in single.items():
         yield name, id(value)
+
+
+def examples(full: int) -> int:
+    """How many a property is tried with: all with `--hypothesis-profile=full`."""
+    return (
+        full * settings.default.max_examples // settings.get_profile(FULL).max_examples
+    )
 
 
 def covering(cases: Mapping[str, frozenset[Value]]) -> set[str]:

@@ -48,6 +48,7 @@ class FarHandle(Handle[T]):
 
     @task_id.setter
     def task_id(self, number: int) -> None:
+        """It is started; a handle that was promised before is kept from now on."""
         self._number = number
         if number and self._is_promised and self._loan is not None:
             self._is_promised = False
