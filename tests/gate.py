@@ -1,17 +1,20 @@
 """A gate between tests and tasks: a task says that it runs, and waits to go on.
 
 It takes the place of sleeps. `Gate` is the test's side, `pass_gate` the task's; the
-latter imports nothing that a worker would not have.
+latter imports nothing that a worker would not have, and what the former needs is
+imported late: a thousand workers are started here that import this file.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def pass_gate(path: str, name: str) -> str:
@@ -25,6 +28,8 @@ def pass_gate(path: str, name: str) -> str:
 
 async def pass_gate_softly(path: str, name: str) -> str:
     """The same in a coroutine; says `name-cancelled` if it is cancelled meanwhile."""
+    import asyncio
+
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(f"{name} {os.getpid()}\n".encode())
     try:
@@ -48,6 +53,8 @@ class Gate:
     """The test's side."""
 
     def __init__(self, path: str) -> None:
+        import asyncio
+
         self.path = path
         self.pids: dict[str, int] = {}
         self._all: list[asyncio.StreamWriter] = []
@@ -59,6 +66,9 @@ class Gate:
     @asynccontextmanager
     async def open(cls) -> AsyncIterator[Gate]:
         """Listen in a directory with a short name."""
+        import asyncio
+        import tempfile
+
         with tempfile.TemporaryDirectory(prefix="gate-", dir="/tmp") as place:
             gate = cls(f"{place}/s")
             server = await asyncio.start_unix_server(gate._visit, gate.path)
@@ -89,6 +99,8 @@ class Gate:
 
     async def entered(self, *names: str) -> None:
         """Wait until all of these have said that they run."""
+        import asyncio
+
         async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: set(names) <= set(self._visitors))
 

@@ -158,9 +158,9 @@ def test_sixty_four_programs_with_ten_thousand_tasks_each_are_seen_at_once():
             task += 1
             scheduler.submit(TaskId(task), spec, 0.0, None, None, client)
     gc.collect()
-    began = time.perf_counter()
+    began = time.process_time()
     status = snapshot(scheduler, {}, 1.0)
-    took = time.perf_counter() - began
+    took = time.process_time() - began
     assert len(status.clients) == 64
     assert sum(one.waiting for one in status.clients) == status.waiting_count
     assert len(status.waiting) == LISTED

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from aiogpu.core.devices import Device, DeviceSet, Share
 from aiogpu.core.resources import BY_SHARE, UNIT, Request
 from aiogpu.core.where import Where
+from tests.drawing import examples
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
 AMOUNTS = st.one_of(
@@ -164,7 +165,7 @@ TestIndex.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=60,
     suppress_health_check=list(HealthCheck),
 )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.resources import UNIT, Request
+from tests.drawing import examples
 
 
 @st.composite
@@ -24,7 +25,7 @@ def joined(chosen, linked) -> int:
     return sum(pair in linked for pair in combinations(sorted(chosen), 2))
 
 
-@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 @given(boxes(), st.integers(2, 8))
 def test_the_best_joined_set_is_chosen(box, wanted):
     count, linked, taken = box

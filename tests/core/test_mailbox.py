@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from aiogpu.core.mailbox import Mailbox
+from tests.drawing import examples
 
 
 def filled(window: int = 2, calls: int = 4, is_serial: bool = True) -> Mailbox:
@@ -163,4 +164,6 @@ class Post(RuleBasedStateMachine):
 
 
 TestPost = Post.TestCase
-TestPost.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPost.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)

@@ -37,6 +37,7 @@ from aiogpu.core.stake import LONGEST
 from aiogpu.core.where import Where
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.ganged import GangWorld
+from tests.drawing import examples
 
 GIB = 1 << 30
 TYPES = ["A100", "A100", "T4"]
@@ -681,7 +682,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=250,
+    max_examples=examples(250),
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

@@ -81,14 +81,14 @@ class Program:
             raise AssertionError(living(self._place.name)) from None
 
 
-def programs(life: str) -> Generator[Program, None, None]:
+def programs(life: str, stride: int) -> Generator[Program, None, None]:
     """One for each step, a few of them started before they are asked for."""
     started: list[Program] = []
     at = 0
     try:
         while True:
             while len(started) < AT_ONCE:
-                at += 1
+                at += stride
                 started.append(Program(life, at))
             yield started.pop(0)
     finally:
@@ -98,17 +98,25 @@ def programs(life: str) -> Generator[Program, None, None]:
 
 
 @pytest.mark.parametrize(
-    "life",
+    ("life", "stride"),
     [
-        "daemon",
+        ("daemon", 2),
         *(
-            pytest.param(life, marks=pytest.mark.slow)
-            for life in ("isolated", "reused", "nested", "nested-soft", "actor")
+            pytest.param(life, 1, marks=pytest.mark.slow)
+            for life in (
+                "daemon",
+                "isolated",
+                "reused",
+                "nested",
+                "nested-soft",
+                "actor",
+            )
         ),
     ],
 )
-def test_each_step(life: str) -> None:
-    with closing(programs(life)) as each:
+def test_each_step(life: str, stride: int) -> None:
+    """With every change each second step of one life; each of all, if all is run."""
+    with closing(programs(life, stride)) as each:
         last = next(program.at for program in each if not program.end())
     assert last > 8, "a table without steps"
 

@@ -26,7 +26,17 @@ FEWEST = 5
 """Messages that each life has at least, so that a table is no empty one."""
 
 
-QUICK = ("isolated", "reused", "nested", "actor-lossy")
+QUICK = {
+    ("isolated", "worker", 0),
+    ("isolated", "keeper", 1),
+    ("reused", "worker", 1),
+    ("reused", "keeper", 0),
+    ("nested", "worker", 1),
+    ("nested", "zygote", 1),
+    ("actor-lossy", "keeper", 1),
+    ("actor-lossy", "zygote", 1),
+}
+"""Of each of these lives two, of each victim two or three; the rest is slow."""
 
 
 @asynccontextmanager
@@ -91,8 +101,7 @@ def table() -> list[Any]:
         for victim in ("worker", "keeper", "zygote"):
             for retries in (0, 1):
                 for spares in (0, 2):
-                    is_short = life in ("isolated", "reused") and victim != "zygote"
-                    is_quick = not spares and (is_short or (retries and life in QUICK))
+                    is_quick = not spares and (life, victim, retries) in QUICK
                     marks = [] if is_quick else [pytest.mark.slow]
                     name = f"{life}-{victim}-{retries}-{spares}"
                     # A node starts three zygotes anew in a while, and no more.

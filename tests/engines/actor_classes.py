@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
@@ -11,10 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiogpu
 from tests.gate import pass_gate, pass_gate_softly, say
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Plain:
@@ -141,6 +143,8 @@ class Threads(Plain):
 @aiogpu.remote
 class Async(Plain):
     async def later(self, k: int = 1) -> int:
+        import asyncio
+
         await asyncio.sleep(0)
         self.count += k
         return self.count
@@ -152,10 +156,14 @@ class Async(Plain):
         return name
 
     async def leave_later(self) -> None:
+        import asyncio
+
         await asyncio.sleep(0)
         aiogpu.exit_actor()
 
     async def fail_later(self, kind: type[BaseException], *args: Any) -> None:
+        import asyncio
+
         await asyncio.sleep(0)
         raise kind(*args)
 
@@ -283,15 +291,21 @@ class Closing(Mourned):
         self.background: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        import asyncio
+
         self.background = asyncio.create_task(self.rest())
 
     async def rest(self) -> None:
+        import asyncio
+
         try:
             await asyncio.Event().wait()
         finally:
             say(self.path, f"{self.name}-rest-ended")
 
     async def wait(self, name: str) -> None:
+        import asyncio
+
         try:
             say(self.path, name)
             await asyncio.Event().wait()
@@ -302,10 +316,14 @@ class Closing(Mourned):
         aiogpu.exit_actor()
 
     async def turns(self, count: int) -> None:
+        import asyncio
+
         for _ in range(count):
             await asyncio.sleep(0)
 
     async def close(self) -> None:
+        import asyncio
+
         say(self.path, f"{self.name}-closing")
         if self.way == "raise":
             raise ValueError("cannot close")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
@@ -47,6 +46,8 @@ def count(number: int, until: int) -> int:
 
 @aiogpu.remote
 async def count_softly(number: int, until: int) -> int:
+    import asyncio
+
     for _ in range(until // 2):
         pass
     await asyncio.sleep(0)

@@ -52,7 +52,15 @@ DRAWN_ON_RAY: Final = 24
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """A service for each case takes its time."""
+    """What an engine lacks is skipped; a service for each case takes its time."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        engine = spec.params.get("address") if spec is not None else None
+        for mark in item.iter_markers("needs"):
+            for ability in mark.args:
+                if engine in LACKS and ability in LACKS[engine]:
+                    reason = f"{engine}: {LACKS[engine][ability]}"
+                    item.add_marker(pytest.mark.skip(reason=reason))
     if any("[" in argument for argument in config.args):
         return  # who names a case shall have it
     for item in items:
@@ -71,10 +79,6 @@ def pytest_collection_modifyitems(
 def address(request: pytest.FixtureRequest) -> str:
     """The engines that must pass; each issue that builds one adds its address."""
     engine = str(request.param)
-    for mark in request.node.iter_markers("needs"):
-        for ability in mark.args:
-            if ability in LACKS[engine]:
-                pytest.skip(f"{engine}: {LACKS[engine][ability]}")
     if engine == "node":
         request.getfixturevalue("served")
     if engine == "ray":

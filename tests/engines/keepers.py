@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
@@ -64,6 +63,8 @@ class Threaded(Keeper):
 @aiogpu.remote
 class Soft(Keeper):
     async def add(self, a: Any, b: Any = 1) -> Any:
+        import asyncio
+
         await asyncio.sleep(0)
         return a + b
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import select
@@ -41,18 +40,23 @@ def mixed_depth(depth: int) -> int:
 
 @aiogpu.remote
 async def mixed_depth_softly(depth: int) -> int:
+    import asyncio
+
     await asyncio.sleep(0)
     return 0 if depth == 0 else 1 + await mixed_depth.remote(depth - 1)
 
 
 @aiogpu.remote
 async def soft_sum(n: int) -> int:
+    import asyncio
+
     return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
 
 
 @aiogpu.remote
 def sum_on_own_loop(n: int) -> int:
     """A plain task that runs a loop of its own."""
+    import asyncio
 
     async def main() -> int:
         return sum(await asyncio.gather(*(tasks.double.remote(i) for i in range(n))))
@@ -113,11 +117,15 @@ def fails_before_others_end() -> tuple[str, str]:
 
 @aiogpu.remote
 async def never() -> None:
+    import asyncio
+
     await asyncio.Event().wait()
 
 
 @aiogpu.remote
 async def say_and_wait(path: str, name: str) -> None:
+    import asyncio
+
     say(path, name)
     open(f"{path}-{name}", "w").close()
     try:
@@ -187,6 +195,8 @@ def plain_greedy() -> list[tuple[str, str]]:
 
 @aiogpu.remote(num_gpus=1)
 async def soft_greedy() -> list[str]:
+    import asyncio
+
     greedy = [tasks.add.options(num_gpus=1).remote(i) for i in range(2)]
     ended = await asyncio.gather(*greedy, return_exceptions=True)
     return [type(error).__name__ for error in ended]
@@ -241,6 +251,8 @@ async def soft_waits(path: str) -> None:
 
 @aiogpu.remote
 def misuses() -> list[tuple[str, str]]:
+    import asyncio
+
     handle = tasks.add.remote(1)
 
     async def get_on_a_loop() -> None:

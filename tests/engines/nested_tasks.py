@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -102,6 +101,8 @@ def leave_many(path: str, count: int) -> None:
 
 @aiogpu.remote
 async def leave_child_softly(path: str, name: str, child: str) -> None:
+    import asyncio
+
     tasks.gated.remote(path, child)
     await asyncio.to_thread(pass_gate, path, name)
 

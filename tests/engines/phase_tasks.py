@@ -6,7 +6,6 @@ stopped. Light to import, since workers import it.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import ctypes
 import errno
@@ -58,6 +57,8 @@ def loop(path: str, name: str, place: str) -> None:
 
 @aiogpu.remote
 async def coroutine(path: str, name: str, place: str) -> None:
+    import asyncio
+
     with noted(place):
         say(path, name)
         await asyncio.Event().wait()
@@ -73,6 +74,7 @@ async def busy_coroutine(path: str, name: str, place: str) -> None:
 @aiogpu.remote
 async def left_context(path: str, name: str, place: str) -> None:
     """A coroutine that awaits for ever on its way out of `async with`."""
+    import asyncio
 
     class Slow:
         async def __aenter__(self) -> None:

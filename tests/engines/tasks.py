@@ -1,8 +1,10 @@
-"""The tasks of the engines' tests: light to import, since workers import them."""
+"""The tasks of the engines' tests: light to import, since workers import them.
+
+So what imports asyncio, which takes longer than all the rest, does it when it runs.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -23,6 +25,8 @@ def add(a: int, b: int = 1) -> int:
 
 @aiogpu.remote
 async def double(x: int) -> int:
+    import asyncio
+
     await asyncio.sleep(0)
     return 2 * x
 
@@ -335,6 +339,8 @@ def clock() -> float:
 
 @aiogpu.remote
 async def leave_asyncio_task(path: str) -> None:
+    import asyncio
+
     async def rest() -> None:
         try:
             await asyncio.Event().wait()

@@ -105,11 +105,11 @@ async def makes(number: int) -> AsyncIterator[Any]:
         yield Async.remote()
 
 
-@pytest.fixture(params=[Serial, Threaded, Async])
-def kind(request: pytest.FixtureRequest, address: str) -> Any:
+@pytest.fixture(
+    params=[Serial, pytest.param(Threaded, marks=pytest.mark.needs("threads")), Async]
+)
+def kind(request: pytest.FixtureRequest) -> Any:
     """Each kind of actor, where there may be one."""
-    if request.param is Threaded and address == "inline":
-        pytest.skip("inline: all code runs in the thread of the loop")
     return request.param
 
 

@@ -60,7 +60,7 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(1000, marks=pytest.mark.slow)], ids=str
+    "count", [150, pytest.param(1000, marks=pytest.mark.slow)], ids=str
 )
 async def test_who_stays_does_not_grow(count: int) -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):

@@ -95,12 +95,16 @@ async def test_the_other_ways_to_end_it_early(
         await idle(1.0)
 
 
-@pytest.mark.parametrize("generator", stream_tasks.GATED)
+BLOCKING = pytest.mark.needs("interrupts")
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [pytest.param(stream_tasks.gated, marks=BLOCKING), stream_tasks.gated_softly],
+)
 async def test_a_producer_amid_its_code_is_interrupted_there(
-    address: str, gate: Gate, generator: Any, request: pytest.FixtureRequest
+    address: str, gate: Gate, generator: Any
 ) -> None:
-    if address == "inline" and generator is stream_tasks.gated:
-        pytest.skip("inline: code that blocks has the loop's thread")
     async with aiogpu.init(address=address, num_cpus=1):
         async for _ in generator.remote(gate.path):
             await gate.entered("inside")
@@ -313,13 +317,15 @@ async def test_a_task_consumes_its_childs_stream(address: str, parent: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "parent", [stream_tasks.first_of_endless, stream_tasks.first_of_endless_softly]
+    "parent",
+    [
+        pytest.param(stream_tasks.first_of_endless, marks=BLOCKING),
+        stream_tasks.first_of_endless_softly,
+    ],
 )
 async def test_a_task_leaves_its_childs_stream_early(
     address: str, gate: Gate, parent: Any
 ) -> None:
-    if address == "inline" and parent is stream_tasks.first_of_endless:
-        pytest.skip("inline: code that blocks has the loop's thread")
     async with aiogpu.init(address=address, num_cpus=2):
         handle = parent.remote(gate.path)
         await gate.entered("closed", "parent")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from contextlib import suppress
 from typing import Any
@@ -31,6 +30,8 @@ def add(a: Any, b: Any = 1) -> Any:
 
 @aiogpu.remote
 async def add_softly(a: Any, b: Any = 1) -> Any:
+    import asyncio
+
     await asyncio.sleep(0)
     return a + b
 
@@ -94,11 +95,15 @@ async def await_nested(box: dict[str, Any]) -> Any:
 
 @aiogpu.remote
 async def gather_nested(handles: list[Any]) -> list[Any]:
+    import asyncio
+
     return await asyncio.gather(*handles)
 
 
 @aiogpu.remote
 async def wait_for_nested(handles: list[Any]) -> list[Any]:
+    import asyncio
+
     done, _ = await asyncio.wait(handles)
     assert done == set(handles)
     return [handle.result() for handle in handles]
@@ -268,6 +273,8 @@ def split(value: list[Any]) -> list[Any]:
 
 @aiogpu.remote
 async def split_softly(value: list[Any]) -> list[Any]:
+    import asyncio
+
     await asyncio.sleep(0)
     return value
 
@@ -280,6 +287,8 @@ async def gated_split(path: str, name: str, value: list[Any]) -> list[Any]:
 
 @aiogpu.remote
 async def cancel_what_came_back(path: str) -> str:
+    import asyncio
+
     slow = gated.remote(path, "slow", 5)
     other = (await give_boxed.remote({"handle": slow}))["handle"]
     other.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import locale
 import os
@@ -57,6 +56,8 @@ def change_handlers() -> None:
 
 @aiogpu.remote
 async def change_handler_by_loop() -> None:
+    import asyncio
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, print)
 
 
@@ -117,6 +118,8 @@ def kill_keeper() -> None:
 @aiogpu.remote
 async def fork_in_coroutine(code: int) -> tuple[int, int]:
     """Fork on the loop; the child comes back from the task as well."""
+    import asyncio
+
     child = os.fork()
     if child == 0:
         await asyncio.sleep(0)

@@ -27,6 +27,7 @@ from aiogpu.runtime.call import ActorTerms
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, Invoke
 from aiogpu.wire.failure import RAISED
 from aiogpu.wire.messages import Done, Failed
+from tests.drawing import examples
 from tests.runtime import sites
 from tests.runtime.paper import PaperPeer
 
@@ -328,7 +329,7 @@ TestActor = seed(1)(ActorMachine).TestCase
 TestActor.settings = settings(
     database=None,
     deadline=None,
-    max_examples=400,
+    max_examples=examples(400),
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

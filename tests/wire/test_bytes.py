@@ -25,9 +25,12 @@ from aiogpu.wire.connection import (
 )
 from aiogpu.wire.frames import HEADER, LIMIT, FrameReader, encode
 from aiogpu.wire.messages import TAGS, VERSION, Done, Exit, Hello, Message, Run
+from tests.drawing import examples
 
 # A slow machine must not make a test fail, and a failure must come back.
-steady = settings(derandomize=True, database=None, deadline=None, max_examples=100)
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(100)
+)
 
 ROLES = (ZYGOTE, KEEPER, WORKER)
 KINDS = list(TAGS)

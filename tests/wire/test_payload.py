@@ -28,8 +28,11 @@ from aiogpu.wire.payload import (
     load_result,
     text_of,
 )
+from tests.drawing import examples
 
-steady = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(60)
+)
 
 PLAIN = (
     st.none()

@@ -22,8 +22,11 @@ from aiogpu.wire.pickler import (
     measure,
     names_sent_by_value,
 )
+from tests.drawing import examples
 
-steady = settings(derandomize=True, database=None, deadline=None, max_examples=80)
+steady = settings(
+    derandomize=True, database=None, deadline=None, max_examples=examples(80)
+)
 EDGE = APART // 8
 
 

@@ -1,0 +1,60 @@
+"""What of a test runs with every change: little that covers, and always the same.
+
+A case is drawn by its name, so what runs neither hangs on the machine nor on what else
+is run; the rest is for the full check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Final
+from zlib import crc32
+
+import pytest
+from hypothesis import settings
+
+Value = tuple[str, Hashable]
+
+CHANGE: Final = "change"
+FULL: Final = "full"
+settings.register_profile(FULL, max_examples=100)
+settings.register_profile(CHANGE, max_examples=30)
+
+
+def values(item: pytest.Item) -> frozenset[Value]:
+    """The values of a case's parameters; of what is given together, the row.
+
+    Values are told apart by identity, as some cannot be hashed or compared.
+    """
+    return frozenset(_values(item))
+
+
+def _values(item: pytest.Item) -> Iterator[Value]:
+    spec = getattr(item, "callspec", None)
+    single = dict(spec.params) if spec is not None else {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",")]
+        yield ",".join(names), tuple(id(single.pop(name)) for name in names)
+    for name, value in single.items():
+        yield name, id(value)
+
+
+def examples(full: int) -> int:
+    """How many a property is tried with: all with `--hypothesis-profile=full`."""
+    return (
+        full * settings.default.max_examples // settings.get_profile(FULL).max_examples
+    )
+
+
+def covering(cases: Mapping[str, frozenset[Value]]) -> set[str]:
+    """The names of few cases in which each value of each parameter is found."""
+    missing = set().union(*cases.values())
+    left = dict(sorted(cases.items(), key=lambda case: crc32(case[0].encode())))
+    drawn = set()
+    while missing:
+        best = max(left, key=lambda name: len(missing & left[name]))
+        missing -= left.pop(best)
+        drawn.add(best)
+    return drawn
