@@ -26,6 +26,13 @@ LACKS: Final = {
     "ray": {
         "same turn": "the cluster is other processes, and goes on while it is asked",
         "priority": "Ray has no priorities",
+        "spread": "Ray packs the shares of a device",
+        "holders": "Ray does not tell which of its processes holds what",
+        "leases": "a cluster's devices are handed to nobody but Ray's own",
+        "device memory": "Ray reserves no memory of devices",
+        "deadlocks": "Ray lets wait what can never run",
+        "books": "Ray tells of what is free a moment later",
+        "withdrawn arguments": "Ray cannot take back an argument that was sent",
         "interrupts": "Ray interrupts between two steps of Python code only",
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",

@@ -257,6 +257,7 @@ async def test_cancelling_while_its_process_is_forked() -> None:
         assert await tasks.add.options(num_gpus=1).remote(1) == 2
 
 
+@pytest.mark.needs("books")
 async def test_cancelling_at_the_moment_of_completion() -> None:
     async with aiogpu.init(num_cpus=1):
         outcomes = set()

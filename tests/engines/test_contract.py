@@ -83,7 +83,7 @@ async def test_resources_are_told(address: str, gate: Gate) -> None:
         await handle
 
 
-@pytest.mark.needs("at once")
+@pytest.mark.needs("at once", "holders")
 async def test_status_names_holders_and_reasons(address: str, gate: Gate) -> None:
     """[B8]"""
     async with aiogpu.init(address=address, num_cpus=8, num_gpus=2):
@@ -233,7 +233,11 @@ async def test_fractions_pack_on_the_fullest_device(address: str, gate: Gate) ->
 
 @pytest.mark.needs("at once")
 @pytest.mark.parametrize(
-    ("strategy", "gpus"), [("pack", [0, 0, 0, 0]), ("spread", [0, 1, 2, 3])]
+    ("strategy", "gpus"),
+    [
+        ("pack", [0, 0, 0, 0]),
+        pytest.param("spread", [0, 1, 2, 3], marks=pytest.mark.needs("spread")),
+    ],
 )
 async def test_quarters_pack_on_one_gpu_or_spread_over_four(
     address: str, gate: Gate, strategy: Literal["pack", "spread"], gpus: list[int]

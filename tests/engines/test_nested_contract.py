@@ -123,6 +123,7 @@ async def test_cancelled_children(node: aiogpu.Session, gate: Gate) -> None:
     await gate.entered("child-ended")
 
 
+@pytest.mark.needs("deadlocks")
 async def test_waits_that_can_never_end(node: aiogpu.Session) -> None:
     failures = await kin_tasks.plain_greedy.remote()
     assert [name for name, _ in failures] == ["DeadlockError"] * 3

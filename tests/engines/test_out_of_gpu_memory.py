@@ -14,7 +14,11 @@ from tests.engines import gpu_oom_tasks as tasks
 from tests.gate import Gate
 from tests.until import LIMIT
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.needs("device memory"),
+]
 
 OOM = aiogpu.GpuOutOfMemoryError
 ORIGINAL = "tests.engines.gpu_oom_tasks.OutOfMemoryError"

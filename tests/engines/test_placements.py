@@ -57,6 +57,7 @@ async def test_tasks_run_on_their_bundles_devices(address: str) -> None:
         assert await in_none.remote() == []
 
 
+@pytest.mark.needs("leases")
 async def test_what_is_given_before_it_is_ready_waits(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
         async with aiogpu.lease(num_gpus=0.5):
@@ -126,6 +127,7 @@ async def test_an_actor_in_a_removed_placement_never_lives(address: str) -> None
         await until_free("GPU", 1)
 
 
+@pytest.mark.needs("leases")
 async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
     address: str,
 ) -> None:
@@ -141,6 +143,7 @@ async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
         await until_free("GPU", 1)
 
 
+@pytest.mark.needs("leases")
 async def test_who_gives_up_waiting_in_a_block_asks_no_more(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
         async with aiogpu.lease(num_gpus=1):
@@ -219,6 +222,7 @@ async def _opened(opening: aiogpu.Session) -> None:
     await opening
 
 
+@pytest.mark.needs("leases")
 async def test_a_member_of_a_type_that_its_bundle_has_not(address: str) -> None:
     async with aiogpu.init(
         address=address, num_gpus=1, num_cpus=2, accelerator_type="T4"

@@ -12,7 +12,11 @@ from aiogpu.core.snapshot import LISTED, TaskStatus
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.needs("holders"),
+]
 
 
 @pytest.mark.needs("at once")
