@@ -14,6 +14,8 @@ import aiogpu
 from tests.engines import tasks
 from tests.until import LIMIT
 
+pytestmark = pytest.mark.needs("leases")
+
 
 async def until_free(name: str, amount: float) -> None:
     async with asyncio.timeout(LIMIT):

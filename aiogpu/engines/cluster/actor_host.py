@@ -7,10 +7,13 @@ would tell in its own words only.
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from inspect import iscoroutinefunction, signature
 from types import CoroutineType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed
@@ -25,10 +28,14 @@ from aiogpu.engines.cluster.work import (
     take_place,
 )
 from aiogpu.engines.family import host_of_task
+from aiogpu.wire.acting import DEFAULT_GROUP
 from aiogpu.wire.failure import DIED, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.payload import load_arguments, load_function, several
 from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current
+
+CLOSE_LIMIT: Final = 5.0
+"""Seconds for an object's `close()` when its last handle has gone."""
 
 
 class Blueprint:
@@ -37,13 +44,22 @@ class Blueprint:
     Attributes:
         name: how errors call the actor.
         resources: what it holds.
+        limits: by concurrency group, how many coroutines run at once.
+        groups: by method, its group, where it is not the default one.
     """
 
     def __init__(
-        self, name: str, payload: bytes, resources: Mapping[str, float]
+        self,
+        name: str,
+        payload: bytes,
+        resources: Mapping[str, float],
+        limits: Mapping[str, int],
+        groups: Mapping[str, str],
     ) -> None:
         self.name = name
         self.resources = dict(resources)
+        self.limits = dict(limits)
+        self.groups = dict(groups)
         self._payload = payload
         self._places = search_path()
 
@@ -112,6 +128,15 @@ class _Stage:
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             raise _failure(kind, error) from None
 
+    def _drop(self) -> None:
+        """Let go of the object, so that it may still do what it does at its end."""
+        self._object, self._methods = None, Methods(None)
+        gc.collect()
+
+    def __ray_shutdown__(self) -> None:
+        """Ray ends this process in an orderly way."""
+        self._drop()
+
 
 class PlainHost(_Stage):
     """An actor whose methods are plain: one at a time, or each in a thread."""
@@ -158,9 +183,22 @@ class SoftHost(_Stage):
         super().__init__(blueprint, given)
         self._running = 0
         self._quiet: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self._groups = blueprint.groups
+        self._rooms: dict[str, AbstractAsyncContextManager[Any]] = {}
+        if len(blueprint.limits) > 1:
+            limits = blueprint.limits.items()
+            self._rooms = {name: asyncio.Semaphore(most) for name, most in limits}
+
+    def _room(self, method: str) -> AbstractAsyncContextManager[Any]:
+        """A place in the method's group; Ray sees to it where there is one group."""
+        group = self._groups.get(method, DEFAULT_GROUP)
+        return self._rooms.get(group) or nullcontext()
 
     async def ready(self) -> None:
         """The constructor has returned; raises why not."""
+        self._loop = asyncio.get_running_loop()
         self._begin()
 
     async def call(self, method: str, *given: Any) -> Any:
@@ -168,10 +206,11 @@ class SoftHost(_Stage):
         self._begin()
         self._running += 1
         try:
-            value, payload = self._called(method, given)
-            if type(value) is CoroutineType:
-                value = await _awaited(value)
-            return self._returned(value, payload)
+            async with self._room(method):
+                value, payload = self._called(method, given)
+                if type(value) is CoroutineType:
+                    value = await _awaited(value)
+                return self._returned(value, payload)
         except ActorExit:
             _leave()
         finally:
@@ -183,12 +222,13 @@ class SoftHost(_Stage):
         self._running += 1
         kind = RAISED
         try:
-            items, _ = self._called(method, given)
-            place = 0
-            async for item in _each(items):
-                kind, place = UNSENDABLE, place + 1
-                yield returned_item(place, item, self._host)
-                kind = RAISED
+            async with self._room(method):
+                items, _ = self._called(method, given)
+                place = 0
+                async for item in _each(items):
+                    kind, place = UNSENDABLE, place + 1
+                    yield returned_item(place, item, self._host)
+                    kind = RAISED
         except (GeneratorExit, asyncio.CancelledError, TaskFailure):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
@@ -206,10 +246,30 @@ class SoftHost(_Stage):
         if self._running:
             self._quiet = asyncio.Event()
             await self._quiet.wait()
-        close = getattr(self._object, "close", None)
-        if iscoroutinefunction(close) and not signature(close).parameters:
-            await close()
+        await self._close()
+        self._drop()
         _leave()
+
+    async def _close(self) -> None:
+        """The object's own `close()`, once."""
+        host_of_task.set(self._host)
+        close = getattr(self._object, "close", None)
+        is_closed, self._is_closed = self._is_closed, True
+        if is_closed or not iscoroutinefunction(close) or signature(close).parameters:
+            return
+        try:
+            await close()
+        except BaseException:  # noqa: BLE001 - whatever it is, the actor ends
+            sys.excepthook(*sys.exc_info())
+
+    def __ray_shutdown__(self) -> None:
+        """Ray ends this process in an orderly way: its last handle has gone."""
+        loop = self._loop
+        # Ray has stopped it by now, and leaves it as it is.
+        if loop is not None and not loop.is_running() and not loop.is_closed():
+            with suppress(TimeoutError):
+                loop.run_until_complete(asyncio.wait_for(self._close(), CLOSE_LIMIT))
+        super().__ray_shutdown__()
 
 
 async def _awaited(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The actors of a cluster, as a program or a task reaches them.
 
 Ray counts who holds a handle, in whichever process, and ends an actor with the last.
-Here it is counted who of this process does, so that Ray's own handle goes with them.
+In this process its own handle goes with the ties that hold it, wherever these end: no
+loop need run for that, since that of a plain task does not while nobody waits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 AGAIN: Final = 0.05
-"""Seconds between two looks at whether an actor has ended."""
+"""Seconds between two looks at whether an actor has ended that was told to."""
+SELDOM: Final = 0.5
+"""The same for one that was not."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ClusterActor:
     """One actor; see `ActorPort`.
 
@@ -41,8 +45,8 @@ class ClusterActor:
         site: its class.
         handle: Ray's own.
         engine: carries its calls.
-        holders: how many of this process hold a handle.
         is_made_here: whether it ends with this program at the latest.
+        is_ending: whether this process has told it to end.
         why_failed: why its constructor did not return, once that is known.
     """
 
@@ -50,8 +54,8 @@ class ClusterActor:
     site: Site
     handle: Any
     engine: RayEngine
-    holders: int = 1
     is_made_here: bool = False
+    is_ending: bool = False
     why_failed: Failed | None = None
 
     def __repr__(self) -> str:
@@ -81,7 +85,7 @@ class ClusterActor:
             return
         options: dict[str, Any] = {}
         group = terms.groups.get(method, DEFAULT_GROUP)
-        if group:
+        if group and terms.mode != ASYNC:
             options["concurrency_group"] = group
         window = _window_of(live)
         if window:
@@ -142,8 +146,9 @@ class _Ended:
 
     def receive(self, _payload: bytes) -> None:
         """It lives."""
-        again = partial(self._actor.await_end, self._receiver)
-        self._actor.engine.loop.call_later(AGAIN, again)
+        actor = self._actor
+        again = partial(actor.await_end, self._receiver)
+        actor.engine.loop.call_later(AGAIN if actor.is_ending else SELDOM, again)
 
     def reject(self, _failed: Failed) -> None:
         """Its constructor has failed."""
@@ -158,14 +163,16 @@ class _Made:
     """Hears whether an actor's constructor has returned."""
 
     def __init__(self, actor: ClusterActor) -> None:
-        self._actor = actor
+        self._actor = ref(actor)
 
     def receive(self, _payload: bytes) -> None:
         """It has."""
 
     def reject(self, failed: Failed) -> None:
         """It has not."""
-        self._actor.fail(failed)
+        actor = self._actor()
+        if actor is not None:
+            actor.fail(failed)
 
     def fail(self, _error: Exception) -> None:
         """Its process has ended first; whoever calls is told so by Ray."""
@@ -176,7 +183,7 @@ class ClusterActors:
 
     def __init__(self, engine: RayEngine) -> None:
         self._engine = engine
-        self._actors: dict[int, ClusterActor] = {}
+        self._actors: WeakValueDictionary[int, ClusterActor] = WeakValueDictionary()
 
     def __repr__(self) -> str:
         return f"<ClusterActors {len(self._actors)}>"
@@ -196,7 +203,6 @@ class ClusterActors:
         if found is not None and get_if_exists:
             return found
         if found is not None and key is not None:
-            self.release(found.id)
             raise _taken(key)
         try:
             handle = self._made(site, payload, key)
@@ -220,20 +226,22 @@ class ClusterActors:
         assert site.actor is not None, site
         options = options_of_actor(site, key)
         options |= self._engine.placements.options(site.spec.shape.request)
-        blueprint = Blueprint(site.spec.name, site.function.payload, site.resources)
+        limits, groups = site.actor.limits, site.actor.groups
+        blueprint = Blueprint(
+            site.spec.name, site.function.payload, site.resources, limits, groups
+        )
         host = SoftHost if site.actor.mode == ASYNC else PlainHost
         made = ray.actor(host, options)
         return made.remote(blueprint, *self._engine.given(payload))
 
     def _note(self, handle: Any, site: Site) -> ClusterActor:
         identity = identity_of(handle)
-        met[identity] = handle
+        handle = met.setdefault(identity, handle)
+        _sites.setdefault(handle, site)
         actor = self._actors.get(identity)
         if actor is None:
             actor = ClusterActor(identity, site, handle, self._engine)
             self._actors[identity] = actor
-        else:
-            actor.holders += 1
         return actor
 
     def find(self, key: tuple[str, str]) -> ClusterActor | None:
@@ -252,7 +260,6 @@ class ClusterActors:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         known = self._actors.get(actor)
         if known is not None:
-            known.holders += 1
             return known
         handle = met.get(actor)
         if handle is None:
@@ -260,12 +267,16 @@ class ClusterActors:
         return self._note(handle, _site(name, None))
 
     def known(self, actor: int) -> ClusterActor:
-        """An actor that somebody of this process holds."""
-        return self._actors[actor]
+        """An actor that somebody of this process holds, maybe another thread."""
+        found = self._actors.get(actor)
+        if found is None:
+            handle = met[actor]
+            found = self._note(handle, _sites[handle])
+        return found
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
-        request = self._actors[actor].site.spec.shape.request
+        request = self.known(actor).site.spec.shape.request
         room = self._engine.overview.room_for(request), str(request)
         receiver.receive(dump_whole(room))
 
@@ -277,23 +288,22 @@ class ClusterActors:
         """Nobody wants a call's answer any more."""
         self._engine.cancel(number)
 
-    def release(self, actor: int) -> None:
-        """A handle has gone."""
-        known = self._actors.get(actor)
-        if known is not None:
-            known.holders -= 1
-            if known.holders <= 0:
-                del self._actors[actor]
+    def release(self, _actor: int) -> None:
+        """A handle has gone, and with the last of them Ray's own."""
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
+        known = self.known(actor)
+        known.is_ending |= no_restart
         if self._engine.lost is None:
-            ray.kill(self._actors[actor].handle, may_restart=not no_restart)
+            ray.kill(known.handle, may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
+        known = self.known(actor)
+        known.is_ending = True
         if self._engine.lost is None:
-            self._actors[actor].handle.leave.remote()
+            known.handle.leave.remote()
 
     def lose(self, failed: Failed) -> None:
         """The cluster has gone: who calls one of them is told so, and Ray nothing."""
@@ -302,7 +312,7 @@ class ClusterActors:
 
     def close(self) -> None:
         """The program leaves its cluster: what is its own ends."""
-        for actor in self._actors.values():
+        for actor in list(self._actors.values()):
             if actor.is_made_here and actor.why_failed is None:
                 ray.kill(actor.handle, may_restart=False)
         self._actors.clear()
@@ -310,6 +320,8 @@ class ClusterActors:
 
 NONE: Final = dump_whole(None)
 """The payload of None."""
+_sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
+"""The classes of the actors that any thread or loop of this process holds."""
 
 
 def identity_of(handle: Any) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""
 
+WAITING: Final = 10_000
+"""Calls of an actor with coroutines that wait in it for a place in their group."""
+
 
 def check_possible(site: Site) -> None:
     """Refuse what Ray cannot do.
@@ -111,17 +114,24 @@ def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     assert terms is not None, site
     options = resources_of(spec.shape.request)
     if not terms.keeps_cpus:
-        # Ray takes one CPU then to place it, and none while it runs.
-        del options["num_cpus"]
+        if options["num_cpus"] and not {"num_gpus", "resources"} & options.keys():
+            # Ray takes one CPU then to place it, and none while it runs.
+            del options["num_cpus"]
+        else:
+            # Of one that asks for more it would hold the CPU for life as well.
+            options["num_cpus"] = 0
     options |= {
         "max_restarts": spec.max_retries,
         "max_task_retries": terms.max_task_retries,
     }
+    groups = {name: limit for name, limit in terms.limits.items() if name}
     if terms.mode in (THREADED, ASYNC):
         options["max_concurrency"] = terms.limits[DEFAULT_GROUP]
-        groups = {name: limit for name, limit in terms.limits.items() if name}
-        if groups:
-            options["concurrency_groups"] = groups
+    if terms.mode == THREADED and groups:
+        options["concurrency_groups"] = groups
+    elif groups:
+        # Ray gives each group a loop of its own; the host keeps them apart on one.
+        options["max_concurrency"] = sum(terms.limits.values()) + WAITING
     if key is not None:
         options["name"] = key[1]
         options["namespace"] = key[0] or NAMESPACE
