@@ -237,9 +237,8 @@ class RayEngine(Questions):
             MisuseError: always.
         """
         raise MisuseError(
-            "aiogpu.lease() hands devices of this machine to processes that are not "
-            "aiogpu's, which a Ray cluster cannot do. Use a node of aiogpu's own, or "
-            "have a task start the process."
+            "aiogpu.lease() hands devices to processes that are not aiogpu's, which a "
+            "Ray cluster cannot do. Use a node, or have a task start the process."
         )
 
     def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
