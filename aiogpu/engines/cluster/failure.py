@@ -88,7 +88,14 @@ def explained(name: str, error: BaseException) -> Exception:
 
 
 def _died(message: str) -> ActorDiedError:
-    return ActorDiedError(message, message.partition(" is dead")[0])
+    name = message.partition(" is dead")[0]
+    if "exit_actor() is called" in message or "INTENDED_USER_EXIT" in message:
+        # Ray ends it in the same words at the end of an `async with`.
+        why = "its block has ended, or a call ended it by exit_actor()."
+        return ActorDiedError(f"{name} is dead: {why}", name)
+    # Ray says this of a call that was lost where another process takes over.
+    is_restarting = "is temporarily unavailable" in message
+    return ActorDiedError(message, name, is_restarting)
 
 
 _MEANINGS: Final[tuple[tuple[Any, Callable[[str], Exception], str], ...]] = (
