@@ -104,6 +104,14 @@ def ray_clusters() -> Iterator[None]:
     rayed.clusters.close()
 
 
+@pytest.fixture(scope="module")
+def in_no_cluster(ray_clusters: None) -> None:
+    """This process is in none when the module's tests begin, which have their own."""
+    from tests.engines import rayed
+
+    rayed.leave()
+
+
 @pytest.fixture
 def rayed(ray_clusters: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`init(address="ray")` joins a cluster that has what it was told."""

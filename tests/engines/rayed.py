@@ -41,18 +41,28 @@ class Clusters:
             self._has = None
         ray.start({**options, "log_to_driver": False})
 
-    def close(self) -> None:
-        """End it."""
+    def end(self) -> None:
+        """End it; another may be started."""
         if self._has is not None:
             from aiogpu.engines import ray
 
             self._thread.submit(ray.leave).result()
             self._has = None
+
+    def close(self) -> None:
+        """End it for good."""
+        self.end()
         self._thread.shutdown()
 
 
 clusters: Clusters | None = None
 """There is one as soon as a test of this process needs it."""
+
+
+def leave() -> None:
+    """Have this process in no cluster, for tests that have their own."""
+    if clusters is not None:
+        clusters.end()
 
 
 class RayedEngine(RayEngine):

@@ -15,14 +15,18 @@ from tests.engines import spread_tasks, tasks
 from tests.engines.clusters import Cluster
 from tests.until import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.either_loop,
+    pytest.mark.usefixtures("in_no_cluster"),
+]
 
 GPUS, CPUS = 3, 5
 """In the cluster, on three nodes, of which one has no GPU."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(in_no_cluster: None) -> Iterator[Cluster]:
     with Cluster(has_clients=True, num_cpus=2) as cluster:
         cluster.add(
             num_cpus=2, num_gpus=2, resources={"accelerator_type:A100": 1, "license": 1}

@@ -18,7 +18,11 @@ from aiogpu.engines.base import NodeOptions
 from tests import program
 from tests.engines.clusters import Cluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.either_loop,
+    pytest.mark.usefixtures("in_no_cluster"),
+]
 
 ENDED_WITHIN = 90.0
 """Seconds from a program's sudden end to that of the cluster that it has started.

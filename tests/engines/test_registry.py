@@ -49,7 +49,7 @@ async def test_what_only_the_start_of_a_node_can_say() -> None:
         create_engine("auto", NodeOptions(num_gpus=1), loop)
 
 
-@pytest.mark.parametrize("address", ["ray", "ray://host:1", "Auto", ""])
+@pytest.mark.parametrize("address", ["ray", "raylet://host:1", "Auto", ""])
 async def test_what_this_version_does_not_know(address: str) -> None:
     with pytest.raises(OptionError, match=repr(address)):
         create_engine(address, NodeOptions(), asyncio.get_running_loop())

@@ -191,6 +191,10 @@ class SoftHost(_Stage):
             limits = blueprint.limits.items()
             self._rooms = {name: asyncio.Semaphore(most) for name, most in limits}
 
+    async def interleaves(self) -> bool:
+        """True; that an actor has this method tells its handles so."""
+        return True
+
     def _room(self, method: str) -> AbstractAsyncContextManager[Any]:
         """A place in the method's group; Ray sees to it where there is one group."""
         group = self._groups.get(method, DEFAULT_GROUP)

@@ -7,175 +7,25 @@ loop need run for that, since that of a plain task does not while nobody waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.actor import ClusterActor, Made
 from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost, SoftHost
-from aiogpu.engines.cluster.calls import Live
-from aiogpu.engines.cluster.shared import met, passed
-from aiogpu.engines.cluster.streams import Inflow
+from aiogpu.engines.cluster.shared import met
 from aiogpu.engines.cluster.terms import options_of_actor
 from aiogpu.errors import ActorDiedError, ActorNameError
 from aiogpu.runtime.call import ActorTerms, Function, Site
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL
+from aiogpu.wire.acting import ASYNC, SERIAL
 from aiogpu.wire.payload import dump_whole, load_result
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
-
-AGAIN: Final = 0.05
-"""Seconds between two looks at whether an actor has ended that was told to."""
-SELDOM: Final = 0.5
-"""The same for one that was not."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class ClusterActor:
-    """One actor; see `ActorPort`.
-
-    Attributes:
-        id: its number, the same in all processes.
-        site: its class.
-        handle: Ray's own.
-        engine: carries its calls.
-        is_made_here: whether it ends with this program at the latest.
-        is_ending: whether this process has told it to end.
-        why_failed: why its constructor did not return, once that is known.
-    """
-
-    id: int
-    site: Site
-    handle: Any
-    engine: RayEngine
-    is_made_here: bool = False
-    is_ending: bool = False
-    why_failed: Failed | None = None
-
-    def __repr__(self) -> str:
-        return f"<ClusterActor {self.site.spec.name} {self.id}>"
-
-    def pass_on(self) -> None:
-        """A handle to it is being pickled: Ray's goes along."""
-        passed.append((self.id, self.handle))
-
-    def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; gives the call's number."""
-        engine, terms = self.engine, self.site.actor
-        assert terms is not None, self
-        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
-        number = engine.calls.begin(live)
-        if self.why_failed is not None:
-            engine.refuse(number, self.why_failed)
-            return number
-        engine.send(number, payload, partial(self._send, number, method))
-        return number
-
-    def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
-        calls, terms = self.engine.calls, self.site.actor
-        live = calls.live.get(number)
-        assert terms is not None, self
-        if live is None:
-            return
-        options: dict[str, Any] = {}
-        group = terms.groups.get(method, DEFAULT_GROUP)
-        if group and terms.mode != ASYNC:
-            options["concurrency_group"] = group
-        window = _window_of(live)
-        if window:
-            options["num_returns"] = "streaming"
-            options["_generator_backpressure_num_objects"] = window
-            items = self.handle.pour.options(**options).remote(method, *given)
-            Inflow(calls, number, live, items).begin()
-            return
-        returns = given[2] if len(given) > 2 else 0
-        if returns > 1:
-            options["num_returns"] = returns
-        call = self.handle.call.options(**options) if options else self.handle.call
-        made = call.remote(method, *given)
-        calls.watch(number, made if returns > 1 else (made,))
-
-    def await_ready(self, receiver: Receiver) -> None:
-        """Tell it when the constructor has returned, or why it never will."""
-        self._ask(receiver, self.handle.ready)
-
-    def _ask(self, receiver: Receiver, method: Any) -> None:
-        engine = self.engine
-        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
-        number = engine.calls.begin(live)
-        if self.why_failed is not None:
-            engine.refuse(number, self.why_failed)
-        else:
-            live.told_as = NONE
-            engine.calls.watch(number, (method.remote(),))
-
-    def await_end(self, receiver: Receiver) -> None:
-        """Tell it when the actor's process has ended."""
-        if self.why_failed is not None:
-            receiver.receive(NONE)
-        else:
-            self._ask(_Ended(self, receiver), self.handle.ready)
-
-    def fail(self, failed: Failed) -> None:
-        """Its constructor has failed: nobody need ask it, and its process may go."""
-        self.why_failed = failed
-        # After what it was sent already, which is told the same.
-        self.handle.leave.remote()
-
-
-def _window_of(live: Live) -> int:
-    """How far a stream's consumer lets it be ahead; 0 if it is no stream."""
-    # What is carried along has a receiver of its own around it.
-    receiver = getattr(live.receiver, "receiver", live.receiver)
-    window = getattr(receiver, "window", None)
-    return 0 if window is None else int(window.size)
-
-
-class _Ended:
-    """Asks an actor again and again, until it does not answer any more."""
-
-    def __init__(self, actor: ClusterActor, receiver: Receiver) -> None:
-        self._actor = actor
-        self._receiver = receiver
-
-    def receive(self, _payload: bytes) -> None:
-        """It lives."""
-        actor = self._actor
-        again = partial(actor.await_end, self._receiver)
-        actor.engine.loop.call_later(AGAIN if actor.is_ending else SELDOM, again)
-
-    def reject(self, _failed: Failed) -> None:
-        """Its constructor has failed."""
-        self._receiver.receive(NONE)
-
-    def fail(self, _error: Exception) -> None:
-        """It has ended."""
-        self._receiver.receive(NONE)
-
-
-class _Made:
-    """Hears whether an actor's constructor has returned."""
-
-    def __init__(self, actor: ClusterActor) -> None:
-        self._actor = ref(actor)
-
-    def receive(self, _payload: bytes) -> None:
-        """It has."""
-
-    def reject(self, failed: Failed) -> None:
-        """It has not."""
-        actor = self._actor()
-        if actor is not None:
-            actor.fail(failed)
-
-    def fail(self, _error: Exception) -> None:
-        """Its process has ended first; whoever calls is told so by Ray."""
 
 
 class ClusterActors:
@@ -219,7 +69,7 @@ class ClusterActors:
             assert site.actor is not None, site
             told = dump_whole((site.spec.name, site.actor.packed_face()))
             ray.remember(f"{actor.id}", told)
-        actor.await_ready(_Made(actor))
+        actor.await_ready(Made(actor))
         return actor
 
     def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
@@ -316,12 +166,6 @@ class ClusterActors:
             if actor.is_made_here and actor.why_failed is None:
                 ray.kill(actor.handle, may_restart=False)
         self._actors.clear()
-
-
-NONE: Final = dump_whole(None)
-"""The payload of None."""
-_sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
-"""The classes of the actors that any thread or loop of this process holds."""
 
 
 def identity_of(handle: Any) -> int:

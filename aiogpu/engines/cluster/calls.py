@@ -36,6 +36,7 @@ class Live:
         receiver: who is told of its end; None once nobody wants to know.
         is_of_actor: whether it is a call of an actor's method.
         is_borrowed: whether what it waits for is made by somebody else.
+        goes_on: whether it cannot be stopped, though nobody wants its answer.
         timer: rings when its time is up.
         stop: ends it where no object is enough to do so; None if one is.
         since: the loop's time at which it was made.
@@ -45,6 +46,7 @@ class Live:
 
     __slots__ = (
         "came",
+        "goes_on",
         "is_borrowed",
         "is_of_actor",
         "name",
@@ -72,7 +74,7 @@ class Live:
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()
         self.is_of_actor = is_of_actor
-        self.is_borrowed = False
+        self.is_borrowed = self.goes_on = False
         self.timer: asyncio.TimerHandle | None = None
         self.stop: Callable[[], object] | None = None
         self.since = since

@@ -257,7 +257,7 @@ class RayEngine(Questions):
         live = self.calls.let_go(task)
         if live is None:
             self.placements.release(task)
-        elif live.is_borrowed:
+        elif live.is_borrowed or live.goes_on:
             self.calls.ending.pop(task, None)
         elif live.stop is not None:
             live.stop()
@@ -269,7 +269,7 @@ class RayEngine(Questions):
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""
         live = self.calls.ending.get(task)
-        if live is not None and live.refs:
+        if live is not None and live.refs and not live.is_of_actor:
             ray.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
