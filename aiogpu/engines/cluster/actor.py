@@ -1,4 +1,4 @@
-"""One actor of a cluster: how it is called, and how its beginning and its end are heard.
+"""One actor of a cluster: how it is called, and how its begin and its end are heard.
 
 Ray tells of neither by itself. Whether the constructor has returned says a first call;
 that the process has ended, a call that fails.
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 NONE: Final = dump_whole(None)
 """The payload of None."""
-_sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
-"""The classes of the actors that any thread or loop of this process holds."""
 AGAIN: Final = 0.05
 """Seconds between two looks at whether an actor has ended that was told to."""
 SELDOM: Final = 0.5

@@ -7,8 +7,8 @@ loop need run for that, since that of a plain task does not while nobody waits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
+
+_sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
+"""The classes of the actors that any thread or loop of this process holds."""
 
 
 class ClusterActors:
