@@ -140,6 +140,7 @@ async def test_ended_by_a_task(is_killed: bool) -> None:
             await call_until_dead(counter)
 
 
+@pytest.mark.needs("deadlocks")
 async def test_one_that_waits_for_itself(address: str) -> None:
     told = "max_concurrency=2" if address == "local" else "directly, by self"
     async with aiogpu.init(num_cpus=1):

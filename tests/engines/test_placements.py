@@ -187,6 +187,7 @@ async def test_values_are_awaited_for_a_member(address: str) -> None:
         assert await add.remote(await add.remote(1, 2), add.remote(3, 4)) == 10
 
 
+@pytest.mark.needs("ledger")
 async def test_what_can_never_be_granted_is_refused(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=2, num_cpus=4) as node:
         assert node.is_open

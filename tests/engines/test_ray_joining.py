@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.either_loop,
     pytest.mark.usefixtures("in_no_cluster"),
+    pytest.mark.slow,
 ]
 
 ENDED_WITHIN = 90.0

@@ -13,7 +13,7 @@ from weakref import ref
 
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.shared import passed
-from aiogpu.engines.cluster.streams import Inflow
+from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
 from aiogpu.wire.payload import dump_whole
 
@@ -92,9 +92,9 @@ class ClusterActor:
         window = _window_of(live)
         if window:
             options["num_returns"] = "streaming"
-            options["_generator_backpressure_num_objects"] = window
+            options["_generator_backpressure_num_objects"] = ahead_at_ray(window)
             items = self.handle.pour.options(**options).remote(method, *given)
-            Inflow(calls, number, live, items).begin()
+            Inflow(calls, number, live, items, window).begin()
             return
         returns = given[2] if len(given) > 2 else 0
         if returns > 1:

@@ -33,6 +33,7 @@ class Live:
         name: of what is called.
         request: what it asks for; None where it holds nothing of its own.
         refs: the objects that it makes; empty while it waits to be sent.
+        waitables: what Ray can wait for in its stead, if it makes no objects yet.
         receiver: who is told of its end; None once nobody wants to know.
         is_of_actor: whether it is a call of an actor's method.
         is_borrowed: whether what it waits for is made by somebody else.
@@ -58,6 +59,7 @@ class Live:
         "stop",
         "timer",
         "told_as",
+        "waitables",
     )
 
     def __init__(
@@ -75,6 +77,7 @@ class Live:
         self.refs: Sequence[Ref] = ()
         self.is_of_actor = is_of_actor
         self.is_borrowed = self.goes_on = False
+        self.waitables: Sequence[Any] = ()
         self.timer: asyncio.TimerHandle | None = None
         self.stop: Callable[[], object] | None = None
         self.since = since

@@ -211,7 +211,7 @@ class RayEngine(Questions):
             return
         sent = self._sent_as(site)
         if site.window:
-            Inflow(self.calls, number, live, sent.remote(*given)).begin()
+            Inflow(self.calls, number, live, sent.remote(*given), site.window).begin()
             return
         returns = given[2] if len(given) > 2 else 0
         if returns > 1:

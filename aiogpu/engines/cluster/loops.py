@@ -55,7 +55,11 @@ class _Waiting(EpollSelector):
         if self.calls is None:
             return ()
         live = self.calls.live.values()
-        return list(islice((ref for one in live for ref in one.refs), LOOKED_AT))
+        return list(
+            islice(
+                (ref for one in live for ref in one.refs or one.waitables), LOOKED_AT
+            )
+        )
 
 
 class TaskLoop:

@@ -36,13 +36,16 @@ def check_near(name: str) -> None:
 class Inflow:
     """See above: calling it stops the generator."""
 
-    def __init__(self, calls: Calls, number: int, live: Live, items: Any) -> None:
+    def __init__(
+        self, calls: Calls, number: int, live: Live, items: Any, window: int
+    ) -> None:
         self._calls = calls
         self._number = number
         self._live = live
         self._items = items
         self._taken = 0
-        self._limit = 0
+        self._window = window
+        self._limit = window
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -51,7 +54,7 @@ class Inflow:
 
     def begin(self) -> None:
         """Take items as they come."""
-        self._live.stop = self
+        self._live.stop, self._live.waitables = self, (self._items,)
         self._live.tell_sent()
         self._task = self._calls.loop.create_task(self._take())
 
@@ -73,6 +76,7 @@ class Inflow:
                 found = await ref
                 self._pass(found, ref)
                 del ref, found
+                await self._allowed()
         except asyncio.CancelledError:
             if self._live.receiver is None:
                 return
@@ -85,9 +89,27 @@ class Inflow:
             return
         self._calls.end(self._number, lambda receiver: receiver.receive(b""))
 
+    async def _allowed(self) -> None:
+        """Wait until the consumer may take one more before it says that it has."""
+        while self._taken >= self._limit - self._window + step_of(self._window):
+            self._live.waitables = ()
+            self._more.clear()
+            await self._more.wait()
+        self._live.waitables = (self._items,)
+
     def _pass(self, found: Any, ref: Any) -> None:
         receiver = self._live.receiver
         if receiver is not None:
             self._taken += 1
             items = (arrived(found, ref),)
             cast("ItemReceiver", receiver).receive_items(items)
+
+
+def step_of(window: int) -> int:
+    """After how many items a consumer says that it has taken them; see `Window`."""
+    return (window + 1) // 2
+
+
+def ahead_at_ray(window: int) -> int:
+    """How many items may wait in Ray, beside those that wait here."""
+    return max(window - step_of(window), 1)

@@ -99,7 +99,9 @@ def options_of_task(site: Site) -> dict[str, Any]:
         options["runtime_env"] = {"env_vars": dict(site.environ)}
     if site.window:
         options["num_returns"] = "streaming"
-        options["_generator_backpressure_num_objects"] = site.window
+        from aiogpu.engines.cluster.streams import ahead_at_ray
+
+        options["_generator_backpressure_num_objects"] = ahead_at_ray(site.window)
     return options
 
 
