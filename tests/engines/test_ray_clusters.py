@@ -109,11 +109,11 @@ async def test_what_waits_says_what_is_short_and_where(joined, gate):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"num_gpus": 3}, "none has GPU 3 (the most is 2)"),
+        ({"num_gpus": 3}, "lacks GPU 3 of 2"),
         ({"num_gpus": 2, "accelerator_type": "T4"}, "at once"),
-        ({"num_gpus": 1, "accelerator_type": "H100"}, "there is none"),
+        ({"num_gpus": 1, "accelerator_type": "H100"}, " of 0"),
         ({"resources": {"licence": 1}}, "did you mean 'license'?"),
-        ({"num_cpus": 3}, "none has CPU 3 (the most is 2)"),
+        ({"num_cpus": 3}, "lacks CPU 3 of 2"),
     ],
 )
 async def test_what_no_node_has_is_refused(joined, options, told):

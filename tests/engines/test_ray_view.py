@@ -41,7 +41,7 @@ def test_a_request_is_for_one_node():
     assert fits_one(nodes, amounts(GPU_1))
     assert not fits_one(nodes, amounts(GPU_4))
     assert at_once(nodes, amounts(GPU_1)) == 4
-    assert lacking(nodes, amounts(GPU_4)) == "none has GPU 4 (the most is 2)"
+    assert lacking(nodes, amounts(GPU_4)) == "each lacks GPU 4 of 2 at most"
     assert lacking([], amounts(GPU_4)) == "it has no nodes"
 
 
@@ -55,8 +55,7 @@ def test_a_name_that_is_near_is_hinted_at():
     nodes = [node("a", CPU=8, license=1)]
     asked = amounts(Request.of({"licence": UNIT}, {}))
     assert (
-        lacking(nodes, asked)
-        == "none has licence 1 (there is none; did you mean 'license'?)"
+        lacking(nodes, asked) == "each lacks licence 1 of 0 (did you mean 'license'?)"
     )
 
 

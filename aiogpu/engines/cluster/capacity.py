@@ -74,11 +74,11 @@ def name_of(node: Node) -> str:
 
 
 def lacking(nodes: Sequence[Node], asked: Mapping[str, int]) -> str:
-    """What no node has, in words: "none has GPU 4 (the most is 2)"."""
+    """What no node has, in words: "each lacks GPU 4 of 2 at most"."""
     if not nodes:
         return "it has no nodes"
     found = list(_lacking(nodes, asked))
-    return f"none has {in_words(found)}" if found else "none has all of it at once"
+    return f"each lacks {in_words(found)}" if found else "none has all of it at once"
 
 
 def _lacking(nodes: Sequence[Node], asked: Mapping[str, int]) -> Iterator[str]:
@@ -86,11 +86,11 @@ def _lacking(nodes: Sequence[Node], asked: Mapping[str, int]) -> Iterator[str]:
         most = max(node.total.get(name, 0.0) for node in nodes)
         if parts_of(most) < parts:
             wanted = f"{spoken(name)} {written(name, number(parts))}"
-            had = f"the most is {written(name, most)}" if most else "there is none"
+            had = f"of {written(name, most)} at most" if most else "of 0"
             known = {one for node in nodes for one in told(node.total)}
             near = () if most else get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"{wanted} ({had}{hint})"
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            yield f"{wanted} {had}{hint}"
 
 
 def kinds(nodes: Sequence[Node], asked: Mapping[str, int]) -> str:
