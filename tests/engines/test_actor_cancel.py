@@ -193,14 +193,21 @@ async def test_a_thread_goes_on(gate: Gate) -> None:
 async def test_timeouts_cancel_calls(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         actor = await Closing.remote(gate.path, "it")
+        # Who is cancelled before he is at the gate says nothing there.
+        alone = actor.wait.remote("a")
+        await gate.entered("a")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(actor.wait.remote("a"), 0.05)
+            await asyncio.wait_for(alone, 0.05)
+        del alone
         await gate.entered("a-cancelled")
+        both = [actor.wait.remote("b"), actor.wait.remote("c")]
+        await gate.entered("b", "c")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await asyncio.gather(actor.wait.remote("b"), actor.wait.remote("c"))
+                await asyncio.gather(*both)
         await gate.entered("b-cancelled", "c-cancelled")
         shielded = actor.wait.remote("d")
+        await gate.entered("d")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(shielded), 0.05)
         assert not shielded.done()
