@@ -1,14 +1,22 @@
 """Gangs in the queue, those who run in them, and how both end."""
 
+from dataclasses import replace
+
 import pytest
 
 from aiogpu.core import events
-from aiogpu.core.gang import SPREAD, STRICT_SPREAD
+from aiogpu.core.bundles import why_never
+from aiogpu.core.gang import SPREAD, STRICT_SPREAD, Within
 from aiogpu.core.gangs import REMEMBERED, REMOVED, UNKNOWN
+from aiogpu.core.ids import OWN, TaskId
 from aiogpu.core.pace import Pace
 from aiogpu.core.policy import Patience
+from aiogpu.core.records import TaskRecord
+from aiogpu.core.reservation import reserve
 from aiogpu.core.snapshot import snapshot
+from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.why import why
+from aiogpu.core.wording import SHOWN
 from aiogpu.errors import InfeasibleError
 from tests.core.ganged import GangWorld, gang_of, request_of
 
@@ -533,3 +541,39 @@ def test_the_picture_says_for_which_placement_one_waits():
     seen = snapshot(w.scheduler, {}, w.now)
     told = {one.name: one.reason for one in seen.waiting}
     assert told["second"].endswith("in any bundle of gang")
+
+
+def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
+    w = GangWorld(cpus=1, gpus=2, took=1e-5)
+    for gang in ("kept", "other"):
+        w.gang(gang, {"GPU": 1})
+        w.submit_in(gang, f"{gang}0", num_gpus=1)
+        w.submit_in(gang, f"{gang}1", num_gpus=1)
+    w.advance(2.0)
+    w.tell(events.TimePassed())
+    assert w.scheduler.reservation.record.spec.name == "kept1"
+    w.finish("other0")
+    assert w.running == {"kept0", "other1"}
+
+
+def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
+    w = GangWorld(cpus=1, gpus=1)
+    request = replace(request_of({"GPU": 1}), gang=Within("gone", "gone"))
+    record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0, 0.0, OWN)
+    assert reserve(w.scheduler, record, 0.0) is None
+    assert why_never(w.scheduler.ledger, request) is None
+
+
+def test_placements_in_words():
+    w = GangWorld(cpus=SHOWN + 1, gpus=2)
+    w.gang("first", {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
+    w.submit_in("first", "m", 0, num_gpus=0.25, num_cpus=1)
+    w.gang("second", *[{"CPU": 1}] * (SHOWN + 1))
+    pids = dict.fromkeys(w.gangs.values(), 4711)
+    told = str(snapshot(w.scheduler, pids, w.now))
+    assert "first  PACK  ready  pid 4711, 1 in it" in told
+    assert "bundle 0: {CPU: 2, GPU: 1} on GPU 0, used: {CPU: 1, GPU: 0.25}" in told
+    assert "bundle 1: {GPU: 0.5} on GPU 1" in told
+    assert "second  PACK  waiting  0 in it" in told
+    assert "waits for CPU 9 (free: 7)" in told
+    assert "and 1 more" in told
