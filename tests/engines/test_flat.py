@@ -63,7 +63,8 @@ async def settle() -> None:
     "count", [150, pytest.param(1000, marks=pytest.mark.slow)], ids=str
 )
 async def test_who_stays_does_not_grow(count: int) -> None:
-    async with aiogpu.init(num_cpus=4, num_gpus=1):
+    # Without a zygote that learns: its next generation would take its place.
+    async with aiogpu.init(num_cpus=4, num_gpus=1, preload=()):
         await run(100)
         await settle()
         before = sizes()
