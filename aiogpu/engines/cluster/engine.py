@@ -126,9 +126,8 @@ class RayEngine(Questions):
         """Start a task; see `Engine.submit`."""
         if site.checked_by is not self._mark:
             self.admit(site)
-        spec = site.spec
-        request = spec.shape.request
-        live = Live(spec.name, receiver, self.loop.time(), request=request)
+        name, request = site.spec.name, site.spec.shape.request
+        live = Live(name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window and not passed:

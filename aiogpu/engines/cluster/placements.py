@@ -50,7 +50,7 @@ class Placements:
         self._groups[gang.key] = group
         live = Live(gang.name, receiver, engine.loop.time())
         number = engine.calls.begin(live)
-        live.stop = partial(self._remove, number, gang)
+        live.stop = partial(self.release, number)
         live.told_as = b""
         self._own[number] = gang
         engine.calls.watch(number, (group.ready(),))
@@ -82,9 +82,6 @@ class Placements:
         if group is not None:
             ray.remove_group(group)
         return True
-
-    def _remove(self, number: int, _gang: Gang) -> None:
-        self.release(number)
 
     def options(self, request: Request) -> dict[str, Any]:
         """What Ray is told of who runs in a placement, and nothing of others.

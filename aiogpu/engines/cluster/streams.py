@@ -81,7 +81,7 @@ class Inflow:
             if self._live.receiver is None:
                 return
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever ends a stream is told
+        except Exception as error:  # noqa: BLE001 - whatever ends a stream is told
             caught = error
             self._calls.end(
                 self._number, lambda receiver: tell(receiver, self._live.name, caught)
