@@ -251,6 +251,7 @@ async def test_a_stream_is_one_consumers(address: str, gate: Gate) -> None:
         stream = stream_tasks.gated_softly.remote(gate.path)
         assert await anext(stream) == 1
         first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # the producer may be there already: until it waits
         await gate.entered("inside")
         with pytest.raises(aiogpu.MisuseError, match="another asyncio task"):
             await anext(stream)
