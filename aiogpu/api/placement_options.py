@@ -119,6 +119,17 @@ def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
     return Gang(key, name, strategy, found)
 
 
+def _bytes(option: str, value: object) -> int:
+    """Bytes of each GPU; raises `OptionError`."""
+    count = parse_size(option, value)
+    if count == 0:
+        raise OptionError(
+            f"{option}={value!r} asks for nothing; leave it out, or give what the "
+            f'bundle is to have of each GPU, such as "6GiB".'
+        )
+    return count
+
+
 def _bundle(option: str, value: object) -> Bundle:
     from aiogpu.api.resource_options import check_resources, devices_among
     from aiogpu.core.gang import Bundle
@@ -130,11 +141,9 @@ def _bundle(option: str, value: object) -> Bundle:
         )
     rest: dict[object, Any] = dict(value)
     amounts = {name: rest.pop(name) for name in (CPU, GPU, MEMORY) if name in rest}
+    gpu_memory = 0
     if GPU_MEMORY in rest:
-        raise OptionError(
-            f"{option} names {GPU_MEMORY!r}; a bundle has the part of a GPU's memory "
-            f"that its share is of the GPU. Say so of the tasks in it: gpu_memory=."
-        )
+        gpu_memory = _bytes(f"{option}['gpu_memory']", rest.pop(GPU_MEMORY))
     of_types = [
         name.removeprefix(TYPE_PREFIX)
         for name in rest
@@ -151,7 +160,7 @@ def _bundle(option: str, value: object) -> Bundle:
     devices[GPU] = device_quantity(f"{option}['GPU']", amounts.get(GPU, 0))
     scalars[CPU] = quantity(f"{option}['CPU']", amounts.get(CPU, 0))
     scalars[MEMORY] = UNIT * parse_size(f"{option}['memory']", amounts.get(MEMORY, 0))
-    request = Request.of(scalars, devices, *of_types)
+    request = Request.of(scalars, devices, *of_types, gpu_memory=gpu_memory)
     if not request.scalars and not request.devices:
         raise OptionError(
             f"{option}={value!r} asks for nothing; say what it holds, such as "

@@ -8,15 +8,16 @@ that is said of a node's ledger holds of a bundle as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
+from aiogpu.core.devices import COLD, Device, DeviceSet, Share, Warm
 from aiogpu.core.gang import ANY, STRICT_SPREAD, Bundle, Gang, Within
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
 from aiogpu.core.layout import Layout, Plan
 from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.resources import CPU, TYPE_PREFIX, UNIT, Request
+from aiogpu.core.resources import CPU, GPU, TYPE_PREFIX, UNIT, Request
 
 if TYPE_CHECKING:
     from aiogpu.core.reservation import Reservation
@@ -49,10 +50,15 @@ class Part(Ledger):
         self.bundle = bundle
         self._shares = shares
         self._whole = whole
+        # Of a bundle of memory alone, what is not its has none of that memory.
+        is_bare = bundle.named_bytes and not dict(bundle.devices)[GPU]
+        self._apart = 1 if is_bare else 0
         scalars, self.masks = dict(self.bundle.scalars), dict[str, int]()
         sets = []
         for (kind, _), held in zip(self.bundle.devices, shares, strict=True):
             devices = whole.device_sets[kind].devices
+            if kind == GPU and bundle.named_bytes:
+                devices = _with_memory(devices, held[0], bundle.named_bytes)
             sets.append(DeviceSet(kind, devices))
             self.masks[kind] = sum(1 << at for at, _ in held)
             for at, _ in held:
@@ -67,14 +73,14 @@ class Part(Ledger):
         for (kind, _), held in zip(self.bundle.devices, self._shares, strict=True):
             devices, mine = self.device_sets[kind], dict(held)
             others = tuple(
-                (at, UNIT - mine.get(at, 0))
+                share
                 for at in range(len(devices.devices))
-                if mine.get(at, 0) < UNIT
+                for share in _rest_of(at, mine.get(at))
             )
-            devices.take(others)
+            devices.take(others, self._apart)
             rest.append(others)
             amounts.append((kind, sum(amount for _, amount in others)))
-        request = Request(devices=tuple(amounts))
+        request = Request(devices=tuple(amounts), gpu_memory=self._apart)
         self.outside = Lease(LeaseId(0), request, tuple(rest))
         self.leases[self.outside.id] = self.outside
 
@@ -108,6 +114,27 @@ class Part(Ledger):
         """Whether it would do for a request with nobody in it."""
         part = self.emptied()
         return Ledger.take(part, request) is not None
+
+
+def _rest_of(at: int, mine: int | None) -> tuple[Share, ...]:
+    """What is not a bundle's of a device of which it has so much; None for nothing."""
+    if mine == 0:
+        return (at, UNIT // 2), (at, UNIT - UNIT // 2)
+    return ((at, UNIT - (mine or 0)),) if mine != UNIT else ()
+
+
+def _with_memory(
+    devices: Sequence[Device], held: Share, named: int
+) -> tuple[Device, ...]:
+    """A node's devices, of which one has the memory that a bundle names of it.
+
+    So much that the bundle's share stands for it; or two bytes more, where it has no
+    share: `_rest_of` takes these.
+    """
+    at, amount = held
+    memory = named * UNIT // amount if amount else named + 2
+    changed = replace(devices[at], memory=memory)
+    return (*devices[:at], changed, *devices[at + 1 :])
 
 
 def parts_for(ledger: Ledger, within: Within) -> Sequence[Part]:

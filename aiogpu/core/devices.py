@@ -270,15 +270,15 @@ class DeviceSet(Aside):
         """Bytes of a device's memory that are held, by name or by shares."""
         return self.filling.capacity[index] - self.filling.free_memory(index)
 
-    def memory_of(self, share: Share, request: Request) -> int:
+    def memory_of(self, share: Share, memory: int) -> int:
         """Bytes that one share holds of its device's memory; 0 where unknown.
 
         Args:
             share: the device and the amount of it.
-            request: what it was taken for.
+            memory: the `Request.gpu_memory` that it was taken for.
         """
         index, amount = share
-        if named := named_bytes(amount, self.demand(request)):
+        if self._has_memory and (named := named_bytes(amount, memory)):
             return named
         return self.filling.capacity[index] * amount // UNIT
 

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from aiogpu.core.resources import TYPE_PREFIX, Request
+from aiogpu.core.filling import named_bytes
+from aiogpu.core.resources import GPU, TYPE_PREFIX, Request
 
 PACK: Final = "PACK"
 SPREAD: Final = "SPREAD"
@@ -33,19 +34,38 @@ class Bundle(NamedTuple):
     scalars: Amounts
     devices: Amounts
     accelerator_type: str | None
+    gpu_memory: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Bundle:
         """The bundle that holds what a request asks for."""
-        return cls(request.scalars, request.devices, request.accelerator_type)
+        return cls(
+            request.scalars,
+            request.devices,
+            request.accelerator_type,
+            request.gpu_memory,
+        )
 
     def request(self, *, spread: bool = False) -> Request:
         """What is asked of the ledger for it."""
-        return Request(self.scalars, self.devices, self.accelerator_type, spread)
+        return Request(
+            self.scalars,
+            self.devices,
+            self.accelerator_type,
+            spread,
+            gpu_memory=self.gpu_memory,
+        )
+
+    @property
+    def named_bytes(self) -> int:
+        """The bytes of its one GPU that it has by name; 0 where its share says it."""
+        return named_bytes(dict(self.devices).get(GPU, 0), self.gpu_memory)
 
     def could_hold(self, request: Request) -> bool:
         """Whether a request is no more than this by its amounts."""
         scalars, devices = dict(self.scalars), dict(self.devices)
+        if self.named_bytes and request.gpu_memory > self.named_bytes:
+            return False
         # Which type its devices have is known once they are.
         of_type = TYPE_PREFIX + (request.accelerator_type or "")
         return all(

@@ -100,16 +100,21 @@ def scalars_of(lease: Lease) -> Iterable[tuple[str, int]]:
         yield name, max(sum(free), 0) if lease.parts else amount
 
 
-def shares_of(lease: Lease, kind: str) -> Iterable[Share]:
-    """The same of devices of a kind."""
+def shares_of(lease: Lease, devices: DeviceSet) -> Iterable[tuple[Share, int]]:
+    """The same of devices of a kind, each with the bytes of its memory."""
     for part in lease.parts:
-        if devices := part.device_sets.get(kind):
-            for at, free in enumerate(devices.free):
-                if free and part.masks[kind] >> at & 1:
-                    yield at, free
+        if of_part := part.device_sets.get(devices.kind):
+            for at, free in enumerate(of_part.free):
+                if part.masks[devices.kind] >> at & 1:
+                    memory = of_part.filling.free_memory(at)
+                    if free or memory:
+                        yield (at, free), memory
     if not lease.parts:
-        for (name, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            yield from shares if name == kind else ()
+        sets = lease.home.device_sets if lease.home else {}
+        own = sets.get(devices.kind, devices)
+        for kind, share, memory in lease.held():
+            if kind == devices.kind:
+                yield share, own.memory_of(share, memory)
 
 
 class Holdings:
@@ -151,8 +156,7 @@ class Holdings:
         for worker in self._workers:
             lease = worker.lease
             assert lease is not None, worker
-            for share in shares_of(lease, devices.kind):
-                memory = devices.memory_of(share, lease.request)
+            for share, memory in shares_of(lease, devices):
                 holder = self._holder(worker, share[1], memory)
                 holders[share[0]].append(holder)
         return tuple(

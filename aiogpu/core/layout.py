@@ -153,10 +153,9 @@ class Plan(Ledger):
         self._move(lease, -1)
 
     def _move(self, lease: Lease, sign: int) -> None:
-        memory = lease.request.gpu_memory
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        for kind, share, memory in lease.held():
             devices = self.device_sets[kind]
             if sign > 0:
-                devices.give_back(shares, memory)
+                devices.give_back((share,), memory)
             else:
-                devices.take(shares, memory)
+                devices.take((share,), memory)

@@ -7,7 +7,7 @@ less all leases is what is free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,8 @@ class Lease:
         stake: on whose account it is, None where nobody counts.
         home: the bundle of a gang from which it was taken, None for the node itself.
         parts: of a gang's lease, its bundles.
+        memories: of a gang's, as `shares`: the `gpu_memory` that each was taken for;
+            empty where none of its bundles names any.
     """
 
     id: LeaseId
@@ -43,6 +45,16 @@ class Lease:
     stake: Stake | None = None
     home: Part | None = None
     parts: tuple[Part, ...] = ()
+    memories: tuple[tuple[int, ...], ...] = ()
+
+    def held(self) -> Iterator[tuple[str, Share, int]]:
+        """Its shares, each with its kind and the `gpu_memory` it was taken for."""
+        for at, (kind, _) in enumerate(self.request.devices):
+            shares = self.shares[at]
+            each = (self.request.gpu_memory,) * len(shares)
+            memories = self.memories[at] if self.memories else each
+            for share, memory in zip(shares, memories, strict=True):
+                yield kind, share, memory
 
 
 class Ledger:
@@ -112,15 +124,17 @@ class Ledger:
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
         """Make one lease of several, which together hold what a request asks for."""
         shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
+        memories: dict[str, list[int]] = {kind: [] for kind in shares}
         for lease in leases:
             del self.leases[lease.id]
-            for (kind, _), taken in zip(
-                lease.request.devices, lease.shares, strict=True
-            ):
-                shares[kind] += taken
+            for kind, share, memory in lease.held():
+                shares[kind].append(share)
+                memories[kind].append(memory)
         self._last_id += 1
         held = tuple(map(tuple, shares.values()))
         merged = Lease(LeaseId(self._last_id), request, held)
+        if any(map(any, memories.values())):
+            merged.memories = tuple(map(tuple, memories.values()))
         self.leases[merged.id] = merged
         return merged
 
@@ -171,8 +185,15 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            home.device_sets[kind].give_back(shares, lease.request.gpu_memory)
+        if lease.memories:
+            for kind, share, memory in lease.held():
+                home.device_sets[kind].give_back((share,), memory)
+        else:
+            memory = lease.request.gpu_memory
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            ):
+                home.device_sets[kind].give_back(shares, memory)
         if lease.stake is not None:
             lease.stake.end()
 
@@ -252,15 +273,10 @@ class Ledger:
             known. They are those that were asked for by name, or else the part that
             the share is of the device's.
         """
-        request = lease.request
+        sets = (lease.home or self).device_sets
         return tuple(
-            (
-                kind,
-                share[0],
-                self.device_sets[kind].memory_of(share, request),
-            )
-            for (kind, _), shares in zip(request.devices, lease.shares, strict=True)
-            for share in shares
+            (kind, share[0], sets[kind].memory_of(share, memory))
+            for kind, share, memory in lease.held()
         )
 
     def drains(self, lease: Lease) -> bool:
@@ -306,13 +322,11 @@ class Ledger:
             for name, amount in request.scalars:
                 if name != CPU or not lease.is_lent:
                     free[name] -= amount
-            for (kind, amount), taken in zip(
-                request.devices, lease.shares, strict=True
-            ):
+            for (_, amount), taken in zip(request.devices, lease.shares, strict=True):
                 assert sum(part for _, part in taken) == amount, lease
-                memory = request.gpu_memory if any(fillings[kind].capacity) else 0
-                for index, part in taken:
-                    fillings[kind].move(index, part, memory, 1)
+            for kind, (index, part), memory in lease.held():
+                has_memory = any(fillings[kind].capacity)
+                fillings[kind].move(index, part, memory if has_memory else 0, 1)
         assert free == self.free, (free, self.free)
         assert all(free[name] >= 0 for name in free if name != CPU), free
         for kind, filling in fillings.items():

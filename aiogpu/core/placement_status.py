@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.gang import Gang
 from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.resources import number
+from aiogpu.core.resources import GPU, GPU_MEMORY, number
 from aiogpu.core.wording import SHOWN, listing, rest, terms
 
 if TYPE_CHECKING:
     from aiogpu.core.bundles import Part
+    from aiogpu.core.devices import DeviceSet
     from aiogpu.core.ledger import Ledger
     from aiogpu.core.records import TaskRecord
 
@@ -114,10 +115,19 @@ def _granted(part: Part, request: Mapping[str, float]) -> BundleStatus:
     for kind, mask in part.masks.items():
         of_kind = part.device_sets[kind]
         free[kind] = number(sum(of_kind.free))
+        if kind == GPU and GPU_MEMORY in request:
+            free[GPU_MEMORY] = float(_free_memory(of_kind, mask))
         devices[kind] = tuple(
             device.id for at, device in enumerate(of_kind.devices) if mask >> at & 1
         )
     return BundleStatus(request, free, devices)
+
+
+def _free_memory(devices: DeviceSet, mask: int) -> int:
+    filling = devices.filling
+    return sum(
+        filling.free_memory(at) for at in range(len(filling.capacity)) if mask >> at & 1
+    )
 
 
 def placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.gang import Within
+from aiogpu.core.gang import Gang, Within
 from aiogpu.core.resources import CPU, GPU, GPU_MEMORY, UNIT, Request
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class Portion:
 def _amounts(request: Request) -> list[tuple[str, int]]:
     if isinstance(request.gang, Within):
         return []  # its gang has it already
+    if isinstance(request.gang, Gang):
+        held: Counter[str] = Counter()
+        for bundle in request.gang.bundles:
+            held.update(dict(_amounts(bundle.request())))
+        return list(held.items())
     found = [*request.scalars, *request.devices]
     if request.gpu_memory > 0:
         count = max(dict(request.devices).get(GPU, 0) // UNIT, 1)

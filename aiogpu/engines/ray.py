@@ -20,7 +20,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aiogpu.engines.cluster.census import Node, Survey, survey_of
-from aiogpu.engines.cluster.terms import NAMESPACE
+from aiogpu.engines.cluster.terms import NAMESPACE, typed
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 49)
@@ -40,10 +40,8 @@ TaskFailed: Final = exceptions.RayTaskError
 Cancelled: Final = exceptions.TaskCancelledError
 Crashed: Final = exceptions.WorkerCrashedError
 OutOfMemory: Final = exceptions.OutOfMemoryError
-GroupRemoved: Final = (
-    exceptions.TaskPlacementGroupRemoved,
-    exceptions.ActorPlacementGroupRemoved,
-)
+ActorGroupRemoved: Final = exceptions.ActorPlacementGroupRemoved
+GroupRemoved: Final = (exceptions.TaskPlacementGroupRemoved, ActorGroupRemoved)
 ActorGone: Final = exceptions.RayActorError
 NodeGone: Final = exceptions.NodeDiedError
 ObjectLost: Final = exceptions.ObjectLostError
@@ -89,7 +87,7 @@ def start(options: Mapping[str, Any]) -> str:
         namespace=NAMESPACE,
         include_dashboard=False,
         logging_level="warning",
-        **options,
+        **{**options, "resources": typed(options.get("resources") or {})},
     )
     return str(context.address_info["session_dir"])
 
@@ -227,6 +225,11 @@ def find_group(name: str) -> Any | None:
         return get_placement_group(name)
     except ValueError:
         return None
+
+
+def bundles_of(group: Any) -> list[dict[str, float]]:
+    """What its bundles hold."""
+    return list(group.bundle_specs)
 
 
 def remove_group(group: Any) -> None:

@@ -43,6 +43,9 @@ def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
     asked = lease.request.gpu_memory
     if not asked or gpus is None:
         return ()
+    if lease.home is not None:
+        # In a bundle that names bytes, a share stands for its part of these.
+        gpus = lease.home.device_sets[GPU]
     held = held_of(lease, GPU)
     if asked != BY_SHARE:
         return (asked,) * len(held)

@@ -11,7 +11,7 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from aiogpu.core.gang import ANY, MOST_BUNDLES, STRATEGIES, Bundle, Gang, Within
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.resources import GPU, UNIT, Request
 from aiogpu.core.specs import PROGRAM, Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
@@ -24,7 +24,7 @@ _WHERE: Final = Maybe((int, (int, int), str))
 _ACTING: Final = Maybe(
     (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
 )
-_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None)]))
+_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)]))
 _FIELDS: Final = (
     *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
     *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
@@ -168,7 +168,7 @@ def _may_be_in(terms: Terms, gang: Gang | Within) -> bool:
     """Whether it is a gang, and asks for what that is; or a member of one."""
     if isinstance(gang, Within):
         return gang.bundle >= ANY and not terms.is_lease
-    amounts = [n for each in gang.bundles for _, n in (*each.scalars, *each.devices)]
+    scalars = [n for each in gang.bundles for _, n in each.scalars]
     shares = [n for each in gang.bundles for _, n in each.devices]
     asked = gang.request()
     return (
@@ -177,8 +177,18 @@ def _may_be_in(terms: Terms, gang: Gang | Within) -> bool:
         and not any(n > UNIT and n % UNIT for n in shares)
         and gang.strategy in STRATEGIES
         and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
-        and min(amounts) > 0
+        and min((*scalars, *shares, 1)) >= 0
+        and all(map(_holds_something, gang.bundles))
     )
+
+
+def _holds_something(bundle: Bundle) -> bool:
+    """Whether it has of all that it names; memory alone is of one GPU, and no share."""
+    amounts = [n for _, n in (*bundle.scalars, *bundle.devices)]
+    if bundle.gpu_memory <= 0:
+        return bundle.gpu_memory == 0 and min(amounts, default=0) > 0
+    others = [n for kind, n in (*bundle.scalars, *bundle.devices) if kind != GPU]
+    return GPU in dict(bundle.devices) and min(others, default=1) > 0
 
 
 def _gang(gang: Gang | Within) -> tuple[Any, ...]:

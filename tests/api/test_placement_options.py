@@ -39,7 +39,6 @@ def asked(**options: Any) -> Request:
         ([{"memory": "lots"}], "memory"),
         ([{"license": True}], "is a bool"),
         ([{1: 1}], "names are strings"),
-        ([{"gpu_memory": 1}], "has the part of a GPU's memory"),
         (
             [{"GPU": 1, "accelerator_type:A": 0.001, "accelerator_type:B": 0.001}],
             "more than one accelerator_type",

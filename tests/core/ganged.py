@@ -20,7 +20,9 @@ def request_of(
 def bundle(amounts: dict[str, float]) -> Bundle:
     """A bundle of these amounts; one of "type" says of which type its devices are."""
     amounts = dict(amounts)
-    return Bundle.of(request_of(amounts, amounts.pop("type", None)))
+    memory = amounts.pop("gpu_memory", 0)
+    of_type = amounts.pop("type", None)
+    return Bundle.of(request_of(amounts, of_type, gpu_memory=memory))
 
 
 def gang_of(*bundles: dict[str, float], strategy: str = PACK, name="gang") -> Gang:

@@ -25,6 +25,8 @@ BUNDLES = st.lists(
             {"CPU": 1},
             {"GPU": 1, "CPU": 1, "type": "A100"},
             {"license": 0.5},
+            {"GPU": 0.5, "gpu_memory": 3 << 30},
+            {"gpu_memory": 5 << 30},
         ]
     ),
     min_size=1,

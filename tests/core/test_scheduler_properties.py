@@ -252,8 +252,8 @@ def take_again(ledger: Ledger, lease: Lease) -> None:
     ledger.leases[lease.id] = lease
     for name, amount in lease.request.scalars:
         ledger.free[name] -= amount
-    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-        ledger.device_sets[kind].take(shares, lease.request.gpu_memory)
+    for kind, share, memory in lease.held():
+        ledger.device_sets[kind].take((share,), memory)
 
 
 def could_serve(options) -> int:
@@ -606,25 +606,25 @@ class NodeMachine(RuleBasedStateMachine):
     def no_device_is_shared_beyond_the_whole(self):
         held = [0] * len(TYPES)
         for lease in self.w.scheduler.ledger.leases.values():
-            for shares in lease.shares:
-                for index, parts in shares:
-                    assert parts > 0 or lease.request.gpu_memory > 0
-                    held[index] += parts
+            for _, (index, parts), memory in lease.held():
+                assert parts > 0 or memory > 0
+                held[index] += parts
         assert all(parts <= 10_000 for parts in held), held
         assert all(0 <= share <= 1 for share in self.w.free_gpus)
 
     @invariant()
     def no_memory_is_reserved_beyond_the_whole(self):
         ledger = self.w.scheduler.ledger
-        reserved = [0] * len(TYPES)
+        reserved, shares = [0] * len(TYPES), 0
         for lease in ledger.leases.values():
             for _, index, count in ledger.reserved(lease):
                 assert 0 <= count <= DEVICES[index].memory
                 reserved[index] += count
+                shares += 1
         for index, device in enumerate(DEVICES):
             held = ledger.device_sets[GPU].memory_reserved(index)
             # Each share's part is rounded down, and all of them together are.
-            assert reserved[index] <= held <= reserved[index] + len(ledger.leases)
+            assert reserved[index] <= held <= reserved[index] + shares
             assert held <= device.memory
 
     @invariant()

@@ -38,6 +38,9 @@ LACKS: Final = {
         "interrupts": "Ray interrupts between two steps of Python code only",
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",
+        "own vendors": "Ray knows the kinds of devices that it was made for",
+        "detection": "Ray looks itself for the devices of its nodes",
+        "order of coroutines": "Ray may begin coroutines of an actor out of order",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",

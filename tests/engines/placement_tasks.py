@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import aiogpu
 
@@ -21,7 +22,8 @@ def plain() -> list[int | str]:
 
 
 @aiogpu.remote(num_gpus=0.5)
-async def forever() -> None:
+async def forever(begun: Path) -> None:
+    begun.touch()
     await asyncio.get_running_loop().create_future()
 
 

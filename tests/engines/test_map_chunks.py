@@ -180,12 +180,37 @@ async def test_methods_in_chunks(address: str, chunk: Chunk) -> None:
         for cls in (Adder, LaterAdder):
             async with aiogpu.remote(cls).remote() as actor:
                 sums = [each async for each in actor.add.map([1] * 10, chunk=chunk)]
-                assert sums == list(range(1, 11))
+                assert sorted(sums) == list(range(1, 11))
                 halves = [each async for each in actor.half.map([1, 2], chunk=chunk)]
                 assert halves == [0.5, 1.0]
         async with aiogpu.remote(LaterAdder).remote() as actor:
             later = actor.add_later.map([1] * 10, chunk=chunk, ordered=False)
             assert sorted([each async for each in later]) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("chunk", [3, "auto"])
+async def test_chunks_of_plain_methods_keep_their_order(
+    address: str, chunk: Chunk
+) -> None:
+    async with (
+        aiogpu.init(address=address, num_cpus=2),
+        aiogpu.remote(Adder).remote() as actor,
+    ):
+        sums = [each async for each in actor.add.map([1] * 10, chunk=chunk)]
+        assert sums == list(range(1, 11))
+
+
+@pytest.mark.needs("order of coroutines")
+@pytest.mark.parametrize("chunk", [3, "auto"])
+async def test_chunks_of_coroutines_keep_their_order(
+    address: str, chunk: Chunk
+) -> None:
+    async with (
+        aiogpu.init(address=address, num_cpus=2),
+        aiogpu.remote(LaterAdder).remote() as actor,
+    ):
+        sums = [each async for each in actor.add.map([1] * 10, chunk=chunk)]
+        assert sums == list(range(1, 11))
 
 
 async def test_a_pools_methods_in_chunks(address: str) -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from pathlib import Path
 
 import pytest
 
 import aiogpu
 from tests.engines import placement_tasks as tasks
-from tests.until import LIMIT
+from tests.until import LIMIT, until
 
 
 async def until_free(name: str, amount: float) -> None:
     async with asyncio.timeout(LIMIT):
         while (await aiogpu.available_resources())[name] != amount:
-            await asyncio.sleep(0)
-
-
-async def until_it_runs(name: str) -> None:
-    async with asyncio.timeout(LIMIT):
-        while True:
-            seen = (await aiogpu.status()).tasks
-            if any((one.name, one.state) == (name, "running") for one in seen):
-                return
             await asyncio.sleep(0)
 
 
@@ -33,8 +25,8 @@ async def test_a_placement_holds_all_its_bundles(address: str) -> None:
             assert group.is_ready
             assert group.bundles == ({"CPU": 2.0, "GPU": 1.0}, {"GPU": 0.5})
             assert (group.name, group.strategy, len(group)) == ("placement", "PACK", 2)
-            free = await aiogpu.available_resources()
-            assert (free["CPU"], free["GPU"]) == (2, 1.5)
+            await until_free("CPU", 2)
+            await until_free("GPU", 1.5)
             assert (await group.why()).state == "running"
         await until_free("GPU", 3)
         await until_free("CPU", 4)
@@ -49,18 +41,16 @@ async def test_tasks_run_on_their_bundles_devices(address: str) -> None:
         second = tasks.where.options(placement=group, bundle=1)
         assert await first.remote() == ([0], "0", {"CPU": 1.0, "GPU": 0.25})
         assert await second.remote() == ([1], "1", {"GPU": 0.25})
-        free = await aiogpu.available_resources()
-        assert free["GPU"] == 1.5
+        await until_free("GPU", 1.5)
         anywhere = tasks.where.options(placement=group, num_gpus=1)
         assert (await anywhere.remote())[0] == [0]
         in_none = tasks.plain.options(placement=group, num_cpus=2)
         assert await in_none.remote() == []
 
 
-@pytest.mark.needs("leases")
 async def test_what_is_given_before_it_is_ready_waits(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
-        async with aiogpu.lease(num_gpus=0.5):
+        async with aiogpu.placement([{"GPU": 0.5}]):
             group = aiogpu.placement([{"GPU": 1}], name="group")
             handle = tasks.where.options(placement=group).remote()
             cancelled = tasks.where.options(placement=group).remote()
@@ -85,20 +75,24 @@ async def test_an_actor_lives_in_a_bundle(address: str) -> None:
     ):
         actor = tasks.Actor.options(placement=group, bundle=1).remote()
         assert await actor.where.remote() == [1]
-        assert (await aiogpu.available_resources())["GPU"] == 0.5
+        await until_free("GPU", 0.5)
         aiogpu.kill(actor)
         again = tasks.Actor.options(placement=group, bundle=1).remote()
         assert await again.where.remote() == [1]
 
 
-async def test_a_removed_placement_ends_what_runs_in_it(address: str) -> None:
+async def test_a_removed_placement_ends_what_runs_in_it(
+    address: str, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
     async with aiogpu.init(address=address, num_gpus=2, num_cpus=4):
         group = await aiogpu.placement([{"GPU": 1}, {"GPU": 1}], name="group")
         actor = tasks.Actor.options(placement=group, bundle=0).remote()
         await actor
-        runs = tasks.forever.options(placement=group, bundle=1).remote()
-        await until_it_runs("forever")
-        waits = tasks.forever.options(placement=group, bundle=1, num_gpus=1).remote()
+        forever = tasks.forever.options(placement=group, bundle=1)
+        runs = forever.remote(begun)
+        await until(begun.exists)
+        waits = forever.options(num_gpus=1).remote(begun)
         await group.remove()
         await group.remove()
         for handle in (runs, waits):
@@ -108,7 +102,7 @@ async def test_a_removed_placement_ends_what_runs_in_it(address: str) -> None:
         with pytest.raises(aiogpu.ActorDiedError, match="was removed") as dead:
             await actor.where.remote()
         assert isinstance(dead.value.__cause__, aiogpu.PlacementRemovedError)
-        late = tasks.forever.options(placement=group, bundle=1).remote()
+        late = forever.remote(begun)
         with pytest.raises(aiogpu.PlacementRemovedError, match="was removed before"):
             await late
         with pytest.raises(aiogpu.PlacementRemovedError, match="was removed"):
@@ -127,12 +121,11 @@ async def test_an_actor_in_a_removed_placement_never_lives(address: str) -> None
         await until_free("GPU", 1)
 
 
-@pytest.mark.needs("leases")
 async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
     address: str,
 ) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
-        async with aiogpu.lease(num_gpus=1):
+        async with aiogpu.placement([{"GPU": 1}]):
             group = aiogpu.placement([{"GPU": 1}])
             handle = tasks.where.options(placement=group).remote()
             await group.remove()
@@ -143,10 +136,9 @@ async def test_a_placement_that_waits_is_removed_with_what_waits_for_it(
         await until_free("GPU", 1)
 
 
-@pytest.mark.needs("leases")
 async def test_who_gives_up_waiting_in_a_block_asks_no_more(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
-        async with aiogpu.lease(num_gpus=1):
+        async with aiogpu.placement([{"GPU": 1}]):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05), aiogpu.placement([{"GPU": 1}]):
                     pytest.fail("it was granted")
@@ -187,7 +179,6 @@ async def test_values_are_awaited_for_a_member(address: str) -> None:
         assert await add.remote(await add.remote(1, 2), add.remote(3, 4)) == 10
 
 
-@pytest.mark.needs("ledger")
 async def test_what_can_never_be_granted_is_refused(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=2, num_cpus=4) as node:
         assert node.is_open
@@ -223,12 +214,12 @@ async def _opened(opening: aiogpu.Session) -> None:
     await opening
 
 
-@pytest.mark.needs("leases")
+@pytest.mark.needs("ledger")
 async def test_a_member_of_a_type_that_its_bundle_has_not(address: str) -> None:
     async with aiogpu.init(
         address=address, num_gpus=1, num_cpus=2, accelerator_type="T4"
     ):
-        async with aiogpu.lease(num_gpus=1):
+        async with aiogpu.placement([{"GPU": 1}]):
             group = aiogpu.placement([{"GPU": 1}])
             early = tasks.where.options(placement=group, accelerator_type="A100")
             handle = early.remote()
@@ -253,7 +244,7 @@ async def test_memory_of_gpus_is_limited_within_a_bundle(address: str) -> None:
 
 async def test_a_placement_ends_with_its_node(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=1, num_cpus=2):
-        group = await aiogpu.placement([{"GPU": 1}], "SPREAD", name="g", priority=1)
+        group = await aiogpu.placement([{"GPU": 1}], "SPREAD", name="g")
         waits = aiogpu.placement([{"GPU": 1}])
         assert repr(group) == "<Placement g SPREAD [{GPU: 1}]>"
     with pytest.raises(aiogpu.NodeClosedError):
@@ -261,3 +252,27 @@ async def test_a_placement_ends_with_its_node(address: str) -> None:
     with pytest.raises(aiogpu.NodeClosedError):
         await waits
     await group.remove()
+
+
+@pytest.mark.needs("priority")
+@pytest.mark.needs("at once")
+async def test_the_one_with_priority_goes_first(address: str) -> None:
+    async with aiogpu.init(address=address, num_gpus=1, num_cpus=2):
+        async with aiogpu.placement([{"GPU": 1}]):
+            later = aiogpu.placement([{"GPU": 1}])
+            sooner = aiogpu.placement([{"GPU": 1}], priority=1)
+        await sooner
+        assert not later.is_ready
+        await sooner.remove()
+        await later
+
+
+async def test_members_of_the_type_of_their_bundle(address: str) -> None:
+    of_type = "accelerator_type:T4"
+    async with (
+        aiogpu.init(address=address, num_gpus=1, num_cpus=2, accelerator_type="T4"),
+        aiogpu.placement([{"GPU": 1, of_type: 0.001}]) as group,
+    ):
+        typed = tasks.where.options(placement=group, accelerator_type="T4")
+        found = await asyncio.gather(typed.remote(), typed.remote())
+        assert [ids for ids, *_ in found] == [[0], [0]]

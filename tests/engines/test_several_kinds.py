@@ -84,6 +84,7 @@ async def test_an_actor_holds_its_cores_for_life(address: str) -> None:
             assert one["ids"] == {"neuron_cores": ["2"]}
 
 
+@pytest.mark.needs("detection")
 async def test_cores_are_detected_by_their_tool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

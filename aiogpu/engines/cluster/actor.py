@@ -6,6 +6,7 @@ that the process has ended, a call that fails.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -57,6 +58,8 @@ class ClusterActor:
     is_soft: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.handle, Nobody):
+            self.why_failed = self.handle.why
         self.is_soft = hasattr(self.handle, "interleaves")
 
     def __repr__(self) -> str:
@@ -66,11 +69,17 @@ class ClusterActor:
         """A handle to it is being pickled: Ray's goes along."""
         passed.append((self.id, self.handle))
 
+    def _live(self, receiver: Receiver) -> Live:
+        spec = self.site.spec
+        live = Live(spec.name, receiver, self.engine.loop.time(), is_of_actor=True)
+        live.within = spec.shape.request.gang
+        return live
+
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; gives the call's number."""
         engine, terms = self.engine, self.site.actor
         assert terms is not None, self
-        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
+        live = self._live(receiver)
         live.goes_on = not self.is_soft
         number = engine.calls.begin(live)
         if self.why_failed is not None:
@@ -109,7 +118,7 @@ class ClusterActor:
 
     def _ask(self, receiver: Receiver, method: Any) -> None:
         engine = self.engine
-        live = Live(self.site.spec.name, receiver, engine.loop.time(), is_of_actor=True)
+        live = self._live(receiver)
         number = engine.calls.begin(live)
         if self.why_failed is not None:
             engine.refuse(number, self.why_failed)
@@ -137,6 +146,20 @@ def _window_of(live: Live) -> int:
     receiver = getattr(live.receiver, "receiver", live.receiver)
     window = getattr(receiver, "window", None)
     return 0 if window is None else int(window.size)
+
+
+class Nobody:
+    """In place of Ray's handle, that of an actor for which there was no place.
+
+    Attributes:
+        why: what is told to whoever calls it.
+    """
+
+    ready = None
+
+    def __init__(self, why: Failed) -> None:
+        self._actor_id = secrets.token_bytes(16)
+        self.why = why
 
 
 class _Ended:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from inspect import iscoroutinefunction, signature
 from types import CoroutineType
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed
@@ -34,6 +35,9 @@ from aiogpu.wire.payload import load_arguments, load_function, several
 from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current
 
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import Site
+
 CLOSE_LIMIT: Final = 5.0
 """Seconds for an object's `close()` when its last handle has gone."""
 
@@ -46,21 +50,17 @@ class Blueprint:
         resources: what it holds.
         limits: by concurrency group, how many coroutines run at once.
         groups: by method, its group, where it is not the default one.
+        kinds: the kinds of devices that the cluster has.
     """
 
-    def __init__(
-        self,
-        name: str,
-        payload: bytes,
-        resources: Mapping[str, float],
-        limits: Mapping[str, int],
-        groups: Mapping[str, str],
-    ) -> None:
-        self.name = name
-        self.resources = dict(resources)
-        self.limits = dict(limits)
-        self.groups = dict(groups)
-        self._payload = payload
+    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
+        assert site.actor is not None, site
+        self.name = site.spec.name
+        self.resources = dict(site.resources)
+        self.limits = dict(site.actor.limits)
+        self.groups = dict(site.actor.groups)
+        self.kinds = kinds
+        self._payload = site.function.payload
         self._places = search_path()
 
     def __repr__(self) -> str:
@@ -80,7 +80,8 @@ class _Stage:
         self._failure: TaskFailure | None = None
         self._host = ClusterHost()
         self._object: Any = None
-        take_place(blueprint.name, blueprint.resources)
+        self._groups = blueprint.groups
+        take_place(blueprint.name, blueprint.resources, blueprint.kinds)
         current.is_actor = True
         host_of_task.set(self._host)
         kind = UNREADABLE
@@ -143,6 +144,7 @@ class PlainHost(_Stage):
 
     def __init__(self, blueprint: Blueprint, *given: Any) -> None:
         super().__init__(blueprint, given)
+        self._is_threaded = len(blueprint.limits) > 1
 
     def ready(self) -> None:
         """The constructor has returned; raises why not."""
@@ -151,6 +153,10 @@ class PlainHost(_Stage):
     def call(self, method: str, *given: Any) -> Any:
         """Call a method of the object."""
         self._begin()
+        if self._is_threaded:
+            # Ray's threads have no names of their own, which logs would show.
+            group = self._groups.get(method, DEFAULT_GROUP)
+            threading.current_thread().name = f"aiogpu-{group}"
         try:
             return self._returned(*self._called(method, given))
         except ActorExit:
@@ -185,7 +191,6 @@ class SoftHost(_Stage):
         self._quiet: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        self._groups = blueprint.groups
         self._rooms: dict[str, AbstractAsyncContextManager[Any]] = {}
         if len(blueprint.limits) > 1:
             limits = blueprint.limits.items()

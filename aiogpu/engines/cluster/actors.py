@@ -10,19 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from aiogpu.core.gangs import REMOVED
 from aiogpu.core.resources import Request
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.actor import ClusterActor, Made
+from aiogpu.engines.cluster.actor import ClusterActor, Made, Nobody
 from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost, SoftHost
+from aiogpu.engines.cluster.failure import died_of
 from aiogpu.engines.cluster.shared import met
 from aiogpu.engines.cluster.terms import options_of_actor
 from aiogpu.errors import ActorDiedError, ActorNameError
 from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.runtime.placements import removed
 from aiogpu.wire.acting import ASYNC, SERIAL
+from aiogpu.wire.failure import pack_told
 from aiogpu.wire.payload import dump_whole, load_result
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
@@ -58,6 +63,9 @@ class ClusterActors:
         if found is not None and key is not None:
             raise _taken(key)
         try:
+            refused = engine.placements.refusal(site)
+            if refused is not None:
+                return self._note(Nobody(_death(site.spec.name, refused)), site)
             handle = self._made(site, payload, key)
         except ValueError as error:
             if key is None:
@@ -77,12 +85,10 @@ class ClusterActors:
 
     def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
         assert site.actor is not None, site
+        request = site.spec.shape.request
         options = options_of_actor(site, key)
-        options |= self._engine.placements.options(site.spec.shape.request)
-        limits, groups = site.actor.limits, site.actor.groups
-        blueprint = Blueprint(
-            site.spec.name, site.function.payload, site.resources, limits, groups
-        )
+        options = self._engine.placements.placed(options, request)
+        blueprint = Blueprint(site, self._engine.overview.kinds())
         host = SoftHost if site.actor.mode == ASYNC else PlainHost
         made = ray.actor(host, options)
         return made.remote(blueprint, *self._engine.given(payload))
@@ -148,15 +154,25 @@ class ClusterActors:
         """End its process at once, and the actor unless it may restart."""
         known = self.known(actor)
         known.is_ending |= no_restart
-        if self._engine.lost is None:
+        if self._engine.lost is None and known.why_failed is None:
             ray.kill(known.handle, may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
         known = self.known(actor)
         known.is_ending = True
-        if self._engine.lost is None:
+        if self._engine.lost is None and known.why_failed is None:
             known.handle.leave.remote()
+
+    def evict(self, gang: Gang) -> None:
+        """A placement was removed: who lives in it ends."""
+        for actor in list(self._actors.values()):
+            within = actor.site.spec.shape.request.gang
+            if within is None or within.key != gang.key or actor.why_failed:
+                continue
+            name = actor.site.spec.name
+            actor.why_failed = _death(name, removed(gang.name, name, REMOVED))
+            ray.kill(actor.handle, may_restart=False)
 
     def lose(self, failed: Failed) -> None:
         """The cluster has gone: who calls one of them is told so, and Ray nothing."""
@@ -174,6 +190,10 @@ class ClusterActors:
 def identity_of(handle: Any) -> int:
     """The number of an actor, the same in all processes."""
     return int(ray.id_of(handle)[:15], 16)
+
+
+def _death(name: str, error: Exception) -> Failed:
+    return pack_told(died_of(name, error))
 
 
 def _taken(key: tuple[str, str]) -> ActorNameError:

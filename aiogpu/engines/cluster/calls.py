@@ -42,7 +42,9 @@ class Live:
         stop: ends it where no object is enough to do so; None if one is.
         since: the loop's time at which it was made.
         on_sent: told when it was sent, or has ended without.
+        on_end: called when it has ended that was stopped; None for nobody.
         told_as: what its receiver is told in place of what comes; None for that.
+        within: the placement in which it runs, or its actor lives; None for none.
     """
 
     __slots__ = (
@@ -51,6 +53,7 @@ class Live:
         "is_borrowed",
         "is_of_actor",
         "name",
+        "on_end",
         "on_sent",
         "receiver",
         "refs",
@@ -60,6 +63,7 @@ class Live:
         "timer",
         "told_as",
         "waitables",
+        "within",
     )
 
     def __init__(
@@ -73,6 +77,8 @@ class Live:
     ) -> None:
         self.name = name
         self.request = request
+        self.within = None if request is None else request.gang
+        self.on_end: Callable[[], object] | None = None
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()
         self.is_of_actor = is_of_actor
@@ -193,6 +199,8 @@ class Calls:
             live.rest()
             if live.receiver is not None:
                 _settle(live)
+            if live.on_end is not None:
+                live.on_end()
 
     def end(self, number: int, tell: Callable[[Receiver], object]) -> None:
         """A call has ended without having been sent; its receiver is told so."""
@@ -222,7 +230,7 @@ def _settle(live: Live) -> None:
     found = [live.came[index] for index in range(len(live.refs))]
     for one in found:
         if isinstance(one, BaseException):
-            tell(receiver, name, one)
+            tell(receiver, name, one, live.within)
             return
         failed = failure_in(one)
         if failed is not None:

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.resources import MEMORY, UNIT, number, spoken, written
+from aiogpu.core.resources import GPU, MEMORY, UNIT, number, spoken, written
 from aiogpu.core.wording import SHOWN, in_words, terms
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
     from aiogpu.engines.cluster.census import Node
 
+DEVICES: Final = (GPU, "neuron_cores", "TPU", "NPU", "HPU")
+"""Resources that are devices to Ray."""
 OWN: Final = "object_store_memory"
 """A resource that Ray keeps for itself, as it does those of a node's name."""
 OF_GROUPS: Final = "_group_"

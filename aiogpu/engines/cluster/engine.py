@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.failure import packed
+from aiogpu.engines.cluster.functions import Functions
 from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
@@ -25,9 +26,8 @@ from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.shared import passed
 from aiogpu.engines.cluster.streams import Inflow, check_near
-from aiogpu.engines.cluster.terms import check_possible, options_of_task
+from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
-from aiogpu.engines.cluster.work import Work, runner, streamer
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
 from aiogpu.wire.failure import RAISED
@@ -40,15 +40,13 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Outgoing
 
-SITES: Final = 1024
-"""Functions that are kept ready; beyond, Ray is told of the oldest anew."""
-
 
 class RayEngine(Questions):
     """See above.
 
     Attributes:
         calls: what runs.
+        grace: seconds in which what is cancelled may end.
         overview: what there is on the cluster.
         placements: its placement groups, as placements.
     """
@@ -64,11 +62,11 @@ class RayEngine(Questions):
         self.calls = Calls(loop)
         self._far = ClusterValues(self)
         self._membership = Membership(address, options)
-        self._grace = options.cancel_grace
+        self.grace = options.cancel_grace
         self._mark = object()
-        self._sent: dict[int, Any] = {}
         super().__init__(Overview(self.calls), loop)
         self.placements = Placements(self)
+        self._functions = Functions(self.placements, self.overview)
         self._actors: ClusterActors | None = None
         self._is_hasty = False
 
@@ -95,6 +93,11 @@ class RayEngine(Questions):
 
             self._actors = ClusterActors(self)
         return self._actors
+
+    @property
+    def has_actors(self) -> bool:
+        """Whether anybody has asked for its actors."""
+        return self._actors is not None
 
     @property
     def has_gone(self) -> bool:
@@ -129,9 +132,13 @@ class RayEngine(Questions):
         name, request = site.spec.name, site.spec.shape.request
         live = Live(name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
+        if site.spec.is_grouped and (error := self.placements.refusal(site)):
+            refused = error
+            self.calls.end(number, lambda receiver: receiver.fail(refused))
+            return number
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window and not passed:
-            self.calls.watch(number, (self._sent_as(site).remote(payload),))
+            self.calls.watch(number, (self._functions.of(site).remote(payload),))
         else:
             self.send(number, payload, partial(self._send, number, site))
         return number
@@ -150,21 +157,6 @@ class RayEngine(Questions):
             check_near(site.spec.name)
         self.overview.check_feasible(site)
         site.checked_by = self._mark
-
-    def _sent_as(self, site: Site) -> Any:
-        """What Ray knows a site by."""
-        found = self._sent.get(site.id)
-        if found is None:
-            work = Work(
-                site.spec.name, site.function.payload, site.resources, site.retried
-            )
-            run = streamer(work) if site.window else runner(work)
-            if len(self._sent) >= SITES:
-                del self._sent[next(iter(self._sent))]
-            options = options_of_task(site)
-            options |= self.placements.options(site.spec.shape.request)
-            found = self._sent[site.id] = ray.function(run, options)
-        return found
 
     def send(
         self, number: int, payload: bytes, send: Callable[[tuple[Any, ...]], None]
@@ -208,7 +200,7 @@ class RayEngine(Questions):
         live = self.calls.live.get(number)
         if live is None:
             return
-        sent = self._sent_as(site)
+        sent = self._functions.of(site)
         if site.window:
             Inflow(self.calls, number, live, sent.remote(*given), site.window).begin()
             return
@@ -263,7 +255,7 @@ class RayEngine(Questions):
         elif live.refs:
             ray.cancel(live.refs[0])
             if not live.is_of_actor:
-                live.timer = self.loop.call_later(self._grace, self._insist, task)
+                live.timer = self.loop.call_later(self.grace, self._insist, task)
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""
@@ -273,7 +265,7 @@ class RayEngine(Questions):
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        return self.placements.why(task) or await super().why(task)
+        return await self.placements.why(task) or await super().why(task)
 
     def end_children(self) -> None:
         """The task has ended whose code made these calls; they end with it."""
@@ -288,7 +280,8 @@ class RayEngine(Questions):
             self.is_open = False
             if self._actors is not None:
                 self._actors.close()
-            self.placements.close()
+            shut = NodeClosedError("the node of this placement was shut down.")
+            self.placements.fail(shut)
             for number, live in list(self.calls.live.items()):
                 receiver = live.receiver
                 self.cancel(number)
@@ -296,6 +289,7 @@ class RayEngine(Questions):
                     error = f"the node was shut down before {live.name} had ended."
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
+            self.placements.close()
         await self._membership.leave()
 
     def _lose(self) -> None:
@@ -311,11 +305,12 @@ class RayEngine(Questions):
         for number in list(self.calls.live):
             self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
         self.calls.ending.clear()
+        self.placements.fail(NodeDiedError(said))
         self._membership.lose()
 
     async def _stopped(self) -> None:
         """Until all that was stopped has ended, within the time that it is given."""
-        until = self.loop.time() + (0 if self._is_hasty else self._grace + 1)
+        until = self.loop.time() + (0 if self._is_hasty else self.grace + 1)
         gone = self.loop.create_future()
 
         def look() -> None:

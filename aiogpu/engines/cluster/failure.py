@@ -7,8 +7,9 @@ always; Ray carries it as the cause of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.core.gangs import REMOVED
 from aiogpu.engines import ray
 from aiogpu.errors import (
     ActorDiedError,
@@ -22,8 +23,13 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
+from aiogpu.runtime.actor_end import died
+from aiogpu.runtime.placements import removed
 from aiogpu.wire.failure import STOPPED, pack_failure
 from aiogpu.wire.messages import Failed
+
+if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang, Within
 
 OWN_FRAMES: Final = "/aiogpu/engines/"
 """Marks frames that a user's traceback leaves out."""
@@ -50,12 +56,20 @@ def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> Task
     return (RetriedFailure if is_retried else TaskFailure)(*failed)
 
 
-def tell(receiver: Any, name: str, error: BaseException) -> None:
-    """Tell who waits what an exception that has come from Ray means."""
+def tell(
+    receiver: Any,
+    name: str,
+    error: BaseException,
+    within: Gang | Within | None = None,
+) -> None:
+    """Tell who waits what an exception that has come from Ray means.
+
+    `within` is the placement in which it was to run.
+    """
     cause = getattr(error, "cause", None)
     failure = cause if isinstance(cause, TaskFailure) else error
     if not isinstance(failure, TaskFailure):
-        receiver.fail(explained(name, error))
+        receiver.fail(explained(name, error, within))
     elif failure.failed.kind != STOPPED:
         receiver.reject(failure.failed)
     elif failure.failed.message == stopped(name) and hasattr(receiver, "cancel"):
@@ -69,14 +83,28 @@ def stopped(name: str) -> str:
     return f"{name} was cancelled."
 
 
-def explained(name: str, error: BaseException) -> Exception:
+def died_of(name: str, error: Exception) -> ActorDiedError:
+    """The error of an actor that has ended since this has happened."""
+    told = died(name, str(error))
+    told.__cause__ = error
+    return told
+
+
+def explained(
+    name: str, error: BaseException, within: Gang | Within | None = None
+) -> Exception:
     """An error of ours for one of Ray's, which is its cause.
 
     Args:
         name: of the task.
         error: what Ray has raised.
+        within: the placement in which it was to run; None for none.
     """
     said = str(error).strip() or type(error).__name__
+    if within is not None and isinstance(error, ray.GroupRemoved):
+        gone = removed(within.name, name, REMOVED)
+        is_of_actor = isinstance(error, ray.ActorGroupRemoved)
+        return died_of(name, gone) if is_of_actor else gone
     for kind, ours, what in _MEANINGS:
         if isinstance(error, kind):
             found = ours(f"{name} {what}: {said}")

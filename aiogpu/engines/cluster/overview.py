@@ -6,7 +6,8 @@ was seen has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYetError
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -14,16 +15,20 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.asking import asked, begun
 from aiogpu.engines.cluster.capacity import (
+    DEVICES,
     amounts,
     at_once,
     fits_one,
     kinds,
     lacking,
+    parts_of,
     told,
 )
+from aiogpu.engines.cluster.work import kinds_here
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.resources import Request
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
@@ -82,6 +87,38 @@ class Overview:
             f"Ask for less, or add a node."
         )
 
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices that the nodes have, as far as they are known."""
+        if not self._nodes:
+            return tuple(kinds_here)
+        return tuple(
+            kind
+            for kind in DEVICES
+            if any(node.total.get(kind) for node in self._nodes)
+        )
+
+    def check_together(self, name: str, requests: Sequence[Request]) -> None:
+        """Refuse what nodes could give one by one, but not at once, were they idle.
+
+        Raises:
+            InfeasibleError: says what was asked and what there is.
+        """
+        asked_for: Counter[str] = Counter()
+        for request in requests:
+            asked_for.update(amounts(request))
+        if self._has_all(asked_for) or self._looks_again() or self._has_all(asked_for):
+            return
+        raise InfeasibleError(
+            f"{name} asks for bundles that do not all fit at once on this Ray cluster. "
+            f"There are {kinds(self._nodes, asked_for)}. Ask for less, or add a node."
+        )
+
+    def _has_all(self, asked_for: Mapping[str, int]) -> bool:
+        return all(
+            sum(parts_of(node.total.get(name, 0.0)) for node in self._nodes) >= parts
+            for name, parts in asked_for.items()
+        )
+
     def count_nodes(self) -> float:
         """How many nodes live; infinity where they come as they are needed."""
         return inf if self._looks_again() else len(self._nodes)
@@ -118,6 +155,16 @@ class Overview:
         survey = await asked(ray.survey)
         live = self._calls.live
         return why(task, live, survey, now) if task in live else None
+
+    async def why_placement(self, task: int, gang: Gang, now: float) -> Why | None:
+        """Why a placement of this program waits."""
+        from aiogpu.engines.cluster.waiting import why_placement
+
+        if task not in self._calls.live:
+            return None
+        survey = await asked(ray.survey)
+        live = self._calls.live.get(task)
+        return None if live is None else why_placement(task, live, gang, survey, now)
 
 
 def _nodes_and_growth() -> tuple[Sequence[Node], bool]:

@@ -11,19 +11,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.holding import DeviceStatus
-from aiogpu.core.resources import GPU, TYPE_PREFIX
+from aiogpu.core.resources import TYPE_PREFIX
 from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.snapshot import LISTED, NodeStatus, TaskStatus
 from aiogpu.core.wording import span
-from aiogpu.engines.cluster.capacity import amounts, name_of, told
+from aiogpu.engines.cluster.capacity import DEVICES, amounts, name_of, told
 from aiogpu.engines.cluster.waiting import free_devices, in_parts
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls, Live
     from aiogpu.engines.cluster.census import Node, Survey
 
-DEVICES: Final = (GPU, "neuron_cores", "TPU", "NPU", "HPU")
-"""Resources that are devices to Ray."""
 TYPE_LABEL: Final = "ray.io/accelerator-type"
 UNKNOWN: Final = (
     "Ray tells how much of a node's devices is free, not of which, nor to whom"

@@ -1,20 +1,26 @@
 """Placements on a cluster: Ray's placement groups, by the placements' own keys.
 
 A key is also the group's name at Ray, so whoever is passed a placement finds its group.
+Ray ends at once what runs in a group that is removed; here it is cancelled first, and
+the group goes when all that this program has in it has stopped.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.gang import STRICT_PACK, STRICT_SPREAD, Gang, Within
+from aiogpu.core.gang import ANY, STRICT_PACK, STRICT_SPREAD, Gang, Within
+from aiogpu.core.gangs import REMOVED, UNKNOWN
 from aiogpu.core.resources import TYPE_PREFIX, TYPE_SHARE, Request
 from aiogpu.core.why import Why
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
-from aiogpu.engines.cluster.terms import bundle_of
-from aiogpu.errors import InfeasibleError, PlacementRemovedError
+from aiogpu.engines.cluster.failure import died_of
+from aiogpu.engines.cluster.terms import bundle_of, check_priority
+from aiogpu.errors import AiogpuError, InfeasibleError, PlacementRemovedError
+from aiogpu.runtime.placements import removed
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
@@ -24,16 +30,32 @@ KNOWN: Final = 1024
 """Groups that were found by their names and are remembered."""
 
 
+class Own:
+    """One that was asked for here, and not removed."""
+
+    __slots__ = ("gang", "group", "receiver")
+
+    def __init__(self, gang: Gang, group: Any, receiver: Receiver) -> None:
+        self.gang = gang
+        self.group = group
+        self.receiver = receiver
+
+
 class Placements:
-    """See above, for one engine."""
+    """See above, for one engine.
+
+    Attributes:
+        own: those that were asked for here, by number.
+    """
 
     def __init__(self, engine: RayEngine) -> None:
+        self.own: dict[int, Own] = {}
         self._engine = engine
         self._groups: dict[str, Any] = {}
-        self._own: dict[int, Gang] = {}
+        self._emptying: dict[str, tuple[Any, set[int]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Placements {len(self._own)} of {len(self._groups)}>"
+        return f"<Placements {len(self.own)} of {len(self._groups)}>"
 
     def take(self, site: Site, receiver: Receiver) -> int:
         """Ask for a placement; see `Engine.take_placement`.
@@ -43,6 +65,7 @@ class Placements:
         """
         engine, gang = self._engine, site.spec.shape.request.gang
         assert isinstance(gang, Gang), site
+        check_priority(site.spec)
         self._check(gang)
         group = ray.new_group(
             [bundle_of(bundle) for bundle in gang.bundles], gang.strategy, gang.key
@@ -52,7 +75,7 @@ class Placements:
         number = engine.calls.begin(live)
         live.stop = partial(self.release, number)
         live.told_as = b""
-        self._own[number] = gang
+        self.own[number] = Own(gang, group, receiver)
         engine.calls.watch(number, (group.ready(),))
         return number
 
@@ -68,53 +91,161 @@ class Placements:
         nodes = overview.count_nodes()
         if gang.strategy == STRICT_SPREAD and len(gang.bundles) > nodes:
             raise InfeasibleError(
-                f"{gang.name} asks for {len(gang.bundles)} bundles on as many nodes "
-                f"(STRICT_SPREAD), and this cluster has {nodes}. Add nodes, or say "
-                f"strategy='SPREAD'."
+                f"{gang.name} asks for {len(gang.bundles)} bundles, each on a machine "
+                f"of its own (STRICT_SPREAD), and this cluster has {nodes}. Add nodes, "
+                f"or say strategy='SPREAD'."
             )
+        bundles = [_untyped(bundle.request()) for bundle in gang.bundles]
+        overview.check_together(gang.name, bundles)
 
     def release(self, number: int) -> bool:
         """Remove a placement that was asked for here; False if it is none."""
-        gang = self._own.pop(number, None)
-        if gang is None:
+        own = self.own.pop(number, None)
+        if own is None:
             return False
-        group = self._groups.pop(gang.key, None)
-        if group is not None:
-            ray.remove_group(group)
+        gang = own.gang
+        self._groups.pop(gang.key, None)
+        members = set(self._evicted(gang))
+        if members:
+            self._emptying[gang.key] = own.group, members
+            engine = self._engine
+            engine.loop.call_later(engine.grace + 1, self._remove, gang.key)
+        else:
+            ray.remove_group(own.group)
         return True
 
-    def options(self, request: Request) -> dict[str, Any]:
-        """What Ray is told of who runs in a placement, and nothing of others.
+    def _evicted(self, gang: Gang) -> list[int]:
+        """Tell all in it that it is none any more; gives those that have to stop."""
+        engine = self._engine
+        if engine.has_actors:
+            engine.actors.evict(gang)
+        stopping = []
+        for number, live in list(engine.calls.live.items()):
+            if live.within is None or live.within.key != gang.key:
+                continue
+            receiver = live.receiver
+            error: Exception = removed(gang.name, live.name, REMOVED)
+            if live.is_of_actor:
+                error = died_of(live.name, error)
+            engine.cancel(number)
+            if number in engine.calls.ending:
+                live.on_end = partial(self._note_end, gang.key, number)
+                stopping.append(number)
+            if receiver is not None:
+                receiver.fail(error)
+        return stopping
+
+    def _note_end(self, key: str, number: int) -> None:
+        if key in self._emptying:
+            self._emptying[key][1].discard(number)
+            if not self._emptying[key][1]:
+                self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        found = self._emptying.pop(key, None)
+        if found is not None and self._engine.lost is None:
+            ray.remove_group(found[0])
+
+    def refusal(self, site: Site) -> AiogpuError | None:
+        """Why nobody with this spec is taken; None if he is in none, or may be."""
+        request = site.spec.shape.request
+        within = request.gang
+        if not isinstance(within, Within):
+            return None
+        group = self._group_of(within)
+        if group is None:
+            return removed(within.name, site.spec.name, UNKNOWN)
+        if request.accelerator_type and not _is_typed(group, within, request):
+            of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
+            return InfeasibleError(
+                f"{site.spec.name} asks for accelerator_type="
+                f"{request.accelerator_type!r} in {within}, which was not asked for "
+                f"with it. On a Ray cluster a bundle says so itself: "
+                f'{{"GPU": 1, "{of_type}": 0.001}}.'
+            )
+        return None
+
+    def _group_of(self, within: Within) -> Any | None:
+        found = self._groups.get(within.key)
+        if found is None and within.key not in self._emptying:
+            found = ray.find_group(within.key)
+            if len(self._groups) >= KNOWN:
+                kept = {own.gang.key for own in self.own.values()}
+                self._groups = {k: v for k, v in self._groups.items() if k in kept}
+            if found is not None:
+                self._groups[within.key] = found
+        return found
+
+    def placed(self, options: dict[str, Any], request: Request) -> dict[str, Any]:
+        """What Ray is told of who asks for this, with the bundle in which he runs.
 
         Raises:
-            PlacementRemovedError: there is no such placement.
+            PlacementRemovedError: it was removed meanwhile.
         """
         within = request.gang
         if not isinstance(within, Within):
-            return {}
-        group = self._groups.get(within.key) or ray.find_group(within.key)
+            return options
+        group = self._group_of(within)
         if group is None:
-            raise PlacementRemovedError(
-                f"{within.name} was removed, or its program has ended.", within.name
-            )
-        if len(self._groups) >= KNOWN:
-            own = {gang.key for gang in self._own.values()}
-            self._groups = {k: v for k, v in self._groups.items() if k in own}
-        self._groups[within.key] = group
-        return {"scheduling_strategy": ray.within(group, within.bundle)}
+            raise PlacementRemovedError(f"{within.name} was removed.", within.name)
+        if request.accelerator_type:
+            # Its bundle has that type as a whole, not each who runs in it.
+            left = dict(options["resources"])
+            del left[TYPE_PREFIX + request.accelerator_type]
+            options = {**options, "resources": left}
+        return {**options, "scheduling_strategy": ray.within(group, within.bundle)}
 
-    def why(self, number: int) -> Why | None:
-        """That a placement is held; None if there is none of that number."""
-        gang = self._own.get(number)
-        if gang is None or number in self._engine.calls.live:
+    def is_waiting(self, number: int) -> bool:
+        """Whether one that was asked for here is not granted yet."""
+        return number in self._engine.calls.live
+
+    def awaited_by(self, number: int) -> str | None:
+        """The placement for which a call waits; None if it waits for none."""
+        live = self._engine.calls.live.get(number)
+        if live is None or not isinstance(live.within, Within):
             return None
-        held = gang.request().as_numbers()
-        return Why(gang.name, number, "running", request=held)
+        for other, own in self.own.items():
+            if own.gang.key == live.within.key and self.is_waiting(other):
+                return own.gang.name
+        return None
+
+    async def why(self, number: int) -> Why | None:
+        """Why a placement is where it is, or what waits for one; None for others."""
+        own, awaited = self.own.get(number), self.awaited_by(number)
+        live, now = self._engine.calls.live.get(number), self._engine.loop.time()
+        if awaited is not None and live is not None and live.request is not None:
+            waits = Why(live.name, number, "expecting", now - live.since)
+            asked = live.request.as_numbers()
+            return replace(waits, request=asked, placement=awaited)
+        if own is None:
+            return None
+        if live is not None:
+            return await self._engine.overview.why_placement(number, own.gang, now)
+        held = own.gang.request().as_numbers()
+        return Why(own.gang.name, number, "running", request=held)
+
+    def fail(self, error: Exception) -> None:
+        """None of them is there any more, or will be."""
+        for number, own in self.own.items():
+            if number not in self._engine.calls.live:
+                own.receiver.fail(error)
 
     def close(self) -> None:
-        """The program leaves: what it has asked for ends with it."""
-        for number in list(self._own):
-            self.release(number)
+        """The program has left: what it has asked for ends with it."""
+        for own in self.own.values():
+            ray.remove_group(own.group)
+        for key in list(self._emptying):
+            self._remove(key)
+        self.own.clear()
+
+
+def _is_typed(group: Any, within: Within, request: Request) -> bool:
+    """Whether all bundles that it may use were asked for with its type."""
+    bundles = ray.bundles_of(group)
+    if within.bundle != ANY:
+        bundles = bundles[within.bundle : within.bundle + 1]
+    of_type = f"{TYPE_PREFIX}{request.accelerator_type}"
+    return all(of_type in bundle for bundle in bundles)
 
 
 def _untyped(request: Request) -> Request:

@@ -6,20 +6,25 @@ that 0.57 would be 0.5699. What it is given is the float that it truncates right
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.resources import CPU, GPU, MEMORY, UNIT
+from aiogpu.accelerators.types import AWS_NEURON_CORE
+from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle
     from aiogpu.core.resources import Request
+    from aiogpu.core.specs import TaskSpec
     from aiogpu.runtime.call import Site
 
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""
 
+NEURON: Final = "neuron_cores"
+"""Ray's name, and ours, for the cores of AWS Neuron."""
 WAITING: Final = 10_000
 """Calls of an actor with coroutines that wait in it for a place in their group."""
 
@@ -31,8 +36,8 @@ def check_possible(site: Site) -> None:
         OptionError: names the option, and what to do.
     """
     spec, request = site.spec, site.spec.shape.request
+    check_priority(spec)
     asked = {
-        "priority": spec.priority != 0,
         "gpu_memory": request.gpu_memory != 0,
         "gpu_where": request.where is not None,
         "strategy='spread'": request.spread,
@@ -44,6 +49,19 @@ def check_possible(site: Site) -> None:
                 f"{spec.name} asks for {option}, which a Ray cluster cannot do; leave "
                 f"it out, or run on a node of aiogpu's own (docs/engines.md)."
             )
+
+
+def check_priority(spec: TaskSpec) -> None:
+    """Refuse to have something go first.
+
+    Raises:
+        OptionError: says what to do.
+    """
+    if spec.priority:
+        raise OptionError(
+            f"{spec.name} asks for priority, which a Ray cluster cannot do; leave it "
+            f"out, or run on a node of aiogpu's own (docs/engines.md)."
+        )
 
 
 def resources_of(request: Request) -> dict[str, Any]:
@@ -70,6 +88,12 @@ def bundle_of(bundle: Bundle) -> dict[str, float]:
         name: parts // UNIT if name == MEMORY else as_float(parts)
         for name, parts in amounts
     }
+
+
+def typed(resources: Mapping[str, float]) -> dict[str, float]:
+    """What a node has, with the type of the devices that Ray does not look for."""
+    of_cores = {TYPE_PREFIX + AWS_NEURON_CORE: 1.0} if NEURON in resources else {}
+    return {**of_cores, **resources}
 
 
 def as_float(parts: int) -> float:

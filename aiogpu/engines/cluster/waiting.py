@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from aiogpu.core.resources import UNIT, number
+from aiogpu.core.resources import UNIT, Request, number
 from aiogpu.core.shortage import Shortage
 from aiogpu.core.why import Why
 from aiogpu.core.wording import SHOWN, listing, terms
@@ -25,7 +25,7 @@ from aiogpu.engines.cluster.capacity import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
+    from aiogpu.core.gang import Gang
     from aiogpu.engines.cluster.calls import Live
     from aiogpu.engines.cluster.census import Node, Survey
 
@@ -69,6 +69,29 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
     )
 
 
+def why_placement(task: int, live: Live, gang: Gang, survey: Survey, now: float) -> Why:
+    """Say why a placement waits for its bundles.
+
+    Args:
+        task: its number.
+        live: what is known of it.
+        gang: its bundles.
+        survey: the cluster now.
+        now: the moment for which it is said.
+    """
+    whole = gang.request()
+    asked = Request(whole.scalars, whole.devices)
+    return Why(
+        name=gang.name,
+        task=task,
+        state="waiting",
+        seconds=now - live.since,
+        request=whole.as_numbers(),
+        reasons=tuple(_shortages(asked, survey.nodes, together=True)),
+        notes=tuple(_growth(survey, is_fitting=True)),
+    )
+
+
 def demand_of(request: Request, survey: Survey) -> int:
     """How many that ask for the same have no place, of all programs."""
     wanted = amounts(request)
@@ -80,17 +103,28 @@ def in_parts(shape: Mapping[str, float]) -> dict[str, int]:
     return {name: parts_of(value) for name, value in shape.items() if value}
 
 
-def _shortages(request: Request, nodes: Sequence[Node]) -> Iterator[Shortage]:
-    """What no node has enough of now; where it is only not together, all of it."""
+def _shortages(
+    request: Request, nodes: Sequence[Node], *, together: bool = False
+) -> Iterator[Shortage]:
+    """What no node has enough of now; where it is only not together, all of it.
+
+    Or what all nodes `together` have too little of.
+    """
     wanted = amounts(request)
     free = [node.free or {} for node in nodes]
+    seen = [_summed(free)] if together else free
     each = [
-        name for name in wanted if all(name in short_of(one, wanted) for one in free)
+        name for name in wanted if all(name in short_of(one, wanted) for one in seen)
     ]
     for name in each or wanted:
         had = sum(one.get(name, 0.0) for one in free)
         total = sum(node.total.get(name, 0.0) for node in nodes)
         yield Shortage(name, number(wanted[name]), had, total, 0.0, (), ())
+
+
+def _summed(nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for node in nodes for name in node}
+    return {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
 
 
 def _notes(request: Request, waiting: int, survey: Survey) -> Iterator[str]:

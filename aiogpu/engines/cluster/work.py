@@ -38,12 +38,19 @@ from aiogpu.worker.retrying import Retrying
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.loops import TaskLoop
+    from aiogpu.runtime.call import Site
 
-HIDDEN: Final = "CUDA_VISIBLE_DEVICES"
-LEFT_ALONE: Final = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
+HIDDEN: Final = {
+    "GPU": "CUDA_VISIBLE_DEVICES",
+    "neuron_cores": "NEURON_RT_VISIBLE_CORES",
+}
+"""By kind the variable that hides devices; Ray sets it for those who have some."""
+LEFT_ALONE: Final = "AIOGPU_NOSET_"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 _retrying: Final = Retrying()
 _adopted: Final[set[tuple[str, ...]]] = set()
+kinds_here: Final[list[str]] = []
+"""The kinds of devices that the cluster has whose task this process is."""
 
 
 class NeedFailedError(Exception):
@@ -75,16 +82,16 @@ class Work:
         name: of the task.
         resources: what it holds.
         retried: after which exceptions it is tried again; see `wire.retried`.
+        kinds: the kinds of devices that the cluster has.
     """
 
-    def __init__(
-        self, name: str, payload: bytes, resources: Mapping[str, float], retried: bytes
-    ) -> None:
-        self.name = name
-        self.resources = dict(resources)
-        self.retried = retried
+    def __init__(self, site: Site, kinds: tuple[str, ...]) -> None:
+        self.name = site.spec.name
+        self.resources = dict(site.resources)
+        self.retried = site.retried
+        self.kinds = kinds
         self._places = search_path()
-        self._payload = payload
+        self._payload = site.function.payload
         self._loaded: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
@@ -136,9 +143,9 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterHost]:
+def surroundings(work: Work) -> Iterator[ClusterHost]:
     """What a task's code finds around it: its devices, ids, a way to the cluster."""
-    take_place(name, resources)
+    take_place(work.name, work.resources, work.kinds)
     current.task = int(ray.task_id()[:12], 16)
     host = ClusterHost()
     token = host_of_task.set(host)
@@ -148,17 +155,26 @@ def surroundings(name: str, resources: Mapping[str, float]) -> Iterator[ClusterH
         host_of_task.reset(token)
 
 
-def take_place(name: str, resources: Mapping[str, float]) -> None:
+def take_place(
+    name: str, resources: Mapping[str, float], kinds: tuple[str, ...]
+) -> None:
     """Note what this process may use, in its variables and for whoever asks."""
     found = ray.accelerators()
-    if not os.environ.get(LEFT_ALONE):
-        if not found.get("GPU"):
-            os.environ[HIDDEN] = ""
+    kinds_here[:] = kinds
+    for kind in ("GPU", *kinds):
+        variable = HIDDEN.get(kind)
+        if variable and not found.get(kind) and not _is_left_alone(variable):
+            os.environ[variable] = ""
+    if not _is_left_alone(HIDDEN["GPU"]):
         os.environ.setdefault(ORDER, "PCI_BUS_ID")
     node, worker = ray.facts()
     current.node, current.worker = node, int(worker[:12], 16)
     current.name = name
     current.resources, current.accelerators = resources, found
+
+
+def _is_left_alone(variable: str) -> bool:
+    return bool(os.environ.get(LEFT_ALONE + variable))
 
 
 def arguments(
@@ -189,7 +205,7 @@ def run_task(
     Raises:
         TaskFailure: it has none.
     """
-    with surroundings(work.name, work.resources) as host, interrupts.heard():
+    with surroundings(work) as host, interrupts.heard():
         kind = UNREADABLE
         try:
             function = work.load()
@@ -212,7 +228,7 @@ def pour_task(
     work: Work, head: Any, places: Any, values: Sequence[Any]
 ) -> Iterator[Any]:
     """The same for a generator; Ray has it wait for its consumer."""
-    with surroundings(work.name, work.resources) as host, interrupts.heard():
+    with surroundings(work) as host, interrupts.heard():
         kind = UNREADABLE
         try:
             function = work.load()
