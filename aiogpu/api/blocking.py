@@ -124,18 +124,33 @@ def get(handle: Any, /, *, timeout: float | None = None) -> Any:
     deadline = None
     if timeout is not None:
         deadline = time.monotonic() + check_seconds("timeout", timeout)
-    handles = list(handle) if isinstance(handle, list | tuple) else [handle]
+    are_several = isinstance(handle, list | tuple)
+    handles = list(handle) if are_several else [handle]
+    del handle
+    try:
+        results = _results(handles, deadline, timeout)
+    finally:
+        del handles  # see `BlockingHandle.result`
+    return results if are_several else results[0]
+
+
+def _results(
+    handles: list[Any], deadline: float | None, timeout: float | None
+) -> list[Any]:
     for one in handles:
         if not isinstance(one, BlockingHandle):
             raise MisuseError(_wrong(one))
-    in_time = _wait(handles, deadline)
-    for one in handles:
-        if one.has_failed:
-            one.result()
-    if not in_time:
-        raise TaskTimeoutError(_late(handles, timeout))
-    results = [one.result() for one in handles]
-    return results if isinstance(handle, list | tuple) else results[0]
+    try:
+        in_time = _wait(handles, deadline)
+        for one in handles:
+            if one.has_failed:
+                one.result()
+        if not in_time:
+            raise TaskTimeoutError(_late(handles, timeout))
+        return [one.result() for one in handles]
+    finally:
+        one = None
+        del handles
 
 
 def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:

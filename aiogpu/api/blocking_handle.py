@@ -213,21 +213,28 @@ class BlockingHandle(Generic[T]):
             MisuseError: it has not ended.
             DeserializationError: its result cannot be unpickled in this process.
         """
-        if not self.done():
-            raise MisuseError(f"{self.task_name} has not ended; aiogpu.get() waits.")
-        if self.cancelled():
-            raise TaskCancelledError(f"{self.task_name} was cancelled.")
-        if self._error is not None:
-            # Else each raise would add its frames to those of the last.
-            raise self._error.with_traceback(self._trace)
-        if self._payload is not None:
-            payload, self._payload = self._payload, None
-            try:
-                self._value = load_result(payload)
-            except DeserializationError as error:
-                self._state, self._error = "failed", error
-                raise
-        return self._value  # type: ignore[return-value]
+        try:
+            if not self.done():
+                raise MisuseError(
+                    f"{self.task_name} has not ended; aiogpu.get() waits."
+                )
+            if self.cancelled():
+                raise TaskCancelledError(f"{self.task_name} was cancelled.")
+            if self._error is not None:
+                # Else each raise would add its frames to those of the last.
+                raise self._error.with_traceback(self._trace)
+            if self._payload is not None:
+                payload, self._payload = self._payload, None
+                try:
+                    self._value = load_result(payload)
+                except DeserializationError as error:
+                    self._state, self._error = "failed", error
+                    raise
+            return self._value  # type: ignore[return-value]
+        finally:
+            # An error's traceback keeps this frame, and with it the error, and all
+            # that the caller's frames hold, actors say, until the collector runs.
+            del self
 
 
 def share(handle: BlockingHandle[Any]) -> Reference:

@@ -87,7 +87,10 @@ class BlockingStream(Iterator[T]):
         self._is_through = True
         if inflow.error is not None:
             error, inflow.error = inflow.error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback keeps this frame
         if inflow.is_cancelled:
             raise TaskCancelledError(f"{self.task_name} was cancelled.")
         raise StopIteration

@@ -197,7 +197,10 @@ class Stream(AsyncIterator[T]):
         inflow = self._inflow
         if inflow.error is not None:
             error, inflow.error = inflow.error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback keeps this frame
         if inflow.is_cancelled and self._ended is None:
             raise asyncio.CancelledError(
                 f"the stream of {self.task_name} was cancelled"

@@ -25,6 +25,7 @@ from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.letting_go import let_go
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
 from aiogpu.worker.poison import poisoned_by, tell
@@ -173,7 +174,9 @@ class Executor:
             kind = STOPPED
         elif has_devices:
             self._note_shortage(task, error)
-        return pack_failure(task, kind, error, OWN_FRAMES)
+        failed = pack_failure(task, kind, error, OWN_FRAMES)
+        let_go(error)
+        return failed
 
     def _note_poison(self, task: int, error: BaseException) -> None:
         name = poisoned_by(error)
