@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,17 +49,32 @@ def _memory(place: Path) -> dict[str, int]:
     return {key: int(value.split()[0]) * 1024 for key, _, value in pairs}
 
 
-def descendants() -> dict[int, str]:
-    """The processes below this one that have not ended, and their names."""
+def descendants(root: int | None = None) -> dict[int, str]:
+    """The processes below this one that have not ended, and their names.
+
+    Args:
+        root: the process below which they are, if not this one.
+    """
+    root = root or os.getpid()
     parents = dict(_parents())
     found: dict[int, str] = {}
     for pid, (name, _) in parents.items():
         above = pid
-        while above in parents and above != os.getpid():
+        while above in parents and above != root:
             above = parents[above][1]
-        if above == os.getpid() != pid:
+        if above == root != pid:
             found[pid] = name
     return found
+
+
+def cpu_time(pids: Iterable[int]) -> float:
+    """Seconds that these processes have run, those included that they have reaped."""
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
+            ticks += sum(map(int, text.rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _parents() -> Iterator[tuple[int, tuple[str, int]]]:

@@ -17,9 +17,15 @@ class Gate:
 
     async def entered(self) -> None:
         """Wait until one more task has knocked; it goes on at once."""
+        visitor = await self.visitor()
+        visitor.close()
+
+    async def visitor(self) -> socket.socket:
+        """Wait until one more task has knocked; gives what is between it and us."""
         loop = asyncio.get_running_loop()
         visitor, _ = await loop.sock_accept(self._listener)
-        visitor.close()
+        visitor.setblocking(False)
+        return visitor
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +16,7 @@ from time import perf_counter_ns
 from typing import Final
 
 import aiogpu
+from benchmarks.environments.aiogpu_node import service
 from benchmarks.floor import open_floor
 from benchmarks.method import Scale, all_at_once, alternate, one_at_a_time, percentile
 from benchmarks.port import Call, Environment
@@ -42,26 +42,6 @@ async def measure(_environment: Environment, scale: Scale) -> list[Row]:
         rows = [one, many, await _fairness(address, scale)]
     async with service("--num-cpus=2", "--num-gpus=1") as address:
         return [*rows, await _crowd(address, scale)]
-
-
-@asynccontextmanager
-async def service(*options: str) -> AsyncIterator[str]:
-    """A node of another process; gives the path of its socket."""
-    with tempfile.TemporaryDirectory(prefix="agb-", dir="/tmp") as place:
-        path = f"{place}/node.sock"
-        await _aiogpu("start", "--head", f"--socket={path}", *options)
-        try:
-            yield path
-        finally:
-            await _aiogpu("stop", f"--socket={path}", "--drain=0")
-
-
-async def _aiogpu(*words: str) -> None:
-    command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "aiogpu", *words, stdout=PIPE
-    )
-    told, _ = await command.communicate()
-    assert command.returncode == 0, told
 
 
 async def _one(call: Call[None], scale: Scale) -> Row:

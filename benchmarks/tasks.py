@@ -111,6 +111,25 @@ def spin(number: int) -> None:
         pass
 
 
+def spin_in_sight(number: int) -> None:
+    """The same, and hold on to the gate: when that is let go, this has stopped."""
+    from socket import AF_UNIX, socket
+
+    with socket(AF_UNIX) as visitor:
+        visitor.connect(f"\0aiogpu-benchmarks-{number}")
+        while True:
+            pass
+
+
+def stay(milliseconds: int) -> tuple[float, float]:
+    """Hold what this task was given for so long; by the clock of all processes."""
+    from time import monotonic, sleep
+
+    start = monotonic()
+    sleep(milliseconds / 1000)
+    return start, monotonic()
+
+
 def hang(number: int) -> None:
     """Knock at the gate of that process, and wait in C for what never comes."""
     from ctypes import CDLL, create_string_buffer

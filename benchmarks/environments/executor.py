@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Executor as Pool
 from concurrent.futures import ProcessPoolExecutor
-from types import MappingProxyType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from benchmarks.port import Call, Need, OnBatch, Preload, Programs, UnsupportedError
+from benchmarks.environments.base import Bare
+from benchmarks.port import Call, Need, Preload, Programs, UnsupportedError, Use
 
 T = TypeVar("T")
 
@@ -22,18 +23,21 @@ async def main():
     start = perf_counter_ns()
     with ProcessPoolExecutor(1) as pool:
         await asyncio.get_running_loop().run_in_executor(pool, abs, 1)
-        print(perf_counter_ns() - start)
+        print(perf_counter_ns() - start, flush=True)
 
 asyncio.run(main())
 """
 
 
-class Executor:
-    """A pool of as many processes as there are CPUs to share out."""
+class Executor(Bare):
+    """A pool of as many processes as there are CPUs to share out.
+
+    A second one gives each task a process of its own; it is made when it is asked for.
+    """
 
     name = "executor"
-    libraries = ("uvloop",)
-    lasting: Mapping[str, str] = MappingProxyType({})
+    title = "an executor"
+    libraries: tuple[str, ...] = ("uvloop",)
     programs = Programs(
         "import concurrent.futures",
         "from concurrent.futures import ProcessPoolExecutor",
@@ -41,84 +45,53 @@ class Executor:
     )
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        self._pools: dict[bool, Pool] = {}
+        self._num_cpus = 0
 
     async def open(
         self, num_cpus: int, num_gpus: int = 0, preload: Preload = None
     ) -> None:
         """Start a pool."""
-        if preload:
-            raise UnsupportedError("an executor imports nothing beforehand")
+        self._preload(list(preload or ()))
+        self._num_cpus = num_cpus
+        self._pools[False] = self._pool(num_cpus, is_isolated=False)
+
+    def _preload(self, modules: list[str]) -> None:
+        """For the process from which all others are forked, if it does not run yet."""
+        multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+    def _pool(self, num_cpus: int, *, is_isolated: bool) -> Pool:
         # Not by "fork": this process runs an event loop.
         context = multiprocessing.get_context("forkserver")
-        self._pool = ProcessPoolExecutor(num_cpus, context)
+        each = 1 if is_isolated else None
+        return ProcessPoolExecutor(num_cpus, context, max_tasks_per_child=each)
 
-    def image(self, preload: Preload = None) -> NoReturn:
-        """Never possible: its workers are there once and for all."""
-        raise UnsupportedError("an executor isolates no tasks")
-
-    async def free_gpus(self) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor shares out no GPUs")
+    def image(self, preload: Preload = None) -> str:
+        """Never possible: what it forks from is its own."""
+        raise UnsupportedError(f"{self.title} does not say what it forks from")
 
     def task(self, function: Callable[[int], T], need: Need) -> Call[T]:
         """`pool.submit`, as an asyncio future."""
         if need.num_gpus:
-            raise UnsupportedError("an executor shares out no GPUs")
-        pool = self._pool
-        assert pool is not None
+            self._lacks("shares out no GPUs")
+        if need.is_isolated not in self._pools:
+            self._pools[True] = self._pool(self._num_cpus, is_isolated=True)
+        pool = self._pools[need.is_isolated]
         return lambda number: asyncio.wrap_future(pool.submit(function, number))
 
-    def taking(self, function: Callable[..., object]) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor's tasks are given no handles")
+    def taking(self, function: Callable[..., object]) -> Use:
+        """The same with values. A future of its own cannot be one of them."""
+        pool = self._pools[False]
 
-    async def keep(self, value: object) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor keeps no values")
+        def use(*values: object) -> asyncio.Future[object]:
+            if any(isinstance(value, asyncio.Future) for value in values):
+                self._lacks("gives its tasks no handles")
+            return asyncio.wrap_future(pool.submit(function, *values))
 
-    def stream(self, function: Callable[[int], object]) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor's calls give one result")
-
-    def actor(self, cls: type) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor has no actors")
-
-    def decision(self, num_gpus: int, need: Need) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor has no scheduler apart from its pool")
-
-    def paper(self, num_cpus: int, num_gpus: int) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor has no scheduler apart from its pool")
-
-    async def picture(self) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor does not tell what waits")
-
-    def tree(self, is_async: bool) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor's tasks start no tasks")
-
-    def batched(self, function: OnBatch, size: int) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor gathers no calls")
-
-    async def batched_actor(self, function: OnBatch, size: int) -> NoReturn:
-        """Never possible."""
-        raise UnsupportedError("an executor has no actors")
-
-    def mapped(
-        self,
-        function: Callable[[int], int],
-        on_list: Callable[[list[int]], list[int]],
-    ) -> NoReturn:
-        """Never possible: its `map` must be told how many items make a task."""
-        raise UnsupportedError("an executor does not find out what makes a task")
+        return use
 
     async def close(self) -> None:
-        """Stop the pool."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        """Stop the pools."""
+        while self._pools:
+            _, pool = self._pools.popitem()
+            pool.shutdown(cancel_futures=True)
