@@ -164,7 +164,8 @@ class DescriptorReceiver:
             OSError: this process has too many descriptors (EMFILE), so some are lost,
                 and with them which number is whose. What came is closed; the socket is
                 of no use any more.
-            ProtocolError: the peer sent numbers without descriptors. Likewise.
+            ProtocolError: the peer sent numbers without descriptors, or descriptors
+                without numbers. Likewise.
         """
         pairs: list[tuple[int, int]] = []
         for _ in range(_READS):
@@ -173,7 +174,7 @@ class DescriptorReceiver:
                 pairs += self._matched()
             except BlockingIOError:
                 break
-            except OSError:
+            except (OSError, ProtocolError):
                 for _, fd in pairs:
                     os.close(fd)
                 self._is_out_of_step = True
@@ -225,6 +226,11 @@ class DescriptorReceiver:
         if count > len(self._fds):
             raise ProtocolError(
                 f"{count} numbers came with only {len(self._fds)} descriptors"
+            )
+        if len(self._fds) - count > MOST:
+            # Of one message at most the numbers have not come whole.
+            raise ProtocolError(
+                f"{len(self._fds)} descriptors came with only {count} numbers"
             )
         whole = bytes(self._bytes[: count * _number.size])
         del self._bytes[: count * _number.size]

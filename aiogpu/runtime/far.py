@@ -17,6 +17,7 @@ from aiogpu.errors import (
     AiogpuError,
     DeadlockError,
     InternalError,
+    ProtocolError,
 )
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actors import Actors
@@ -73,8 +74,15 @@ class Far:
         }
 
     def on_message(self, caller: Caller, message: Message) -> None:
-        """Take in one of their messages."""
-        self._ways[type(message)](caller, message)
+        """Take in one of their messages.
+
+        Raises:
+            ProtocolError: nobody may say that, or not here.
+        """
+        way = self._ways.get(type(message))
+        if way is None:
+            raise ProtocolError(f"{type(message).__name__} where it may not be")
+        way(caller, message)
 
     def _hold(self, caller: Caller, message: Hold) -> None:
         self._count(caller, message.actor)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from aiogpu.core.wording import printable
-from aiogpu.errors import ProtocolError
+from aiogpu.errors import AiogpuError, ProtocolError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.store import Store
@@ -119,13 +119,17 @@ class Hearing:
                 return message._replace(payloads=tuple(map(admit, message.payloads)))
             payload = admit(message.payload)  # type: ignore[union-attr, arg-type]
         except (ProtocolError, OSError) as error:
-            _log.warning("! cut off worker %d: %s", worker.id, error)
-            if worker.peer is not None:
-                worker.peer.abort()
+            _cut_off(worker, error)
             return None
         return message._replace(payload=payload)  # type: ignore[call-arg]
 
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
+        try:
+            self._tell(worker, message)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            _cut_off(worker, error)
+
+    def _tell(self, worker: LiveWorker, message: Message) -> None:
         if isinstance(message, Items):
             self.on_items(worker, message)
         elif worker.actor is not None and isinstance(message, Done | Failed | Created):
@@ -150,3 +154,11 @@ class Hearing:
             # A name of two lines would be a line of its own in the log.
             label = f"{printable(self.name_of(log.task))} pid={worker.pid}"
         output.show(log.stream, label, log.line, log.task)
+
+
+def _cut_off(worker: LiveWorker, error: Exception) -> None:
+    """It has said what it may not."""
+    is_told = isinstance(error, OSError | AiogpuError)
+    _log.warning("! cut off worker %d: %s", worker.id, error, exc_info=not is_told)
+    if worker.peer is not None:
+        worker.peer.abort()

@@ -154,6 +154,8 @@ class Lending:
         for descriptor in self._arrived.values():
             os.close(descriptor)
         self._arrived.clear()
+        if self._receiver is not None:
+            self._receiver.close()
         if self._sender is not None:
             self._sender.close()
         if self._socket is not None:

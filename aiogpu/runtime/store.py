@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 MARGIN: Final = RESERVE // 2
 """Descriptors of this process that values leave to others."""
+DEEPEST: Final = 4
+"""Parcels in which one may lie: of several results each is one, of these none has any.
+What is within is copied at each level."""
 WARM: Final = 1 << 30
 """Bytes of segments that stand ready to be written again."""
 
@@ -173,14 +176,21 @@ class Store:
         if find(identity) is None:
             self.lending(caller).lend(Value("put", identity=identity))
 
-    def admit(self, caller: Caller, payload: bytes) -> bytes:
+    def admit(self, caller: Caller, payload: bytes, depth: int = 0) -> bytes:
         """Take in the payload of a worker: what it refers to is kept from here on.
+
+        Args:
+            caller: who has sent it.
+            payload: as it has come.
+            depth: of how many others it is a part.
 
         Raises:
             ProtocolError: it refers to what is not there.
         """
         if not is_parcel(payload):
             return payload
+        if depth > DEEPEST:
+            raise ProtocolError(f"a parcel within {depth} others")
         contents = unpack(payload)
         segment = None
         if contents.segment:
@@ -190,7 +200,8 @@ class Store:
         values = tuple(map(known, contents.values))
         needs = tuple(map(known, contents.needs))
         parcel = Parcel.of(contents, (segment, *values), self, needs, payload)
-        parcel.parts = tuple(self.admit(caller, part) for part in contents.parts)
+        admit = partial(self.admit, caller, depth=depth + 1)
+        parcel.parts = tuple(map(admit, contents.parts))
         return parcel
 
     def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:

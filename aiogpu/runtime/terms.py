@@ -1,12 +1,11 @@
 """What a task asks of its children's scheduler, as it travels: no hash, no class.
 
-Only plain values are pickled, since a worker's hashes mean nothing in the driver. What
-is the user's stays pickled on its own: its exception classes, the face of its actors.
+Only plain values travel, since a worker's hashes mean nothing in the driver. What is
+the user's stays pickled on its own: its exception classes, the face of its actors.
 """
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,7 @@ from aiogpu.core.specs import PROGRAM, Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
-from aiogpu.runtime.plain import Maybe, fits, load_plain, plain
+from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
 
 _AMOUNTS: Final = [(str, int)]
 _SECONDS: Final = int | float | None
@@ -89,7 +88,7 @@ class Terms(NamedTuple):
 
     def pack(self) -> bytes:
         """The terms as bytes."""
-        return pickle.dumps(plain(tuple(self)), 5)
+        return dump_plain(tuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Terms:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import NoneType
-from typing import Final
+from typing import Any, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.messages import TAGS, Message
@@ -28,16 +28,36 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "tuple[str, ...]": (tuple,),
     "tuple[bytes, ...]": (tuple,),
 }
+_HELD: Final[dict[str, tuple[frozenset[type], ...]]] = {
+    "dict[str, str]": (frozenset({str}), frozenset({str})),
+    "dict[str, float]": (frozenset({str}), frozenset({float, int})),
+    "dict[str, int]": (frozenset({str}), frozenset({int})),
+    "dict[str, tuple[int | str, ...]]": (frozenset({str}), frozenset({tuple})),
+    "tuple[int, ...]": (frozenset({int}),),
+    "tuple[str, ...]": (frozenset({str}),),
+    "tuple[bytes, ...]": (frozenset({bytes}),),
+}
+"""The types of what a tuple holds, or of a dictionary's keys and values."""
+
+
+def _hints(kind: type[Message]) -> list[str]:
+    return [hint.__forward_arg__ for hint in kind.__annotations__.values()]
 
 
 def _wire_types(kind: type[Message]) -> frozenset[tuple[type, ...]]:
     """All combinations of field types, the tag's first, that the kind accepts."""
-    hints = kind.__annotations__.values()
-    choices = [_TYPES[hint.__forward_arg__] for hint in hints]
-    return frozenset(product((int,), *choices))
+    return frozenset(product((int,), *(_TYPES[hint] for hint in _hints(kind))))
 
 
-_KINDS: Final = {tag: (kind, _wire_types(kind)) for kind, tag in TAGS.items()}
+def _holders(kind: type[Message]) -> list[tuple[int, tuple[frozenset[type], ...]]]:
+    """Which fields hold more, the tag's place being 0, and what they may hold."""
+    hints = enumerate(_hints(kind), start=1)
+    return [(place, _HELD[hint]) for place, hint in hints if hint in _HELD]
+
+
+_KINDS: Final = {
+    tag: (kind, _wire_types(kind), _holders(kind)) for kind, tag in TAGS.items()
+}
 _new: Final = tuple.__new__
 
 
@@ -45,16 +65,33 @@ def from_fields(fields: object) -> Message:
     """Make the message that an unpacked array stands for.
 
     Raises:
-        ProtocolError: the tag is unknown, or a field is missing, surplus or of
-            another type.
+        ProtocolError: the tag is unknown, or a field is missing, surplus, of another
+            type, or holds such.
     """
     if type(fields) is tuple and fields and type(fields[0]) is int:
         tag = fields[0]
         if tag in _KINDS:
-            kind, accepted = _KINDS[tag]
+            kind, accepted, holders = _KINDS[tag]
             if tuple(map(type, fields)) in accepted:
+                if holders:
+                    _check_held(fields, kind, holders)
                 return _new(kind, fields[1:])  # `_make` would count them again
     raise ProtocolError(_complaint(fields))
+
+
+def _check_held(
+    fields: tuple[Any, ...],
+    kind: type[Message],
+    holders: list[tuple[int, tuple[frozenset[type], ...]]],
+) -> None:
+    for place, (items, *values) in holders:
+        held = fields[place]
+        is_right = items.issuperset(map(type, held))
+        if values and is_right:
+            is_right = values[0].issuperset(map(type, held.values()))
+        if not is_right:
+            name = [*kind.__annotations__][place - 1]
+            raise ProtocolError(f"{kind.__name__}.{name} holds what it may not")
 
 
 def _complaint(fields: object) -> str:

@@ -25,7 +25,7 @@ from aiogpu.wire.sharing import Sharing
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 8
+VERSION: Final = 9
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -186,7 +186,7 @@ class Spoilt(NamedTuple):
 class Declare(NamedTuple):
     """Worker to driver: what the children of this site are; see `Define`.
 
-    `terms` is a pickle of what its function asks for.
+    `terms` is what its function asks for, as plain values.
     """
 
     site: int

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -167,6 +168,50 @@ async def test_garbage_for_descriptors_harms_nobody_else(
     os.close(given)
     clients = here.engine._supervisor.clients
     await until(lambda: not clients.by_id)
+
+
+@pytest.mark.parametrize("messages", [1, 3])
+async def test_descriptors_that_nobody_speaks_of_are_closed(
+    here: Here, messages: int
+) -> None:
+    given = os.memfd_create("aiogpu-unspoken")
+    with RawClient(Service(here.path, os.getpid())) as client:
+        await asyncio.to_thread(client.joined)
+        with connected(memory_of(here)) as memory:
+            memory.sendall(client.number.to_bytes(8, "little"))
+            for _ in range(messages):
+                socket.send_fds(memory, [b"\0"], [given] * 253)
+            client.say(put_of(client.number))
+            assert await asyncio.to_thread(client.hear, Refused)
+    await until(lambda: not here.engine._supervisor.clients.by_id)
+    assert held("aiogpu-unspoken") == 1
+    os.close(given)
+
+
+@pytest.mark.parametrize("depth", [30, 3000])
+async def test_a_parcel_in_many_others_ends_who_sends_it(
+    depth: int, here: Here, caplog: pytest.LogCaptureFixture
+) -> None:
+    payload = b"x"
+    for _ in range(depth):
+        payload = pack(Contents(b"p", parts=(payload,)))
+    async with here.join():
+        with RawClient(Service(here.path, os.getpid())) as client:
+            await asyncio.to_thread(client.joined)
+            client.say(Put(-((client.number << NUMBERS) + 1), payload))
+            told = await asyncio.to_thread(client.hear, Refused)
+            assert "a parcel within" in told.reason
+        assert await value_tasks.give.remote(1) == 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def held(name: str) -> int:
+    """How many descriptors of this process lead to what is called so."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += name in os.readlink(f"/proc/self/fd/{descriptor}")
+    return found
 
 
 def put_of(client: int) -> Put:

@@ -309,6 +309,31 @@ def test_numbers_without_descriptors_are_refused(ends: Ends) -> None:
         ends.receiver.read()
 
 
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_came_before_the_fault_is_closed(ends: Ends) -> None:
+    before = open_descriptors()
+    send(ends.sender, 1, 3)
+    ends.near.send(bytes(8))
+    with pytest.raises(ProtocolError, match="numbers came with only 0"):
+        ends.receiver.read()
+    assert open_descriptors() == before
+    with pytest.raises(ProtocolError, match="which is which is unknown"):
+        ends.receiver.read()
+
+
+def test_descriptors_without_numbers_are_refused(ends: Ends) -> None:
+    before = open_descriptors()
+    with marked() as fd:
+        for _ in range(3):
+            socket.send_fds(ends.near, [b"\0"], [fd] * MOST)
+    with pytest.raises(ProtocolError, match=r"\d+ descriptors came with only 0 numb"):
+        ends.receiver.read()
+    assert open_descriptors() == before
+
+
 def test_a_kernel_that_lets_no_more_be_under_way(ends: Ends) -> None:
     real = ends.near
 

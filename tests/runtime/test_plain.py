@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.plain import Maybe, fits, load_plain, plain
+from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain, plain
 from aiogpu.runtime.terms import Terms
+from aiogpu.wire.frames import pack
 from tests.runtime import sites
 
 
@@ -31,7 +33,13 @@ class Half(float):
 
 def test_there_and_back() -> None:
     value = ("a", 1, (2.5, None, (True, b"x")), ())
-    assert load_plain(pickle.dumps(plain(value), 5)) == value
+    assert load_plain(dump_plain(value)) == value
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_more_than_anybody_has_is_the_most_that_can_be_said(sign: int) -> None:
+    told = load_plain(dump_plain((sign << 80, sign << 62)))
+    assert told == (sign * (1 << 63) - (sign > 0), sign << 62)
 
 
 def test_subclasses_become_what_they_are_of() -> None:
@@ -41,7 +49,8 @@ def test_subclasses_become_what_they_are_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"garbage", pickle.dumps(Level.HIGH), pickle.dumps(print)]
+    "data",
+    [b"", b"garbage", b"\x92\x01", pickle.dumps(Level.HIGH), pickle.dumps(print)],
 )
 def test_nothing_else_is_read(data: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -75,7 +84,7 @@ def test_shapes(value: object, pattern: Any, is_so: bool) -> None:
     "changed",
     [
         {"scalars": (("CPU", "many"),)},
-        {"scalars": [("CPU", 1)]},
+        {"scalars": {"CPU": 1}},
         {"name": 3},
         {"where": (1, 2, 3)},
         {"acting": ("serial",)},
@@ -86,7 +95,17 @@ def test_shapes(value: object, pattern: Any, is_so: bool) -> None:
 )
 def test_terms_that_were_made_up(changed: dict[str, Any]) -> None:
     fields = tuple(Terms.of(sites.site())._replace(**changed))
-    with pytest.raises(ProtocolError):
-        Terms.unpack(pickle.dumps(fields))
-    with pytest.raises(ProtocolError):
-        Terms.unpack(pickle.dumps(fields[:3]))
+    for said in (pack(fields), pack(fields[:3]), pickle.dumps(fields)):
+        with pytest.raises(ProtocolError):
+            Terms.unpack(said)
+
+
+def test_a_few_bytes_of_terms_cost_little() -> None:
+    """Of a pickle, these would have cost gigabytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            Terms.unpack(b"\x80\x05Nr\x00\x00\x00\x10.")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

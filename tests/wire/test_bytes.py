@@ -368,6 +368,22 @@ def test_wrong_field_types_are_refused(kind):
                 FrameReader().feed(packed(tag, *some))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_field_holds_is_of_its_type(kind):
+    tag, *fields = TAGS[kind], *example(kind)
+    for position, (name, hint) in enumerate(get_type_hints(kind).items()):
+        for odd in (None, (), {"k": ()}, -1.5, True):
+            held = {tuple: [odd], dict: {"k": odd}}.get(get_origin(hint))
+            if held is None or (odd == () and "tuple" in str(get_args(hint)[1])):
+                continue
+            some = [*fields[:position], held, *fields[position + 1 :]]
+            if odd == -1.5 and hint == dict[str, float]:
+                FrameReader().feed(packed(tag, *some))
+                continue
+            with pytest.raises(ProtocolError, match=f"{kind.__name__}.{name} holds"):
+                FrameReader().feed(packed(tag, *some))
+
+
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1k", b"\x92\x01"])
 @pytest.mark.parametrize("depth", [10, 500, 1000, 5000, 100_000])
 def test_deeply_nested_msgpack_is_refused(opening, depth):

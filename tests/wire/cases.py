@@ -1,0 +1,255 @@
+"""A case of the fuzzer: bytes for one reader of aiogpu's, and what must hold of it.
+
+Whatever comes, a reader gives messages that its peer may say, or raises the wire's own
+error and takes no more. It never needs more steps than the bytes are worth, nor more
+memory, and another reader works as before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import aiogpu
+from aiogpu.errors import ProtocolError
+from aiogpu.memory.passing import MOST, DescriptorReceiver
+from aiogpu.runtime.terms import Terms
+from aiogpu.wire.connection import (
+    CLIENT,
+    HEARS,
+    KEEPER,
+    SAYS,
+    WORKER,
+    ZYGOTE,
+    Connection,
+    ConnectionState,
+)
+from aiogpu.wire.fields import from_fields
+from aiogpu.wire.leasing import Grant
+from aiogpu.wire.messages import TAGS, Hello
+from aiogpu.wire.parcel import unpack
+
+CORPUS: Final = Path(__file__).with_name("corpus")
+NODE: Final = "node"
+"""The end that accepts, whoever greets it."""
+ROLES: Final = (ZYGOTE, KEEPER, WORKER, CLIENT)
+"""The ends that connect."""
+DESCRIPTORS: Final = "descriptors"
+LATER: Final = 0x80
+"""Marks a message after which the next one comes before they are read."""
+LOADERS: Final[dict[str, Callable[[bytes], object]]] = {
+    "parcel": unpack,
+    "terms": Terms.unpack,
+    "grant": Grant.unpack,
+}
+TARGETS: Final = (NODE, *ROLES, *LOADERS, DESCRIPTORS)
+
+STEPS: Final = 1500
+"""Lines of aiogpu's code that any case may take."""
+STEPS_A_BYTE: Final = 30
+STEPS_A_CHUNK: Final = 60
+MEMORY: Final = 1 << 20
+"""Bytes that any case may take."""
+MEMORY_A_BYTE: Final = 200
+"""An empty map is one byte of a frame, and an object of 64."""
+AHEAD: Final = 1024 * 8
+"""msgpack makes room for items that were announced before they come: in each of 1024
+levels, and from 1.2.4 on for no more than 10,000 of them."""
+MOST_AHEAD: Final = 11_000
+_ROOTS: Final = tuple(
+    os.path.dirname(aiogpu.__file__) + part
+    for part in ("/wire/", "/memory/passing", "/runtime/plain", "/runtime/terms")
+)
+
+
+class Case(NamedTuple):
+    """Bytes for a reader.
+
+    Attributes:
+        target: which reader.
+        cut: bytes that come at a time, 0 for all at once.
+        data: for `DESCRIPTORS`, messages: how many descriptors, how many bytes, bytes.
+    """
+
+    target: str
+    cut: int
+    data: bytes
+
+    def pack(self) -> bytes:
+        """The case as a file: what it is for in words, then the bytes."""
+        return f"{self.target} {self.cut}\n".encode() + self.data
+
+    @classmethod
+    def unpack(cls, content: bytes) -> Case:
+        """Undo `pack`."""
+        head, _, data = content.partition(b"\n")
+        target, cut = head.decode().split()
+        return cls(target, int(cut), data)
+
+    @property
+    def chunks(self) -> list[bytes]:
+        """The bytes as they come."""
+        if not self.cut:
+            return [self.data]
+        starts = range(0, len(self.data), self.cut)
+        return [self.data[start : start + self.cut] for start in starts]
+
+    @property
+    def steps(self) -> int:
+        """Lines of code that it may take."""
+        chunks = STEPS_A_CHUNK * len(self.chunks)
+        return STEPS + STEPS_A_BYTE * len(self.data) + chunks
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that it may take."""
+        size = len(self.data)
+        return MEMORY + MEMORY_A_BYTE * size + AHEAD * min(size, MOST_AHEAD)
+
+
+def kept() -> dict[str, Case]:
+    """The cases that are kept, by the names of their files."""
+    paths = sorted(path for path in CORPUS.iterdir() if path.is_file())
+    return {path.name: Case.unpack(path.read_bytes()) for path in paths}
+
+
+class Step(NamedTuple):
+    """What a case has gone through: a step from line to line, or what came of it."""
+
+    place: str
+    before: object
+    after: object
+
+
+def run(case: Case) -> frozenset[Step]:
+    """Read a case; gives what it has gone through.
+
+    Raises:
+        AssertionError: it breaks what a reader promises.
+    """
+    read = {**dict.fromkeys((NODE, *ROLES), _converse), DESCRIPTORS: _receive}
+    with _watched() as watch:
+        told = list(read.get(case.target, _load)(case))
+    assert watch.steps <= case.steps, f"{watch.steps} steps, {case.steps} are allowed"
+    assert watch.memory <= case.memory, f"{watch.memory} bytes of memory"
+    told_of = {Step(case.target, None, _shape(each)) for each in told}
+    return frozenset(watch.seen | told_of)
+
+
+def _shape(told: str) -> str:
+    """What was told, without what differs for each."""
+    return re.sub(r"\d+|'[^']*'|\([^)]*\)", "#", told)[:160]
+
+
+def _converse(case: Case) -> Iterator[str]:
+    is_node = case.target == NODE
+    connection = (
+        Connection.accepting() if is_node else Connection.connecting(case.target)
+    )
+    for chunk in case.chunks:
+        was_open = connection.state is not ConnectionState.CLOSED
+        try:
+            found = connection.receive(chunk)
+        except ProtocolError as error:
+            assert was_open, "one error ends it"
+            assert connection.state is ConnectionState.CLOSED
+            yield str(error)
+            continue
+        assert was_open or not found, "it is closed"
+        role = connection.peer.role if connection.peer else ""
+        may = SAYS.get(role, frozenset()) if is_node else HEARS[case.target]
+        for message in found:
+            kind = type(message)
+            assert kind in may or (kind is Hello and message is connection.peer)
+            assert from_fields((TAGS[kind], *message)) == message
+            yield kind.__name__
+    assert connection.missing > 0 or connection.state is ConnectionState.CLOSED
+
+
+def _load(case: Case) -> Iterator[str]:
+    try:
+        loaded: Any = LOADERS[case.target](case.data)
+    except ProtocolError as error:
+        yield str(error)
+    else:
+        yield type(loaded).__name__
+
+
+def _receive(case: Case) -> Iterator[str]:
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        receiver = DescriptorReceiver(ours)
+        yield from _passed(case.data, receiver, theirs)
+        receiver.close()
+    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor was left open"
+
+
+def _passed(
+    data: bytes, receiver: DescriptorReceiver, theirs: socket.socket
+) -> Iterator[str]:
+    while len(data) > 2:
+        count, size = min(data[0], MOST), max(data[1] & ~LATER, 1)
+        is_read = not data[1] & LATER
+        said, data = data[2 : 2 + size], data[2 + size :]
+        rights = array("i", [theirs.fileno()] * count)
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if count else []
+        theirs.sendmsg([said], control)
+        if not is_read:
+            continue
+        try:
+            pairs = receiver.read(socket.MSG_DONTWAIT)
+        except (ProtocolError, OSError) as error:
+            yield str(error)
+            return
+        for _, descriptor in pairs:
+            os.close(descriptor)
+        yield f"{min(len(pairs), 3)} of {min(count, 3)} descriptors"
+
+
+class _Watch:
+    """What the code of the readers does meanwhile."""
+
+    def __init__(self) -> None:
+        self.seen: set[Step] = set()
+        self.steps = 0
+        self.memory = 0
+
+    def enter(self, frame: FrameType, _what: str, _argument: object) -> Any:
+        """Follow it if it is a reader's."""
+        name = frame.f_code.co_filename
+        if not name.startswith(_ROOTS):
+            return None
+        place, last = name.rpartition("aiogpu/")[2], 0
+
+        def step(frame: FrameType, what: str, _argument: object) -> Any:
+            nonlocal last
+            if what == "line":
+                self.steps += 1
+                self.seen.add(Step(place, last, frame.f_lineno))
+                last = frame.f_lineno
+            return step
+
+        return step
+
+
+@contextmanager
+def _watched() -> Iterator[_Watch]:
+    watch, before = _Watch(), sys.gettrace()
+    tracemalloc.start()
+    sys.settrace(watch.enter)
+    try:
+        yield watch
+    finally:
+        sys.settrace(before)
+        watch.memory = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
