@@ -17,6 +17,7 @@ from benchmarks.soak.record import Record
 TELL_EVERY: Final = 10.0
 HALVES: Final = {"embedded": embedded.soak, "service": service.soak}
 INTERRUPTED: Final = 130
+ANSWERS: Final = "programs and services do as they are told"
 
 
 @click.command()
@@ -55,10 +56,18 @@ def main(
 async def soak(record: Record, seed: int, seconds: float, named: list[str]) -> None:
     """The halves, one after the other."""
     for name in named:
-        half = HALVES[name]
-        await half(
-            record, f"{seed}", seconds / len(named), told_now_and_then(record, name)
-        )
+        half, tell = HALVES[name], told_now_and_then(record, name)
+        try:
+            await half(record, f"{seed}", seconds / len(named), tell)
+        except* RuntimeError as errors:
+            told = [f"{name}: {error!r}" for error in _leaves(errors)]
+            record.look(ANSWERS, told)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
 
 
 def told_now_and_then(record: Record, name: str) -> Callable[[str], None]:

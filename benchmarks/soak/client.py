@@ -13,6 +13,8 @@ from benchmarks.soak.operation import LIMIT
 
 PATIENCE: Final = 2 * LIMIT + 60
 """Seconds in which it answers: all it has begun may take the longest that is legal."""
+COMPLAINED: Final = 4000
+"""Letters of what programs have complained of that are told."""
 
 
 class SilentError(RuntimeError):
@@ -26,8 +28,9 @@ class Client:
         told: what it has said last of its account.
     """
 
-    def __init__(self, name: str, process: Process) -> None:
+    def __init__(self, name: str, process: Process, box: Box) -> None:
         self.name = name
+        self._box = box
         self._process = process
         self.told: dict[str, Any] = {}
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -56,7 +59,7 @@ class Client:
                 stderr=complaints,
                 start_new_session=True,
             )
-        return cls(name, process)
+        return cls(name, process, box)
 
     @property
     def pid(self) -> int:
@@ -77,9 +80,11 @@ class Client:
                     if found["event"] == event:
                         return found
                     if found["event"] == "silent":
+                        status = await self._process.wait()
+                        complaints = self._box.all_complaints()[-COMPLAINED:]
                         raise SilentError(
-                            f"{self.name} ended with {await self._process.wait()} "
-                            f"before it was {event}"
+                            f"{self.name} ended with {status} before it was {event}: "
+                            f"{complaints}"
                         )
         except TimeoutError:
             raise SilentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Final
 
 from benchmarks.soak.box import box
 from benchmarks.soak.client import Client
@@ -12,6 +13,7 @@ from benchmarks.soak.faults import Faults
 from benchmarks.soak.half import (
     BALANCED,
     NOTHING_LEFT,
+    enter,
     finish,
     hear_complaints,
     storm_of,
@@ -20,9 +22,10 @@ from benchmarks.soak.half import (
 from benchmarks.soak.record import Record
 from benchmarks.soak.watch import Watch
 
-WHAT = "embedded"
-IN_FLIGHT = 20
-BRIEFLY = (1.0, 6.0)
+WHAT: Final = "embedded"
+IN_FLIGHT: Final = 20
+OF_BRIEF: Final = 8
+BRIEFLY: Final = (1.0, 6.0)
 """Seconds for which a program lives that is killed with its node."""
 
 
@@ -37,18 +40,25 @@ async def soak(
         client = await Client.start(place, WHAT, "local", seed, IN_FLIGHT)
         await client.heard("ready")
         hand = random.Random(f"{seed}/brief")
-        while loop.time() < ends:
-            client.say("storm")
-            brief = asyncio.create_task(_brief(record, seed, hand))
-            async with under_fire(place, faults, watch):
-                for _ in range(round(storm_of(seconds))):
-                    await asyncio.sleep(1)
-                    progress(f"{client.told.get('begun', 0)} handles, {watch.latest}")
-            await brief
-            client.say("rest")
-            told = await client.heard("rested")
-            record.look(BALANCED, [f"{WHAT}: {each}" for each in told["unbalanced"]])
-            watch.weigh(client.pid)
+        try:
+            while loop.time() < ends:
+                client.say("storm")
+                brief = asyncio.create_task(_brief(record, seed, hand))
+                async with under_fire(place, faults, watch):
+                    for _ in range(round(storm_of(seconds))):
+                        await asyncio.sleep(1)
+                        begun = client.told.get("begun", 0)
+                        progress(f"{begun} handles, {watch.latest}")
+                await brief
+                client.say("rest")
+                told = await client.heard("rested")
+                record.look(
+                    BALANCED, [f"{WHAT}: {each}" for each in told["unbalanced"]]
+                )
+                watch.weigh(client.pid)
+        except BaseException:
+            enter(record, WHAT, client.told)
+            raise
         await finish(record, WHAT, client)
         record.look(NOTHING_LEFT, await place.left())
         hear_complaints(record, place)
@@ -58,14 +68,14 @@ async def soak(
 
 async def _brief(record: Record, seed: str, hand: random.Random) -> None:
     """A program that is killed amid its work; its node goes with it."""
+    name, life = f"brief-{hand.randrange(1 << 30)}", hand.uniform(*BRIEFLY)
     with box() as place:
-        name = f"brief-{hand.randrange(1 << 30)}"
-        client = await Client.start(place, name, "local", seed, 8)
+        client = await Client.start(place, name, "local", seed, OF_BRIEF)
         await client.heard("ready")
         client.say("storm")
-        await asyncio.sleep(hand.uniform(*BRIEFLY))
+        await asyncio.sleep(life)
         await client.kill()
-        record.look(
-            NOTHING_LEFT, [f"killed {name}: {each}" for each in await place.left()]
-        )
+        enter(record, f"{WHAT}, programs killed", client.told)
+        left = await place.left()
+        record.look(NOTHING_LEFT, [f"killed {name}: {each}" for each in left])
         record.add(f"{WHAT}: faults", {"kill programs": 1})

@@ -68,7 +68,11 @@ class Crowd:
         client = await Client.start(self._place, name, address, self._seed, IN_FLIGHT)
         await client.heard("ready")
         client.say("storm")
-        await asyncio.sleep(life)
+        try:
+            await asyncio.sleep(life)
+        except asyncio.CancelledError:
+            enter(self._record, WHAT, client.told)
+            raise
         if is_killed:
             await client.kill()
             self._record.add(f"{WHAT}: faults", {"kill programs": 1})

@@ -96,6 +96,42 @@ def die(number: int) -> int:
     sys.exit(4)
 
 
+class RanTwiceError(AssertionError):
+    """What was to be tried once, or not at all, has run."""
+
+
+@aiogpu.remote(max_retries=0)
+def once(number: int, program: int) -> int:
+    """Begin once at most, whatever becomes of it."""
+    try:
+        open(trace_of(number, program), "x").close()
+    except FileExistsError:
+        raise RanTwiceError(number) from None
+    return number
+
+
+def trace_of(number: int, program: int) -> str:
+    """The file that says that it has begun."""
+    return f"{os.environ['AIOGPU_SOAK_LOCKS']}/begun-{program}-{number}"
+
+
+@aiogpu.remote(max_retries=0)
+def wild(number: int) -> int:
+    """Do to its process what no program should."""
+    match number % 4:
+        case 0:
+            os.closerange(3, 1000)
+        case 1:
+            os.execvp("true", ["true"])
+        case 2:
+            if os.fork() == 0:
+                return -1  # it comes back, and speaks for nobody
+            os.wait()
+        case 3:
+            os.kill(os.getppid(), signal.SIGKILL)
+    return number
+
+
 @aiogpu.remote
 def deaf(number: int) -> int:
     """Hear of no interrupt."""

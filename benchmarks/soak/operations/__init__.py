@@ -12,6 +12,8 @@ OPERATIONS: Final[dict[Callable[[Operation], Awaitable[None]], int]] = {
     plain.on_cpus: 300,
     plain.on_gpus: 100,
     plain.leaving_a_daemon: 3,
+    plain.tried_once: 60,
+    plain.gone_wild: 6,
     plain.together: 10,
     plain.several: 15,
     plain.nested: 40,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import aiogpu
@@ -98,6 +100,28 @@ async def _run(
             await one.attempt(handle, waited, one.number, *legal, TimeoutError)
         case "drop":
             one.drop(handle)
+
+
+async def tried_once(one: Operation) -> None:
+    """It runs once if it has a result, and after its cancel no more."""
+    program = os.getpid()
+    handle = one.begin("once", tasks.once.remote(one.number, program))
+    legal: tuple[type[BaseException], ...] = ()
+    if one.hand.random() < 0.3:
+        await asyncio.sleep(one.hand.choice((0, 0, 0.001, 0.01)))
+        handle.cancel()
+        legal = (asyncio.CancelledError,)
+    has_result = await one.end(handle, one.number, *legal)
+    with suppress(FileNotFoundError):
+        os.unlink(tasks.trace_of(one.number, program))
+        return
+    one.see("what has a result has begun", not has_result)
+
+
+async def gone_wild(one: Operation) -> None:
+    """Its end is told on its own handle alone."""
+    handle = one.begin("wild", tasks.wild.remote(one.number))
+    await one.end(handle, one.number)
 
 
 async def together(one: Operation) -> None:
