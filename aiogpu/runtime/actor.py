@@ -18,7 +18,7 @@ from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
-from aiogpu.wire.failure import LEFT
+from aiogpu.wire.failure import LEFT, STOPPED
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
 from aiogpu.wire.streaming import Demand
@@ -218,6 +218,9 @@ class Actor:
             return
         if failed.kind == LEFT:
             receiver.fail(died(self.name, "this call has ended it by exit_actor()."))
+        elif failed.kind == STOPPED and self.state is ActorState.LEAVING:
+            # It was stopped with its process, and not by its caller.
+            receiver.fail(died(self.name, self._why_left))
         else:
             receiver.reject(failed)
 

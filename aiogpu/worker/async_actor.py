@@ -41,6 +41,7 @@ class AsyncActor:
         self._actor = actor
         self._methods = Methods(actor)
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._dropped: set[int] = set()
         self._flows: dict[int, Outflow] = {}
         self._answers: list[Done | Failed] = []
         self._is_over = False
@@ -140,11 +141,13 @@ class AsyncActor:
         task = self._running.get(call)
         if task is None:
             return
+        self._dropped.add(call)
         has_begun = getcoroutinestate(task.get_coro()) != CORO_CREATED  # type: ignore[arg-type]
         task.cancel()
         if not has_begun:
             # It will not come to answer by itself.
             del self._running[call]
+            self._dropped.discard(call)
             self._answer(dropped(call))
 
     async def _call(self, message: Invoke) -> None:
@@ -170,14 +173,13 @@ class AsyncActor:
                 result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except asyncio.CancelledError as error:
-            task = self._running[call]
-            answer = (
-                dropped(call) if task.cancelling() else self._failure(call, kind, error)
-            )
+            is_dropped = call in self._dropped or self._is_over
+            answer = dropped(call) if is_dropped else self._failure(call, kind, error)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             kind = UNSENDABLE if type(error) is UnsendableError else kind
             answer = self._failure(call, kind, error)
         del self._running[call]
+        self._dropped.discard(call)
         self._answer(answer)
         loans = current.loans
         if loans is not None and loans.are_used:

@@ -218,7 +218,7 @@ class Executor:
         flow: Outflow | None = None,
     ) -> Done | Raised:
         # No interrupt lands in this very frame, so leaving is safe at any step.
-        interrupts = self._interrupts
+        interrupts, value = self._interrupts, None
         kind = UNREADABLE
         interrupts.entered = task
         started = perf_counter()
@@ -251,6 +251,8 @@ class Executor:
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             interrupts.entered = 0
+            if type(value) is CoroutineType and not value.cr_suspended:
+                value.close()  # one that never began would complain of that
             return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)
         return done
 
@@ -273,9 +275,11 @@ class Executor:
     def _own_loop(self) -> Coroutines:
         if self._coroutines is None:
             # asyncio costs 40 ms to import; only the first coroutine pays.
-            from aiogpu.worker.coroutines import Coroutines
+            with self._interrupts.shielded():
+                from aiogpu.worker.coroutines import Coroutines
 
-            self._coroutines = Coroutines(self._channel, self._interrupts)
+                # Half of a loop would complain when it is collected.
+                self._coroutines = Coroutines(self._channel, self._interrupts)
         return self._coroutines
 
     def _pour(self, items: Any, flow: Outflow) -> None:

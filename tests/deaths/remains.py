@@ -5,24 +5,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from pathlib import Path
+
+from benchmarks.soak.processes import belonging
 
 
 def living(place: str) -> list[str]:
     """Processes that have the place in their environment, in words."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                environ = (process / "environ").read_bytes()
-                if f"XDG_RUNTIME_DIR={place}\0".encode() in environ:
-                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                    command = (process / "cmdline").read_bytes().decode()
-                    if state not in "ZX":
-                        found.append(f"{process.name} {command!r:.80}")
-            except OSError:
-                continue
-    return found
+    return [str(process) for process in belonging(place)]
 
 
 def gone_within(seconds: float, place: str) -> None:

@@ -196,6 +196,39 @@ async def test_calls_that_end_after_exit_actor_do_not_disturb_the_end(
         await gate.entered("it-closed", "it-gone")
 
 
+async def test_calls_that_run_when_another_ends_the_actor(gate: Gate) -> None:
+    """They are cancelled in its process, and their callers are told why."""
+    async with aiogpu.init(num_cpus=1):
+        actor = Closing.remote(gate.path, "it")
+        running = actor.wait.remote("running")
+        await gate.entered("running")
+        leaving = actor.leave_later.remote()
+        for call in (leaving, running):
+            with pytest.raises(aiogpu.ActorDiedError, match=r"by exit_actor\(\)"):
+                await call
+        await gate.entered("running-cancelled")
+
+
+@pytest.mark.needs("processes")
+async def test_a_call_that_cancels_itself() -> None:
+    @aiogpu.remote
+    class Odd:
+        async def cancel_itself(self) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+        async def add(self, number: int) -> int:
+            return number + 1
+
+    async with aiogpu.init(num_cpus=1):
+        actor = Odd.remote()
+        with pytest.raises(aiogpu.TaskError, match="CancelledError"):
+            await actor.cancel_itself.remote()
+        assert await actor.add.remote(1) == 2
+
+
 async def test_exit_actor_elsewhere() -> None:
     @aiogpu.remote
     class Never:

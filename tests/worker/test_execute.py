@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import threading
@@ -210,6 +212,31 @@ def test_a_task_that_is_interrupted(desk: Desk, page: ControlPage) -> None:
     desk.executor._functions[1] = task
     assert desk.fail().kind == STOPPED
     assert (steps, page.heard(3)) == ([], 7)
+
+
+def test_a_coroutine_that_is_interrupted_while_its_loop_is_made(
+    desk: Desk, page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No half of a loop is left, and no coroutine that complains."""
+
+    async def never() -> None:
+        raise AssertionError
+
+    def make() -> asyncio.AbstractEventLoop:
+        made = new_event_loop()
+        page.ask(3, 7)
+        signal.raise_signal(signal.SIGINT)
+        begun.append(made)
+        return made
+
+    begun: list[asyncio.AbstractEventLoop] = []
+    new_event_loop = asyncio.new_event_loop
+    monkeypatch.setattr(asyncio, "new_event_loop", make)
+    desk.knows(never)
+    assert desk.fail().kind == STOPPED
+    gc.collect()
+    (made,) = begun
+    made.close()
 
 
 def test_a_task_that_hides_its_interrupt(desk: Desk, page: ControlPage) -> None:

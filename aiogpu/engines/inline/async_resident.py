@@ -21,6 +21,7 @@ from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.resident import Resident
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.actors import LEAVE_LIMIT
 from aiogpu.wire.acting import Invoke, Leave
 from aiogpu.wire.messages import Message
@@ -98,6 +99,9 @@ class AsyncResident(Resident):
 
     def _tell_cancelled(self, number: int) -> None:
         """If somebody wants it, the loop has cancelled all that runs, since it ends."""
+        if self.actor.state is ActorState.LEAVING:
+            self._answer_dropped(number)  # another call has ended the actor
+            return
         call = self.actor.calls.get(number) if self._is_current else None
         if call is not None and call.receiver is not None:
             call.receiver.fail(
