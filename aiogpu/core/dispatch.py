@@ -67,6 +67,7 @@ def _find_worker(
             effects.append(Spawn(worker.id, environment))
         move_task(record, TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
+        lease.holder = worker
     if node.spares.missing(workers.spares(())):
         later = node.patience.refill_after
         if not later:
@@ -121,6 +122,7 @@ def assign(
     move_task(record, _RUNNING)
     move_worker(worker, WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease
+    lease.holder = worker
     if worker.look_at is None:
         watch(node, worker, node.patience.unheard, now)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)

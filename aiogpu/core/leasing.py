@@ -24,6 +24,7 @@ def grant(
     holder = node.workers.stand_in()
     move_task(record, TaskState.RUNNING)
     record.worker, holder.task, holder.lease = holder, record, lease
+    lease.holder = holder
     holder.watched, holder.watched_since = record, now
     node.granted[holder.id] = holder
     if record.spec.is_grouped:

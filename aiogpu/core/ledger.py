@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aiogpu.core.by_device import ByDevice
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
@@ -19,6 +20,7 @@ from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, writte
 
 if TYPE_CHECKING:
     from aiogpu.core.bundles import Part
+    from aiogpu.core.records import WorkerRecord
     from aiogpu.core.stake import Stake
 
 
@@ -34,6 +36,7 @@ class Lease:
         stake: on whose account it is, None where nobody counts.
         home: the bundle of a gang from which it was taken, None for the node itself.
         parts: of a gang's lease, its bundles.
+        holder: who has it, None before somebody has.
     """
 
     id: LeaseId
@@ -43,12 +46,24 @@ class Lease:
     stake: Stake | None = None
     home: Part | None = None
     parts: tuple[Part, ...] = ()
+    holder: WorkerRecord | None = None
+
+    def part_of(self, kind: str, index: int) -> int:
+        """What it holds of a device."""
+        return sum(
+            part
+            for (name, _), shares in zip(self.request.devices, self.shares, strict=True)
+            if name == kind
+            for at, part in shares
+            if at == index
+        )
 
 
 class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
+        by_device: the leases that hold something of a device.
         gangs: the bundles of the gangs that were granted, by key; see `bundles`.
     """
 
@@ -59,6 +74,7 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
+        self.by_device = ByDevice(self.device_sets)
         self.gangs: dict[str, tuple[Part, ...]] = {}
         self._last_id = 0
 
@@ -107,13 +123,21 @@ class Ledger:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
+        if shares:
+            self.by_device.add(lease)
         return lease
+
+    @property
+    def ended(self) -> int:
+        """Changes with every lease that ends."""
+        return self._last_id - len(self.leases)
 
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
         """Make one lease of several, which together hold what a request asks for."""
         shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
         for lease in leases:
             del self.leases[lease.id]
+            self.by_device.discard(lease)
             for (kind, _), taken in zip(
                 lease.request.devices, lease.shares, strict=True
             ):
@@ -122,6 +146,7 @@ class Ledger:
         held = tuple(map(tuple, shares.values()))
         merged = Lease(LeaseId(self._last_id), request, held)
         self.leases[merged.id] = merged
+        self.by_device.add(merged)
         return merged
 
     def _choose(
@@ -171,6 +196,8 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
+        if lease.shares:
+            home.by_device.discard(lease)
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             home.device_sets[kind].give_back(shares, lease.request.gpu_memory)
         if lease.stake is not None:
@@ -319,6 +346,7 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
+        self.by_device.check(self.leases.values())
         for gang in self.gangs.values():
             for bundle in gang:
                 bundle.check()

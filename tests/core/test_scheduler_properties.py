@@ -250,6 +250,7 @@ def share_then(clients, record) -> float:
 def take_again(ledger: Ledger, lease: Lease) -> None:
     """Undo `give_back`."""
     ledger.leases[lease.id] = lease
+    ledger.by_device.add(lease)
     for name, amount in lease.request.scalars:
         ledger.free[name] -= amount
     for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
