@@ -120,6 +120,9 @@ class Ledger:
                 self.device_sets[kind].take(taken, request.gpu_memory)
         for name, amount in request.scalars:
             free[name] -= amount
+        return self._begin(request, shares)
+
+    def _begin(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
@@ -142,12 +145,7 @@ class Ledger:
                 lease.request.devices, lease.shares, strict=True
             ):
                 shares[kind] += taken
-        self._last_id += 1
-        held = tuple(map(tuple, shares.values()))
-        merged = Lease(LeaseId(self._last_id), request, held)
-        self.leases[merged.id] = merged
-        self.by_device.add(merged)
-        return merged
+        return self._begin(request, tuple(map(tuple, shares.values())))
 
     def _choose(
         self, request: Request, barred: Mapping[str, int] | None, warm: Warm

@@ -10,7 +10,7 @@ backfilling (Lifka, 1995).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
@@ -31,7 +31,7 @@ STANDS: Final = 0.05
 """Seconds for which a plan holds, made or given up."""
 STANDS_LONGEST: Final = 1.0
 """The same where nothing has come back meanwhile."""
-LOOKED_AT: Final = 64
+LOOKED_AT: Final = 32
 """Devices that a plan compares beside those that it takes."""
 
 
@@ -220,9 +220,7 @@ def _hold(node: Node, lease: Lease) -> Hold:
     return Hold(lease, ends, record.spec.is_endless)
 
 
-def _when_enough(
-    node: Node, part: Part | None, name: str, wanted: int
-) -> float | None:
+def _when_enough(node: Node, part: Part | None, name: str, wanted: int) -> float | None:
     """When there is so much of an undivided resource. Costs O(leases) if not now."""
     free = (part or node.ledger).free[name]
     if free >= wanted:
@@ -253,8 +251,12 @@ def _choose(
     usable = devices.usable(amount, request) & ~devices.aside_mask
     found: list[tuple[float, int, int]] = []
     for index in chain(indices(usable & first), devices.emptiest(usable & ~first)):
-        held = [_hold(node, lease) for lease in ledger.by_device.on(kind, index)]
-        moment = _when_room(devices, index, amount, request, held)
+        leases = ledger.by_device.on(kind, index)
+        if amount >= UNIT:
+            moment = _when_whole(node, leases)
+        else:
+            held = [_hold(node, lease) for lease in leases]
+            moment = _when_room(devices, index, amount, request, held)
         if moment is not None:
             found.append((moment, -devices.free[index], index))
             if len(found) == wanted + LOOKED_AT:
@@ -265,14 +267,21 @@ def _choose(
     return sum(1 << index for _, _, index in best), best[-1][0]
 
 
+def _when_whole(node: Node, leases: Iterable[Lease]) -> float | None:
+    """When all that is held of a device has ended, None if never."""
+    moment = 0.0
+    for lease in leases:
+        hold = _hold(node, lease)
+        if hold.is_endless:
+            return None
+        moment = max(moment, hold.ends)
+    return moment
+
+
 def _when_room(
     devices: DeviceSet, index: int, amount: int, request: Request, held: list[Hold]
 ) -> float | None:
-    """When a device has room for what a request takes of each, None if never."""
-    if amount >= UNIT:
-        # All of them have to end.
-        is_never = any(hold.is_endless for hold in held)
-        return None if is_never else max((hold.ends for hold in held), default=0.0)
+    """When a device has room for a share of it, None if never."""
     filling, memory = devices.filling.alone(index), devices.demand(request)
     moment = 0.0
     for hold in sorted(held, key=lambda hold: hold.ends):

@@ -1,1 +1,1 @@
-"""A trace of very many tasks through the core, in simulated time, beside other rules."""
+"""A trace of very many tasks through the core, in simulated time; and other rules."""

@@ -97,7 +97,7 @@ class Boxes:
     def _choose(self, with_room: Sequence[Entry]) -> int:
         return with_room[0][1]
 
-    def _score(self, box: int) -> float:  # noqa: ARG002 - the box does not matter here
+    def _score(self, box: int) -> float:
         return 0.0
 
     def _within(self, box: int, amount: int) -> list[int]:

@@ -50,7 +50,6 @@ class Outcome:
     ended: float = 0.0
 
 
-
 def play(trace: Trace, rule: Rule) -> Outcome:
     """All tasks of a trace, from the first arrival to the last end."""
     total = len(trace)
