@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from aiogpu.core.ids import ClientId, TaskId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, WorkerRecord

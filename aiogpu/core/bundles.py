@@ -16,7 +16,8 @@ from aiogpu.core.gang import ANY, STRICT_SPREAD, Bundle, Gang, Within
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
 from aiogpu.core.layout import Layout, Plan
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU, GPU, TYPE_PREFIX, UNIT, Request
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Part(Ledger):
         request = Request(devices=tuple(amounts), gpu_memory=self._apart)
         self.outside = Lease(LeaseId(0), request, tuple(rest))
         self.leases[self.outside.id] = self.outside
+        self.by_device.add(self.outside)
 
     @property
     def is_idle(self) -> bool:

@@ -15,7 +15,8 @@ from math import inf
 from typing import Final
 
 from aiogpu.core.ids import OWN, ClientId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.limits import Limits, capacity_of
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import Request, number, spoken, written

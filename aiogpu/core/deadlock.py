@@ -18,7 +18,8 @@ from aiogpu.core.filling import Filling
 from aiogpu.core.gang import Within
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.core.layout import Layout, Plan
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord

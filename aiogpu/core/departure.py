@@ -14,7 +14,7 @@ from aiogpu.core.events import SetAside, Settled, WorkerGone
 from aiogpu.core.exclusive import try_exclusively
 from aiogpu.core.family import part
 from aiogpu.core.ids import WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.policy import STARTS_ALLOWED

@@ -15,13 +15,13 @@ looks at a few of them: the masks by free amount, and the amounts in order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from aiogpu.core.aside import Aside
 from aiogpu.core.filling import Filling, named_bytes
-from aiogpu.core.links import Links
+from aiogpu.core.links import Links, indices
 from aiogpu.core.resources import GPU, UNIT, Request
 from aiogpu.core.where import Where
 
@@ -92,6 +92,7 @@ class DeviceSet(Aside):
             if device.type is not None:
                 self._of_type[device.type] = self.mask_of_type(device.type) | bit
         self._where: dict[tuple[str | None, Where], int] = {}
+        self._of_size: dict[int, int] = {}
         self._links = Links(self.devices)
         # CUDA enumerates one MIG instance to a process:
         # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
@@ -143,9 +144,17 @@ class DeviceSet(Aside):
         if amount > UNIT:
             mask &= self._combinable
         if memory := self.demand(request):
-            least = max(memory, 1)
-            mask &= self._mask(size >= least for size in self.filling.capacity)
+            mask &= self._with_capacity(max(memory, 1))
         return mask
+
+    def _with_capacity(self, least: int) -> int:
+        known = self._of_size.get(least)
+        if known is None:
+            if len(self._of_size) >= _REMEMBERED:
+                self._of_size.clear()
+            known = self._mask(size >= least for size in self.filling.capacity)
+            self._of_size[least] = known
+        return known
 
     def room_for(self, amount: int, request: Request) -> int:
         """How many could have `amount` of a request at once, if nothing was taken."""
@@ -166,9 +175,17 @@ class DeviceSet(Aside):
         part = min(amount, UNIT)
         return (
             not mask & self.aside_mask
-            and all(free >= part for i, free in enumerate(self.free) if mask >> i & 1)
+            and all(self.free[index] >= part for index in indices(mask))
             and self._with_memory(mask, amount, request) == mask
         )
+
+    def emptiest(self, mask: int) -> Iterator[int]:
+        """The devices of a mask, those first of which most is free; then the lowest."""
+        filed_at = [self._at[level] for level in reversed(self._levels)]
+        for filed in (self.free_mask, *filed_at):
+            yield from indices(mask & filed)
+            mask &= ~filed
+        yield from indices(mask)
 
     def choose(
         self, amount: int, request: Request, barred: int = 0, warm: Warm = COLD

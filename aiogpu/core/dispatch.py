@@ -12,8 +12,8 @@ from typing import Final
 from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
 from aiogpu.core.fairness import may_go_on
 from aiogpu.core.ids import TaskId
+from aiogpu.core.lease import Lease
 from aiogpu.core.leasing import grant
-from aiogpu.core.ledger import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Bucket
@@ -67,6 +67,7 @@ def _find_worker(
             effects.append(Spawn(worker.id, environment))
         move_task(record, TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
+        lease.holder = worker
     if node.spares.missing(workers.spares(())):
         later = node.patience.refill_after
         if not later:
@@ -121,6 +122,7 @@ def assign(
     move_task(record, _RUNNING)
     move_worker(worker, WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease
+    lease.holder = worker
     if worker.look_at is None:
         watch(node, worker, node.patience.unheard, now)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.specs import Environment
 
 

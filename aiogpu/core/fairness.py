@@ -10,7 +10,7 @@ A worker that ends a task goes on with the same program for a `SLICE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Final
@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.core.clients import Client, Clients
 from aiogpu.core.effects import Effect
 from aiogpu.core.ids import ClientId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.placement import keep_for, note_stuck
 from aiogpu.core.ready import Bucket, Group, Precedence
@@ -158,12 +158,27 @@ class Round:
                     self._note(one)
 
     def next(self) -> Candidate | None:
-        """The program whose turn it is; None when nobody is left."""
-        candidates: Iterable[Candidate] = self._left.values()
-        if not candidates:
+        """The program whose turn it is; None when nobody is left.
+
+        Before it come those whose first task does not fit, and has others behind it: a
+        program's share is that of what it could begin with.
+        """
+        if not self._left:
             return None
-        priority = min(one.priority for one in candidates)
-        candidates = [one for one in candidates if one.priority == priority]
+        priority = min(one.priority for one in self._left.values())
+        candidates = [one for one in self._left.values() if one.priority == priority]
+        if len(candidates) > 1:
+            for one in candidates:
+                if len(one.turns) > 1 and not self._fits(one):
+                    return one
+        return self._fairest(candidates)
+
+    def _fits(self, one: Candidate) -> bool:
+        first = one.turns[0][2].first()
+        assert first is not None, one
+        return self._node.fits(first[1])
+
+    def _fairest(self, candidates: list[Candidate]) -> Candidate:
         kept = self._node.reservation
         if kept is not None:
             for one in candidates:

@@ -52,6 +52,15 @@ class Filling:
         other._apart = self._apart.copy()
         return other
 
+    def alone(self, index: int) -> Filling:
+        """A copy of one device, as the only one."""
+        other = Filling(self.capacity[index : index + 1])
+        other.free = [self.free[index]]
+        other.named = [self.named[index]]
+        other.named_mask = self.named_mask >> index & 1
+        other._apart = [self._apart[index]]
+        return other
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Filling) and (
             (self.free, self.named, self._apart, self.named_mask)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from aiogpu.core.devices import DeviceSet, Share
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.observed import Observations, OtherProcess
 from aiogpu.core.records import WorkerRecord

@@ -7,7 +7,8 @@ from typing import Final
 
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.gang import SPREAD, Bundle, Gang
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU
 
 STEPS: Final = 200

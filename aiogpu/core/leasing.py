@@ -11,7 +11,7 @@ from __future__ import annotations
 from aiogpu.core.bundles import give_back_gang
 from aiogpu.core.effects import Abandon, Effect, Forget, Granted, Reclaim, Reserved
 from aiogpu.core.events import LeaseReturned
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.records import TaskRecord, move_task, move_worker
@@ -24,6 +24,7 @@ def grant(
     holder = node.workers.stand_in()
     move_task(record, TaskState.RUNNING)
     record.worker, holder.task, holder.lease = holder, record, lease
+    lease.holder = holder
     holder.watched, holder.watched_since = record, now
     node.granted[holder.id] = holder
     if record.spec.is_grouped:

@@ -7,60 +7,27 @@ less all leases is what is free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from aiogpu.core.by_device import ByDevice
 from aiogpu.core.devices import COLD, DeviceSet, Share, Warm
 from aiogpu.core.filling import Filling
 from aiogpu.core.ids import LeaseId
 from aiogpu.core.infeasible import find_infeasible
+from aiogpu.core.lease import Lease
 from aiogpu.core.resources import CPU, GPU_MEMORY, UNIT, Request, number, written
 
 if TYPE_CHECKING:
     from aiogpu.core.bundles import Part
-    from aiogpu.core.stake import Stake
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one task holds: the request, and which devices serve it.
-
-    Attributes:
-        id: counts up from 1.
-        request: what was asked for.
-        shares: device shares by kind, in the order of `request.devices`.
-        is_lent: whether its CPUs are given back for as long as its task waits.
-        stake: on whose account it is, None where nobody counts.
-        home: the bundle of a gang from which it was taken, None for the node itself.
-        parts: of a gang's lease, its bundles.
-        memories: of a gang's, as `shares`: the `gpu_memory` that each was taken for;
-            empty where none of its bundles names any.
-    """
-
-    id: LeaseId
-    request: Request
-    shares: tuple[tuple[Share, ...], ...] = ()
-    is_lent: bool = False
-    stake: Stake | None = None
-    home: Part | None = None
-    parts: tuple[Part, ...] = ()
-    memories: tuple[tuple[int, ...], ...] = ()
-
-    def held(self) -> Iterator[tuple[str, Share, int]]:
-        """Its shares, each with its kind and the `gpu_memory` it was taken for."""
-        for at, (kind, _) in enumerate(self.request.devices):
-            shares = self.shares[at]
-            each = (self.request.gpu_memory,) * len(shares)
-            memories = self.memories[at] if self.memories else each
-            for share, memory in zip(shares, memories, strict=True):
-                yield kind, share, memory
 
 
 class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
+        by_device: the leases that hold something of a device.
         gangs: the bundles of the gangs that were granted, by key; see `bundles`.
     """
 
@@ -71,6 +38,7 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
+        self.by_device = ByDevice(self.device_sets)
         self.gangs: dict[str, tuple[Part, ...]] = {}
         self._last_id = 0
 
@@ -116,10 +84,20 @@ class Ledger:
                 self.device_sets[kind].take(taken, request.gpu_memory)
         for name, amount in request.scalars:
             free[name] -= amount
+        return self._begin(request, shares)
+
+    def _begin(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
+        if shares:
+            self.by_device.add(lease)
         return lease
+
+    @property
+    def ended(self) -> int:
+        """Changes with every lease that ends."""
+        return self._last_id - len(self.leases)
 
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
         """Make one lease of several, which together hold what a request asks for."""
@@ -127,15 +105,13 @@ class Ledger:
         memories: dict[str, list[int]] = {kind: [] for kind in shares}
         for lease in leases:
             del self.leases[lease.id]
+            self.by_device.discard(lease)
             for kind, share, memory in lease.held():
                 shares[kind].append(share)
                 memories[kind].append(memory)
-        self._last_id += 1
-        held = tuple(map(tuple, shares.values()))
-        merged = Lease(LeaseId(self._last_id), request, held)
+        merged = self._begin(request, tuple(map(tuple, shares.values())))
         if any(map(any, memories.values())):
             merged.memories = tuple(map(tuple, memories.values()))
-        self.leases[merged.id] = merged
         return merged
 
     def _choose(
@@ -185,6 +161,8 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
+        if lease.shares:
+            home.by_device.discard(lease)
         if lease.memories:
             for kind, share, memory in lease.held():
                 home.device_sets[kind].give_back((share,), memory)
@@ -333,6 +311,7 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
+        self.by_device.check(self.leases.values())
         for gang in self.gangs.values():
             for bundle in gang:
                 bundle.check()

@@ -48,7 +48,7 @@ class Links:
 
     def count(self, mask: int) -> int:
         """How many pairs of a set are linked."""
-        return sum((self._joined[i] & mask).bit_count() for i in _indices(mask)) // 2
+        return sum((self._joined[i] & mask).bit_count() for i in indices(mask)) // 2
 
     def best(self, mask: int, wanted: int) -> int:
         """The best joined `wanted` devices of a mask; of equals, the lowest ids.
@@ -63,7 +63,7 @@ class Links:
         if most == full or lowest == mask:
             return best
         if comb(mask.bit_count(), wanted) <= TRIED:
-            bits = [1 << index for index in _indices(mask)]
+            bits = [1 << index for index in indices(mask)]
             sets: Iterator[int] = map(sum, combinations(bits, wanted))
         else:
             sets = self._grow(mask, wanted)
@@ -77,7 +77,7 @@ class Links:
 
     def _grow(self, mask: int, wanted: int) -> Iterator[int]:
         """A set around each device of the lowest, by the most links at each step."""
-        pool = [1 << i for i in _indices(_lowest(mask, GROWN_OF))]
+        pool = [1 << i for i in indices(_lowest(mask, GROWN_OF))]
         if wanted > len(pool):
             return
         for seed in pool:
@@ -92,7 +92,8 @@ class Links:
             yield chosen
 
 
-def _indices(mask: int) -> Iterator[int]:
+def indices(mask: int) -> Iterator[int]:
+    """The devices of a mask, the lowest first."""
     while mask:
         bit = mask & -mask
         mask ^= bit
@@ -101,7 +102,7 @@ def _indices(mask: int) -> Iterator[int]:
 
 def _lowest(mask: int, wanted: int) -> int:
     found = 0
-    for index in _indices(mask):
+    for index in indices(mask):
         if not wanted:
             break
         found |= 1 << index

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.bundles import take_grouped
+from aiogpu.core.bundles import give_back_gang, take_grouped
 from aiogpu.core.devices import COLD
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
@@ -120,6 +121,17 @@ class Node:
         self.ledger.give_back(lease)
         self.room.refused += 1
         return None
+
+    def fits(self, record: TaskRecord) -> bool:
+        """Whether a task could take what it asks for now, had it a worker."""
+        lease = self._take(record)
+        if lease is None:
+            return False
+        if lease.parts:
+            give_back_gang(self.ledger, lease)
+        else:
+            self.ledger.give_back(lease)
+        return True
 
     def _take(self, record: TaskRecord) -> Lease | None:
         if self.clients is not None and self.clients.bars(record):

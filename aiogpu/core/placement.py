@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
 from aiogpu.core.effects import Effect
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Group, Precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.reservation import STANDS, Reservation, reserve
+from aiogpu.core.reservation import STANDS, Reservation, reserve, stands
 from aiogpu.core.stopping import make_way
 
 
@@ -89,9 +89,9 @@ def keep_for(
         return None
     if before is not None and before.record is not record:
         before = None
-    if before is not None and now < before.planned_at + STANDS:
+    if before is not None and stands(node, before, now):
         return before
-    reservation = reserve(node, record, now)
+    reservation = reserve(node, record, now, before)
     if reservation is None:
         group.reserve_at = now + STANDS
     elif before is not None:

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import (
     TASK_LEADS_TO,
     WORKER_LEADS_TO,

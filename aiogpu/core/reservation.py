@@ -10,8 +10,9 @@ backfilling (Lifka, 1995).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Final
 
@@ -19,14 +20,20 @@ from aiogpu.core.bundles import Part, roomiest
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.gang import ANY, Gang, Within
 from aiogpu.core.layout import Layout, Plan, masks_of
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
+from aiogpu.core.links import indices
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Precedence, precedence
 from aiogpu.core.records import TaskRecord, lane_of
 from aiogpu.core.resources import UNIT, Request
 
 STANDS: Final = 0.05
-"""Seconds for which a plan holds, made or given up: it looks at all workers."""
+"""Seconds for which a plan holds, made or given up."""
+STANDS_LONGEST: Final = 1.0
+"""The same where nothing has come back meanwhile."""
+LOOKED_AT: Final = 32
+"""Devices that a plan compares beside those that it takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,7 @@ class Reservation:
         grace: seconds that a task gets to end after its timeout, unless it has
             its own.
         part: the bundle of which it is kept, None for what is nobody's.
+        seen: how many leases had ended, and which devices were set aside.
     """
 
     record: TaskRecord
@@ -53,6 +61,7 @@ class Reservation:
     planned_at: float
     grace: float
     part: Part | None = None
+    seen: tuple[int, ...] = ()
 
     def wants(self, lease: Lease) -> bool:
         """Whether a lease holds something of what is kept."""
@@ -108,8 +117,17 @@ class Hold:
     is_endless: bool
 
 
-def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
-    """Plan what to keep for a task; None if somebody holds it without end."""
+def reserve(
+    node: Node, record: TaskRecord, now: float, before: Reservation | None = None
+) -> Reservation | None:
+    """Plan what to keep for a task; None if somebody holds it without end.
+
+    Args:
+        node: what there is, and who holds it.
+        record: for whom.
+        now: the time.
+        before: what was kept for him until now.
+    """
     request = record.spec.shape.request
     part: Part | None = None
     if isinstance(request.gang, Gang):
@@ -119,10 +137,9 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
         if part is None:
             return None
     ledger = part or node.ledger
-    holds = list(_holds(node, part))
     until = 0.0
     for name, amount in request.scalars:
-        moment = _when_enough(ledger.free[name], amount, _of(holds, name))
+        moment = _when_enough(node, part, name, amount)
         if moment is None:
             return None
         until = max(until, moment)
@@ -130,7 +147,8 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     are_ready = True
     for kind, amount in request.devices:
         devices = ledger.device_sets[kind]
-        chosen = _choose(devices, amount, request, _by_device(holds, kind))
+        first = before.barred.get(kind, 0) if before and before.part is part else 0
+        chosen = _choose(node, ledger, (kind, amount), request, first)
         if chosen is None:
             return None
         barred[kind], moment = chosen
@@ -140,7 +158,22 @@ def reserve(node: Node, record: TaskRecord, now: float) -> Reservation | None:
     # While its devices are awaited, others may compute: they are bound to end as well.
     kept = dict(request.scalars) if are_ready else {}
     grace = node.patience.cancel_grace
-    return Reservation(record, turn, barred, kept, until, now, grace, part)
+    return Reservation(
+        *(record, turn, barred, kept, until, now, grace, part), seen_of(node)
+    )
+
+
+def stands(node: Node, plan: Reservation, now: float) -> bool:
+    """Whether a plan is to be followed on: it is new, or nothing better can be had."""
+    if now < plan.planned_at + STANDS:
+        return True
+    return now < plan.planned_at + STANDS_LONGEST and plan.seen == seen_of(node)
+
+
+def seen_of(node: Node) -> tuple[int, ...]:
+    """Changes when a plan may be bettered: something came back, or is set aside."""
+    ledger = node.ledger
+    return ledger.ended, *(each.aside_mask for each in ledger.device_sets.values())
 
 
 def _for_gang(
@@ -165,16 +198,21 @@ def _for_gang(
     turn, grace = precedence(record), node.patience.cancel_grace
     # It needs all at once, so all of it is kept.
     kept = dict(record.spec.shape.request.scalars)
-    return Reservation(record, turn, barred, kept, until, now, grace)
+    return Reservation(
+        *(record, turn, barred, kept, until, now, grace), seen=seen_of(node)
+    )
 
 
 def _holds(node: Node, part: Part | None) -> Iterator[Hold]:
     for worker in node.holders:
         if worker.lease is not None and worker.lease.home is part:
-            yield _hold(node, worker.task, worker.lease)
+            yield _hold(node, worker.lease)
 
 
-def _hold(node: Node, record: TaskRecord | None, lease: Lease) -> Hold:
+def _hold(node: Node, lease: Lease) -> Hold:
+    if lease.holder is None:
+        return Hold(lease, inf, is_endless=True)  # what a bundle has not
+    record = lease.holder.task
     if record is None:
         return Hold(lease, 0.0, is_endless=False)  # its process is ending
     ends = inf
@@ -183,71 +221,75 @@ def _hold(node: Node, record: TaskRecord | None, lease: Lease) -> Hold:
     return Hold(lease, ends, record.spec.is_endless)
 
 
-def _of(holds: list[Hold], name: str) -> list[tuple[float, int, bool]]:
-    """Who holds of a resource: until when, how much, and whether without end."""
-    return [
+def _when_enough(node: Node, part: Part | None, name: str, wanted: int) -> float | None:
+    """When there is so much of an undivided resource. Costs O(leases) if not now."""
+    free = (part or node.ledger).free[name]
+    if free >= wanted:
+        return 0.0
+    held = [
         (hold.ends, amount, hold.is_endless)
-        for hold in holds
-        for held, amount in hold.lease.request.scalars
-        if held == name
+        for hold in _holds(node, part)
+        for other, amount in hold.lease.request.scalars
+        if other == name
     ]
-
-
-def _when_enough(
-    free: int, wanted: int, held: list[tuple[float, int, bool]]
-) -> float | None:
-    moment = 0.0
     for ends, amount, is_endless in sorted(held):
-        if free >= wanted:
-            break
         if not is_endless:
             free += amount
-            moment = ends
-    return moment if free >= wanted else None
-
-
-def _by_device(
-    holds: list[Hold], kind: str
-) -> dict[int, list[tuple[float, int, Hold]]]:
-    """Who holds of each device of a kind: until when, how much, and the rest of it."""
-    by_device: dict[int, list[tuple[float, int, Hold]]] = {}
-    for hold in holds:
-        for (name, _), shares in zip(
-            hold.lease.request.devices, hold.lease.shares, strict=True
-        ):
-            if name == kind:
-                for index, part in shares:
-                    by_device.setdefault(index, []).append((hold.ends, part, hold))
-    return by_device
+            if free >= wanted:
+                return ends
+    return None
 
 
 def _choose(
-    devices: DeviceSet,
-    amount: int,
-    request: Request,
-    held: dict[int, list[tuple[float, int, Hold]]],
+    node: Node, ledger: Ledger, asked: tuple[str, int], request: Request, first: int
 ) -> tuple[int, float] | None:
-    """The devices that will serve soonest, as a mask, and when."""
+    """The devices that will serve soonest, as a mask, and when.
+
+    Of very many some are looked at: those of `first`, and then the emptiest.
+    """
+    kind, amount = asked
+    devices, wanted = ledger.device_sets[kind], max(amount // UNIT, 1)
     usable = devices.usable(amount, request) & ~devices.aside_mask
-    filling, memory = devices.filling.copy(), devices.demand(request)
-    wanted = max(amount // UNIT, 1)
-    found = []
-    for index, free in enumerate(devices.free):
-        if usable >> index & 1:
-            moment = 0.0
-            for ends, part, hold in sorted(held.get(index, []), key=_soonest):
-                if filling.has_room(index, amount, memory):
-                    break
-                if not hold.is_endless:
-                    filling.move(index, part, devices.demand(hold.lease.request), -1)
-                    moment = ends
-            if filling.has_room(index, amount, memory):
-                found.append((moment, -free, index))
+    found: list[tuple[float, int, int]] = []
+    for index in chain(indices(usable & first), devices.emptiest(usable & ~first)):
+        leases = ledger.by_device.on(kind, index)
+        if amount >= UNIT:
+            moment = _when_whole(node, leases)
+        else:
+            held = [_hold(node, lease) for lease in leases]
+            moment = _when_room(devices, index, amount, request, held)
+        if moment is not None:
+            found.append((moment, -devices.free[index], index))
+            if len(found) == wanted + LOOKED_AT:
+                break
     if len(found) < wanted:
         return None
     best = sorted(found)[:wanted]
     return sum(1 << index for _, _, index in best), best[-1][0]
 
 
-def _soonest(held: tuple[float, int, Hold]) -> tuple[float, int]:
-    return held[:2]
+def _when_whole(node: Node, leases: Iterable[Lease]) -> float | None:
+    """When all that is held of a device has ended, None if never."""
+    moment = 0.0
+    for lease in leases:
+        hold = _hold(node, lease)
+        if hold.is_endless:
+            return None
+        moment = max(moment, hold.ends)
+    return moment
+
+
+def _when_room(
+    devices: DeviceSet, index: int, amount: int, request: Request, held: list[Hold]
+) -> float | None:
+    """When a device has room for a share of it, None if never."""
+    filling, memory = devices.filling.alone(index), devices.demand(request)
+    moment = 0.0
+    for hold in sorted(held, key=lambda hold: hold.ends):
+        if filling.has_room(0, amount, memory):
+            break
+        if not hold.is_endless:
+            part = hold.lease.part_of(devices.kind, index)
+            filling.move(0, part, devices.demand(hold.lease.request), -1)
+            moment = hold.ends
+    return moment if filling.has_room(0, amount, memory) else None

@@ -15,7 +15,7 @@ from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
 from aiogpu.core.timers import AlarmKind
 
 if TYPE_CHECKING:
-    from aiogpu.core.ledger import Lease
+    from aiogpu.core.lease import Lease
     from aiogpu.core.node import Node
 
 

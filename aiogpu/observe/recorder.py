@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.records import TaskRecord, WorkerRecord
 
 MOST: Final = 20_000

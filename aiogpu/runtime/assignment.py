@@ -11,7 +11,8 @@ from typing import Final
 
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.core.devices import Device
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU, GPU, UNIT
 from aiogpu.runtime import mps as multi_process
 from aiogpu.runtime.affinity import Affinity

@@ -14,7 +14,7 @@ from typing import Final
 
 from aiogpu.core.events import Event, Recovered, SetAside, Settled
 from aiogpu.core.ids import WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.resources import UNIT
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_thread import DeviceThread

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from aiogpu.core.devices import DeviceSet
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.resources import BY_SHARE, GPU, UNIT
 
 JAX_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"

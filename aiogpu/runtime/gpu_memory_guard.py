@@ -13,7 +13,7 @@ from typing import Final
 
 from aiogpu.core.events import Outgrown
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import WorkerState
 from aiogpu.core.records import WorkerRecord
 from aiogpu.core.resources import GPU

@@ -14,7 +14,8 @@ from aiogpu.wire.failure import RAISED, pack_failure
 
 if TYPE_CHECKING:
     from aiogpu.core.devices import Device
-    from aiogpu.core.ledger import Lease, Ledger
+    from aiogpu.core.lease import Lease
+    from aiogpu.core.ledger import Ledger
     from aiogpu.core.records import WorkerRecord
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.runtime.call import Call

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from aiogpu.core import effects
 from aiogpu.core.events import Event, LeaseReturned
 from aiogpu.core.ids import WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.table import Table
 from aiogpu.runtime.call import Call, Receiver
 from aiogpu.runtime.placements import Placements

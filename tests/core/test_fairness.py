@@ -167,6 +167,23 @@ def test_who_holds_less_goes_first_though_it_has_had_more():
     assert w.running == {"a1", "b1"}
 
 
+def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
+    """A program that has all CPUs has no GPU yet, and waits for both."""
+    w = World(cpus=2, gpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("cpus", num_cpus=2, client=1)
+    w.submit("gpu", num_cpus=0, num_gpus=1, client=2)
+    w.submit("last", num_cpus=0, num_gpus=0.6, client=2)
+    w.submit("stuck", num_cpus=1, num_gpus=0.5, client=1)
+    w.submit("mine", num_cpus=0, num_gpus=0.7, client=1)
+    w.submit("theirs", num_cpus=0, num_gpus=0.7, client=2)
+    w.advance(0.5)
+    w.finish("last")
+    assert w.running == {"cpus", "gpu", "mine"}
+    assert w.waiting == {"stuck", "theirs"}
+
+
 def test_a_wide_task_is_not_starved_by_another_program():
     w = World(cpus=16, gpus=2, patience=Patience(reserve_after=1.0))
     w.join(1)

@@ -24,7 +24,8 @@ from aiogpu.core.bundles import give_back_gang, take_grouped
 from aiogpu.core.devices import Device
 from aiogpu.core.fairness import SLICE
 from aiogpu.core.gang import Gang
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.limits import Limits
 from aiogpu.core.policy import Patience
@@ -183,13 +184,17 @@ class Judge(GangWorld):
                     and lane_of(other)[0] == lane_of(record)[0]
                     and self._may_hold(other)
                     and share_then(clients, other) <= had
+                    # Else its program counted by another task, when it was asked.
+                    and not any(goes_before(each, other) for each in begun)
                 ]
                 if passed:
                     lease = record.worker.lease
                     stake, lease.stake = lease.stake, None
                     ledger.give_back(lease)
                     for other in passed:
-                        assert not could_take(ledger, other), (record, other)
+                        first = [each for each in still if goes_before(each, other)]
+                        if not any(could_take(ledger, each) for each in first):
+                            assert not could_take(ledger, other), (record, other)
                     take_again(ledger, lease)
                     lease.stake = stake
 
@@ -228,6 +233,11 @@ def could_take(ledger: Ledger, record: TaskRecord) -> bool:
     return True
 
 
+def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
+    """Whether it is of the same program, and its turn comes first."""
+    return record.client == other.client and precedence(record) < precedence(other)
+
+
 def lies_in_bundles(request: Request) -> bool:
     """Whether it asks for a gang, whose bundles may share devices."""
     return isinstance(request.gang, Gang)
@@ -250,6 +260,7 @@ def share_then(clients, record) -> float:
 def take_again(ledger: Ledger, lease: Lease) -> None:
     """Undo `give_back`."""
     ledger.leases[lease.id] = lease
+    ledger.by_device.add(lease)
     for name, amount in lease.request.scalars:
         ledger.free[name] -= amount
     for kind, share, memory in lease.held():

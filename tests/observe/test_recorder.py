@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.core.ids import ClientId, LeaseId, TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.core.specs import Shape, TaskSpec

@@ -10,7 +10,8 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import LeaseId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import BY_SHARE, UNIT, Request
 from aiogpu.runtime import affinity, mps
 from aiogpu.runtime.assignment import Assignment

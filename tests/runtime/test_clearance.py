@@ -12,7 +12,7 @@ import pytest
 from aiogpu.accelerators.sample import Sample
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import LeaseId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.runtime import clearance as module
 from aiogpu.runtime import device_thread

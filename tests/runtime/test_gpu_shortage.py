@@ -8,7 +8,8 @@ import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import LeaseId, TaskId, WorkerId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import BY_SHARE, UNIT, Request
 from aiogpu.core.scheduler import Scheduler

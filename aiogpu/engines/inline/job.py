@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.retry import may_retry

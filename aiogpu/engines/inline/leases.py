@@ -24,7 +24,7 @@ from aiogpu.wire.leasing import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.holding import Holdings
-    from aiogpu.core.ledger import Lease
+    from aiogpu.core.lease import Lease
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.runtime.call import Site
 

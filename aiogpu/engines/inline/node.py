@@ -11,7 +11,8 @@ from weakref import WeakSet
 
 from aiogpu.core.bundles import take_grouped
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.lease import Lease
+from aiogpu.core.ledger import Ledger
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources import CPU
 from aiogpu.engines.admission import check_arguments, check_site

@@ -12,7 +12,7 @@ from aiogpu.errors import AiogpuError
 from aiogpu.runtime.placements import misfit, removed
 
 if TYPE_CHECKING:
-    from aiogpu.core.ledger import Lease
+    from aiogpu.core.lease import Lease
     from aiogpu.core.records import TaskRecord
     from aiogpu.core.specs import TaskSpec
     from aiogpu.engines.inline.job import Job

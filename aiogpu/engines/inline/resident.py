@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Lease
+from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.engines.inline.creation import Creation

@@ -30,7 +30,7 @@ from aiogpu.wire.acting import ASYNC, THREADED
 from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
-    from aiogpu.core.ledger import Lease
+    from aiogpu.core.lease import Lease
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
