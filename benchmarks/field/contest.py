@@ -21,7 +21,7 @@ from benchmarks.port import UnsupportedError
 
 REST: Final = 0.03
 """Seconds between blocks, in which what the one before has set off is done."""
-LOOK: Final = 1.0
+LOOK: Final = 2.0
 """Seconds for which it is looked what systems take that have nothing to do."""
 LIMITS: Final = {"open": 90.0, "block": 45.0, "close": 15.0}
 """Seconds after which a contestant is out."""
@@ -67,10 +67,12 @@ class Findings:
 
     Attributes:
         idle: of one core, by contestant.
+        libraries: of which all are made, and their versions.
     """
 
     entries: list[Entry] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
 
 
 Tell = Callable[[str], None]
@@ -81,15 +83,17 @@ async def contest(
 ) -> Findings:
     """Ask all of them everything."""
     findings = Findings()
-    for opening, group in groupby(questions, key=lambda question: question.opening):
+    for _, group in groupby(questions, key=lambda question: question.opening):
         seats = [Seat(name) for name in names]
         try:
             for question in group:
                 began = monotonic()
                 findings.entries += await _asked(question, seats, extent)
                 tell(f"{question.name}: {monotonic() - began:.0f} s")
-            if opening.is_open and not opening.is_fresh and not findings.idle:
-                findings.idle = await _idle(seats)
+                if not findings.idle:
+                    findings.idle = await _idle(seats)
+            for seat in seats:
+                findings.libraries |= seat.libraries
         finally:
             await _all_leave(seats, LIMITS["close"])
     return findings

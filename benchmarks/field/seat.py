@@ -32,12 +32,17 @@ class OutError(Exception):
 
 
 class Seat:
-    """One contestant. Everything that it starts ends with it."""
+    """One contestant. Everything that it starts ends with it.
+
+    Attributes:
+        libraries: what its system is made of, and their versions.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._warden: Process | None = None
         self._errors: IO[bytes] | None = None
+        self.libraries: dict[str, str] = {}
         self._place: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -76,7 +81,7 @@ class Seat:
             sock=ours, limit=LONGEST_LINE
         )
         if opening.is_open:
-            await self._order(
+            self.libraries = await self._order(
                 limit, "open", opening.num_cpus, opening.num_gpus, opening.preload
             )
 

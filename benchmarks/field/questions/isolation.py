@@ -62,7 +62,7 @@ def _question(
     beside = f", with {library}" if library else ""
     return Question(
         name,
-        "isolation",
+        "processes",
         (Metric(name, f"a GPU task in a fresh process{beside}"),),
         prepare,
         floor,

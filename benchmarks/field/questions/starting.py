@@ -50,7 +50,7 @@ async def _floor(_stage: Stage) -> Ask:
 QUESTIONS = (
     Question(
         NAME,
-        "starting",
+        "processes",
         (Metric(NAME, "a new program, from its start to its first result"),),
         _prepare,
         _floor,

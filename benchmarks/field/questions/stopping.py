@@ -90,7 +90,7 @@ async def _stopped(gate: Gate, cancel: Callable[[], object]) -> float:
 QUESTIONS = (
     Question(
         NAME,
-        "stopping",
+        "processes",
         (Metric(NAME, "a busy loop, from its cancel to its end"),),
         _prepare,
         _floor,

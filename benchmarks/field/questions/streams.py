@@ -37,7 +37,7 @@ def _of_items(amount: Amount) -> Amount:
 QUESTIONS = (
     Question(
         NAME,
-        "streams",
+        "calls",
         (Metric(NAME, "an item of a stream"),),
         _prepare,
         _floor,
