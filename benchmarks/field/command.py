@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from benchmarks.environments import ENVIRONMENTS, missing
-from benchmarks.field.contest import FULL, QUICK, Entry, contest
+from benchmarks.field.contest import FULL, QUICK, Contest, Entry
 from benchmarks.field.figures import lines
 from benchmarks.field.page import details, floors, judgement, overview
 from benchmarks.field.question import FLOOR
@@ -93,12 +93,11 @@ def run(
     before = machine_with({})
     began = datetime.now(UTC)
     findings = asyncio.run(
-        contest(
+        Contest(
             [QUESTIONS[name] for name in QUESTIONS if name in questions],
             [FLOOR, *present],
             QUICK if quick else FULL,
-            lambda line: click.echo(line, err=True),
-        )
+        ).run(lambda line: click.echo(line, err=True))
     )
     ended = datetime.now(UTC)
     return {

@@ -31,6 +31,10 @@ class OutError(Exception):
     """It has failed, or did not answer in time."""
 
 
+class LateError(OutError):
+    """It did not answer in time."""
+
+
 class Seat:
     """One contestant. Everything that it starts ends with it.
 
@@ -100,7 +104,7 @@ class Seat:
             self._writer.write(order + b"\n")
             line = await asyncio.wait_for(self._reader.readline(), limit)
         except TimeoutError:
-            raise OutError(f"no answer within {limit:g} s") from None
+            raise LateError(f"no answer within {limit:g} s") from None
         except ConnectionError:
             line = b""
         if not line:

@@ -68,7 +68,7 @@ def _question(
         floor,
         f"fork, _exit and reaping of aiogpu's own image{beside}",
         Opening(num_cpus=4, num_gpus=1, preload=preload),
-        seconds=25,
+        seconds=20,
         needs=library,
     )
 

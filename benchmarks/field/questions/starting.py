@@ -56,6 +56,6 @@ QUESTIONS = (
         _floor,
         "a bare interpreter that prints a number",
         Opening(is_open=False),
-        seconds=75,
+        seconds=50,
     ),
 )

@@ -95,6 +95,6 @@ QUESTIONS = (
         _prepare,
         _floor,
         "SIGINT to a process that waits for nothing else",
-        seconds=15,
+        seconds=12,
     ),
 )

@@ -42,6 +42,6 @@ QUESTIONS = (
         _prepare,
         _floor,
         "a bare worker that sends pickled items, without back-pressure",
-        seconds=20,
+        seconds=15,
     ),
 )
