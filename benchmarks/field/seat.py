@@ -17,6 +17,7 @@ from benchmarks.field.question import Amount, Opening
 from benchmarks.port import UnsupportedError
 
 ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = ("-m", "benchmarks.field.contestant")
 LONGEST_LINE: Final = 1 << 26
 SURROUNDINGS: Final = {
     "PYTHONPATH": str(ROOT),
@@ -42,8 +43,9 @@ class Seat:
         libraries: what its system is made of, and their versions.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, program: tuple[str, ...] = PROGRAM) -> None:
         self.name = name
+        self._program = program
         self._warden: Process | None = None
         self._errors: IO[bytes] | None = None
         self.libraries: dict[str, str] = {}
@@ -71,8 +73,7 @@ class Seat:
         with theirs:
             self._warden = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "benchmarks.field.warden"),
-                *(sys.executable, "-m", "benchmarks.field.contestant"),
-                *(self.name, str(theirs.fileno())),
+                *(sys.executable, *self._program, self.name, str(theirs.fileno())),
                 stdin=PIPE,
                 stdout=self._errors,
                 stderr=self._errors,
