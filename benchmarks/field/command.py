@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,10 +14,10 @@ from typing import Any, Final
 import click
 
 from benchmarks.environments import ENVIRONMENTS, missing
-from benchmarks.field.contest import FULL, QUICK, Contest, Entry
+from benchmarks.field.contest import FULL, QUICK, Contest, Entry, Extent, Findings
 from benchmarks.field.figures import lines
 from benchmarks.field.page import details, floors, judgement, overview
-from benchmarks.field.question import FLOOR
+from benchmarks.field.question import FLOOR, Question
 from benchmarks.field.questions import QUESTIONS
 from benchmarks.report import heading, load_average, machine_with, put, write_report
 
@@ -93,11 +94,11 @@ def run(
     before = machine_with({})
     began = datetime.now(UTC)
     findings = asyncio.run(
-        Contest(
+        held(
             [QUESTIONS[name] for name in QUESTIONS if name in questions],
             [FLOOR, *present],
             QUICK if quick else FULL,
-        ).run(lambda line: click.echo(line, err=True))
+        )
     )
     ended = datetime.now(UTC)
     return {
@@ -111,6 +112,20 @@ def run(
         "idle": findings.idle,
         "entries": [asdict(entry) for entry in findings.entries],
     }
+
+
+async def held(
+    questions: Sequence[Question], names: Sequence[str], extent: Extent
+) -> Findings:
+    """Hold the contest; SIGTERM ends it in order, as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    contest = Contest(questions, names, extent)
+    try:
+        return await contest.run(lambda line: click.echo(line, err=True))
+    except asyncio.CancelledError:
+        raise click.Abort from None
 
 
 def page_text(found: dict[str, Any], entries: Sequence[Entry]) -> str:

@@ -125,8 +125,9 @@ class Contest:
             try:
                 for question in questions:
                     began = monotonic()
-                    self.findings.entries += await self._asked(question, seats)
-                    tell(f"{question.name}: {monotonic() - began:.0f} s")
+                    entries = await self._asked(question, seats)
+                    self.findings.entries += entries
+                    tell(_told(question, monotonic() - began, entries))
                     if not self.findings.idle:
                         self.findings.idle = await _idle(seats)
                 for seat in seats:
@@ -202,6 +203,16 @@ class Contest:
         except UnsupportedError:
             await seat.leave()  # who knows what still runs in it
             raise
+
+
+def _told(question: Question, took: float, entries: Sequence[Entry]) -> str:
+    """A line for who waits for the run."""
+    failed = [
+        f"; {entry.contestant} {entry.why}"
+        for entry in entries
+        if entry.why.startswith("failed")
+    ]
+    return f"{question.name}: {took:.0f} s{''.join(failed)}"
 
 
 async def _idle(seats: Sequence[Seat]) -> dict[str, float]:

@@ -32,19 +32,16 @@ CLAIMS = {
     "xoscar": CALLS | ACTORS | {"stream"},
     "ray": set(QUESTIONS),
 }
-ALWAYS = {"aiogpu", "executor"}
+TOGETHER = ["aiogpu", "executor"]
+"""They are always here, and asked in one run."""
 
 
-def systems() -> Iterator[object]:
-    for name in ENVIRONMENTS:
-        marks = []
+def others() -> Iterator[object]:
+    for name in sorted(set(ENVIRONMENTS) - set(TOGETHER)):
+        marks = [pytest.mark.ray if name == "ray" else pytest.mark.slow]
         if why := missing(name):
             marks.append(pytest.mark.skip(reason=f"{why}: pip install 'aiogpu[bench]'"))
-        if name == "ray":
-            marks.append(pytest.mark.ray)
-        elif name not in ALWAYS:
-            marks.append(pytest.mark.slow)
-        yield pytest.param(name, marks=marks)
+        yield pytest.param([name], marks=marks, id=name)
 
 
 def run(questions: list[Question], *names: str) -> list[Entry]:
@@ -60,13 +57,13 @@ def test_every_system_has_its_claims() -> None:
     assert all(claims <= set(QUESTIONS) for claims in CLAIMS.values())
 
 
-@pytest.mark.parametrize("name", systems())
-def test_a_system_answers_what_it_claims(name: str) -> None:
-    for entry in run(list(QUESTIONS.values()), FLOOR, name):
+@pytest.mark.parametrize("names", [TOGETHER, *others()])
+def test_a_system_answers_what_it_claims(names: list[str]) -> None:
+    for entry in run(list(QUESTIONS.values()), FLOOR, *names):
         question, where = QUESTIONS[entry.question], (entry.question, entry.contestant)
         if question.needs and find_spec(question.needs) is None:
             assert entry.why == f"{question.needs} is not installed", where
-        elif entry.contestant == FLOOR or entry.question in CLAIMS[name]:
+        elif entry.contestant == FLOOR or entry.question in CLAIMS[entry.contestant]:
             assert not entry.why, (where, entry.why)
             (figures,) = entry.turns
             assert set(figures) == {metric.name for metric in question.metrics}
