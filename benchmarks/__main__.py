@@ -1,4 +1,7 @@
-"""`python -m benchmarks [WORKLOAD ...] [--json FILE] [--page FILE] [--quick]`."""
+"""`python -m benchmarks [WORKLOAD ...] [--json FILE] [--page FILE] [--quick]`.
+
+And `python -m benchmarks field`: aiogpu beside its peers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import click
 import uvloop
 
 from benchmarks.environments import ENVIRONMENTS
+from benchmarks.field.command import field
 from benchmarks.method import FULL, QUICK, Scale
 from benchmarks.port import Environment, UnsupportedError
 from benchmarks.report import (
@@ -25,7 +29,22 @@ from benchmarks.rows import Row
 from benchmarks.workloads import WORKLOADS
 
 
-@click.command()
+class Commands(click.Group):
+    """Whatever does not begin with the name of a command is for `workloads`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put that name there."""
+        if not args or args[0] not in self.commands:
+            args = ["workloads", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=Commands)
+def main() -> None:
+    """What aiogpu costs, beside what the machine allows."""
+
+
+@main.command("workloads")
 @click.argument("workloads", nargs=-1, type=click.Choice(list(WORKLOADS)))
 @click.option(
     "--environment",
@@ -47,7 +66,7 @@ from benchmarks.workloads import WORKLOADS
     help="Put the table between the marks of this Markdown page.",
 )
 @click.option("--quick", is_flag=True, help="Few calls: shows that all of it runs.")
-def main(
+def measure(
     workloads: Sequence[str],
     system: str,
     file: Path | None,
@@ -81,6 +100,9 @@ async def measure_all(
         except UnsupportedError as reason:
             rows.append(Row(name, "", f"not measured: {reason}"))
     return rows
+
+
+main.add_command(field)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -34,13 +34,18 @@ HEAD = (
 
 def machine_facts(environment: Environment) -> dict[str, Any]:
     """What a reader must know of where it ran."""
+    return machine_with({name: version(name) for name in environment.libraries})
+
+
+def machine_with(libraries: Mapping[str, str]) -> dict[str, Any]:
+    """The same, where the versions are known."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "libraries": {name: version(name) for name in environment.libraries},
+        "libraries": dict(libraries),
         "load_average": os.getloadavg(),
     }
 
@@ -108,18 +113,31 @@ def fill(path: Path, machine: dict[str, Any], rows: Iterable[Row]) -> None:
     Raises:
         ValueError: the page lacks one of the marks.
     """
+    facts = f"{heading(machine)} before and {load_average()} after."
+    put(path, f"{facts}\n\n{grid([HEAD, *map(_cells, rows)])}")
+
+
+def grid(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its head."""
+    head, *rest = lines
+    ruled = [head, ("---",) * len(head), *rest]
+    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+
+
+def put(path: Path, found: str) -> None:
+    """Put a text between the marks of a Markdown page.
+
+    Raises:
+        ValueError: the page lacks one of the marks.
+    """
     text = path.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{path} must hold {BEGIN}...--> and below it {END}")
     mark, close, _ = rest.partition("-->")
-    lines = [HEAD, ("---",) * len(HEAD), *map(_cells, rows)]
-    found = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    facts = f"{heading(machine)} before and {load_average()} after."
     path.write_text(
-        f"{before}{begin}{mark}{close}\n\n{facts}\n\n{found}\n\n{end}{after}",
-        encoding="utf-8",
+        f"{before}{begin}{mark}{close}\n\n{found}\n\n{end}{after}", encoding="utf-8"
     )
 
 

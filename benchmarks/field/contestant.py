@@ -11,6 +11,7 @@ import json
 import socket
 import sys
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from typing import Any
 
 import uvloop
@@ -27,15 +28,20 @@ class Contestant:
     def __init__(self, name: str) -> None:
         self._environment = None if name == FLOOR else ENVIRONMENTS[name]()
         self._has_preloaded = True
+        self._is_open = False
         self._stage: Stage | None = None
         self._ask: Ask | None = None
 
     async def open(
         self, num_cpus: int, num_gpus: int, preload: list[str] | None
     ) -> object:
-        """Start the system; without the modules, if it imports none beforehand."""
+        """Start the system; without the modules, if it imports none beforehand.
+
+        Gives the versions of what it is made of.
+        """
         if self._environment is None:
-            return None
+            return {}
+        self._is_open = True
         try:
             await self._environment.open(num_cpus, num_gpus, preload)
         except UnsupportedError:
@@ -43,7 +49,7 @@ class Contestant:
                 raise
             self._has_preloaded = False
             await self._environment.open(num_cpus, num_gpus)
-        return None
+        return {name: version(name) for name in self._environment.libraries}
 
     async def prepare(self, question: str) -> object:
         """End the question before, and get ready for this one."""
@@ -66,7 +72,7 @@ class Contestant:
     async def close(self) -> object:
         """End the question and the system."""
         await self._leave()
-        if self._environment is not None:
+        if self._environment is not None and self._is_open:
             await self._environment.close()
         return None
 

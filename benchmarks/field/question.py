@@ -105,7 +105,7 @@ class Question:
     floor: Callable[[Stage], Awaitable[Ask]]
     what_floor: str
     opening: Opening = PLAIN
-    seconds: float = 25.0
+    seconds: float = 20.0
     needs: str = ""
 
 

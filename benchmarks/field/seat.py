@@ -17,6 +17,7 @@ from benchmarks.field.question import Amount, Opening
 from benchmarks.port import UnsupportedError
 
 ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = ("-m", "benchmarks.field.contestant")
 LONGEST_LINE: Final = 1 << 26
 SURROUNDINGS: Final = {
     "PYTHONPATH": str(ROOT),
@@ -31,13 +32,23 @@ class OutError(Exception):
     """It has failed, or did not answer in time."""
 
 
-class Seat:
-    """One contestant. Everything that it starts ends with it."""
+class LateError(OutError):
+    """It did not answer in time."""
 
-    def __init__(self, name: str) -> None:
+
+class Seat:
+    """One contestant. Everything that it starts ends with it.
+
+    Attributes:
+        libraries: what its system is made of, and their versions.
+    """
+
+    def __init__(self, name: str, program: tuple[str, ...] = PROGRAM) -> None:
         self.name = name
+        self._program = program
         self._warden: Process | None = None
         self._errors: IO[bytes] | None = None
+        self.libraries: dict[str, str] = {}
         self._place: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -62,8 +73,7 @@ class Seat:
         with theirs:
             self._warden = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "benchmarks.field.warden"),
-                *(sys.executable, "-m", "benchmarks.field.contestant"),
-                *(self.name, str(theirs.fileno())),
+                *(sys.executable, *self._program, self.name, str(theirs.fileno())),
                 stdin=PIPE,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -76,7 +86,7 @@ class Seat:
             sock=ours, limit=LONGEST_LINE
         )
         if opening.is_open:
-            await self._order(
+            self.libraries = await self._order(
                 limit, "open", opening.num_cpus, opening.num_gpus, opening.preload
             )
 
@@ -95,7 +105,7 @@ class Seat:
             self._writer.write(order + b"\n")
             line = await asyncio.wait_for(self._reader.readline(), limit)
         except TimeoutError:
-            raise OutError(f"no answer within {limit:g} s") from None
+            raise LateError(f"no answer within {limit:g} s") from None
         except ConnectionError:
             line = b""
         if not line:

@@ -2,8 +2,8 @@
 
 What a program leaves behind becomes a child of the nearest process that has asked for
 orphans, see PR_SET_CHILD_SUBREAPER in prctl(2); so nothing that it has started can get
-away from here. All of it is ended when the standard input ends, which it also does
-when the one who holds it dies.
+away from here. All of it is ended when the program ends, or the standard input, which
+it also does when the one who holds it dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE: Final = 20.0
 
 
 def main(command: list[str]) -> None:
-    """Run it until the end of the standard input."""
+    """Run it until it ends, or the standard input does."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ears, mouth = os.pipe()
     os.set_blocking(mouth, False)
@@ -35,14 +35,15 @@ def main(command: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     descriptors = [int(word) for word in command if word.isdigit()]
     with open(os.devnull, "rb") as nothing:
-        subprocess.Popen(command, stdin=nothing, pass_fds=descriptors)
+        program = subprocess.Popen(command, stdin=nothing, pass_fds=descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
     while True:
         ready, _, _ = select.select([sys.stdin, ears], [], [])
         if ears in ready:
             os.read(ears, 4096)
-            _reap()
+            if program.pid in _reap():
+                break  # what it has left may hold its connection open
         if sys.stdin in ready and not os.read(0, 4096):
             break
     end()
@@ -59,10 +60,13 @@ def end() -> None:
         _reap()
 
 
-def _reap() -> None:
+def _reap() -> set[int]:
+    """Those that have ended."""
+    ended = set()
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            ended.add(pid)
+    return ended
 
 
 if __name__ == "__main__":

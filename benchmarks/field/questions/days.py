@@ -16,25 +16,26 @@ from benchmarks.field.question import (
     Question,
     Stage,
 )
-from benchmarks.field.trace import GPUS, SIZES, Day, best, bound, trace, work
+from benchmarks.field.trace import GPUS, SIZES, Day, Least, best, bound, trace, work
 from benchmarks.port import Call, Environment, Need, UnsupportedError
 from benchmarks.tasks import stay
 
 BEGINS: Final = 0.05
 """Seconds from the start of a day to its first arrival."""
-LATEST: Final = 25.0
+LATEST: Final = 20.0
 """Seconds after which a day is given up."""
 
 
-def _question(name: str, title: str, share: float, *, is_isolated: bool) -> Question:
+def _question(
+    name: str, title: str, share: float, seconds: float, *, is_isolated: bool
+) -> Question:
     names = f"{name}-makespan", f"{name}-wait-p50", f"{name}-wait-p99"
 
-    def figures(day: Day, count: int, stage: Stage) -> Figures:
+    def figures(values: Least, count: int, stage: Stage) -> Figures:
         jobs = trace(count)
         used = work(jobs) / GPUS
-        found, most = used / day.makespan, used / bound(jobs)
+        found, most = used / values.makespan, used / bound(jobs)
         stage.notes["utilisation"] = f"utilisation {found:.0%}, of at most {most:.0%}"
-        values = day.makespan, day.wait(50), day.wait(99)
         return {key: [value / 1000] for key, value in zip(names, values, strict=True)}
 
     async def prepare(environment: Environment, stage: Stage) -> Ask:
@@ -50,7 +51,9 @@ def _question(name: str, title: str, share: float, *, is_isolated: bool) -> Ques
                 is_warm = True
                 await asyncio.gather(*(calls[1](50) for _ in range(8)))
             count = max(4, round(amount.tasks * share))
-            return figures(await _live(calls, count), count, stage)
+            day = await _live(calls, count)
+            seen = Least(day.makespan, day.wait(50), day.wait(99))
+            return figures(seen, count, stage)
 
         return ask
 
@@ -72,9 +75,9 @@ def _question(name: str, title: str, share: float, *, is_isolated: bool) -> Ques
         ),
         prepare,
         floor,
-        "the best of seven rules of packing, carried out without any cost",
+        "the least that any of seven rules of packing gives, carried out without cost",
         Opening(num_cpus=16, num_gpus=GPUS),
-        seconds=100,
+        seconds=seconds,
     )
 
 
@@ -105,11 +108,12 @@ async def _live(calls: dict[int, Call[tuple[float, float]]], count: int) -> Day:
 
 
 QUESTIONS = (
-    _question("day", "a day on four GPUs", 1.0, is_isolated=False),
+    _question("day", "a day on four GPUs", 1.0, 50, is_isolated=False),
     _question(
         "fresh-day",
         "a day on four GPUs, a process for each task",
-        0.5,
+        0.25,
+        40,
         is_isolated=True,
     ),
 )

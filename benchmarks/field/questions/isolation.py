@@ -62,13 +62,13 @@ def _question(
     beside = f", with {library}" if library else ""
     return Question(
         name,
-        "isolation",
+        "processes",
         (Metric(name, f"a GPU task in a fresh process{beside}"),),
         prepare,
         floor,
         f"fork, _exit and reaping of aiogpu's own image{beside}",
         Opening(num_cpus=4, num_gpus=1, preload=preload),
-        seconds=25,
+        seconds=20,
         needs=library,
     )
 

@@ -50,12 +50,12 @@ async def _floor(_stage: Stage) -> Ask:
 QUESTIONS = (
     Question(
         NAME,
-        "starting",
+        "processes",
         (Metric(NAME, "a new program, from its start to its first result"),),
         _prepare,
         _floor,
         "a bare interpreter that prints a number",
         Opening(is_open=False),
-        seconds=75,
+        seconds=50,
     ),
 )

@@ -90,11 +90,11 @@ async def _stopped(gate: Gate, cancel: Callable[[], object]) -> float:
 QUESTIONS = (
     Question(
         NAME,
-        "stopping",
+        "processes",
         (Metric(NAME, "a busy loop, from its cancel to its end"),),
         _prepare,
         _floor,
         "SIGINT to a process that waits for nothing else",
-        seconds=15,
+        seconds=12,
     ),
 )

@@ -37,11 +37,11 @@ def _of_items(amount: Amount) -> Amount:
 QUESTIONS = (
     Question(
         NAME,
-        "streams",
+        "calls",
         (Metric(NAME, "an item of a stream"),),
         _prepare,
         _floor,
         "a bare worker that sends pickled items, without back-pressure",
-        seconds=20,
+        seconds=15,
     ),
 )

@@ -112,7 +112,7 @@ def _question(
         prepare,
         floor,
         f"{calls} of the floor and a copy of the array within one process",
-        seconds=20,
+        seconds=14,
         needs="numpy",
     )
 

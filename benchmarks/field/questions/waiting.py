@@ -29,12 +29,12 @@ from benchmarks.tasks import noop, wait_at_gate
 TIME, MEMORY = "waiting-time", "waiting-memory"
 PORTION: Final = 1_000
 """Calls that are made in one turn of the loop."""
-PATIENCE: Final = 12.0
+PATIENCE: Final = 10.0
 """Seconds after which no further one is made."""
 QUIET: Final = 0.25
 """Of one core: what a system takes at most that has taken in all."""
 LOOK: Final = 0.2
-LONGEST: Final = 15.0
+LONGEST: Final = 8.0
 """Seconds for which it is waited for that."""
 
 
@@ -123,6 +123,6 @@ QUESTIONS = (
         _floor,
         "a future and a packed frame, kept in a dict and a deque",
         Opening(num_cpus=1, is_fresh=True),
-        seconds=1,
+        seconds=100,
     ),
 )
