@@ -115,13 +115,13 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
-        _forget_client()
+        forget()
         raise
     return True
 
 
-def _forget_client() -> None:
-    """Have a failed try to come by `ray://` not stand in the way of others.
+def forget() -> None:
+    """Have a try to come by `ray://` fail, and not stand in the way of others.
 
     Ray would take this process for such a client, whatever comes next.
     """
