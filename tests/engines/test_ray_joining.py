@@ -301,7 +301,7 @@ LOSING = """
     from tests.engines.actor_classes import Counter
     from tests.engines.tasks import add
 
-    pulse.LOST_AFTER = 4.0
+    pulse.LOST_AFTER = 12.0
 
     async def main():
         await aiogpu.init()
@@ -345,7 +345,7 @@ def test_when_the_head_is_killed_every_handle_fails(way):
         assert line == "ready\n", running.communicate()
         threading.Timer(0.5, cluster.kill, [cluster.nodes[0]]).start()
         try:
-            out, err = running.communicate(timeout=90)
+            out, err = running.communicate(timeout=200)
         finally:
             running.kill()
         assert out.splitlines() == [
