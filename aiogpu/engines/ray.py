@@ -23,8 +23,8 @@ from aiogpu.engines.cluster.census import Node, Survey, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, typed
 from aiogpu.errors import NodeError
 
-OLDEST: Final = (2, 49)
-"""The oldest release whose interface is the one that is used here."""
+OLDEST: Final = (2, 50)
+"""The oldest release that lets an actor close when its last handle goes."""
 ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""
 
@@ -113,13 +113,13 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
-        _forget_client()
+        forget()
         raise
     return True
 
 
-def _forget_client() -> None:
-    """Have a failed try to come by `ray://` not stand in the way of others.
+def forget() -> None:
+    """Have a try to come by `ray://` fail, and not stand in the way of others.
 
     Ray would take this process for such a client, whatever comes next.
     """

@@ -52,6 +52,8 @@ class Cluster:
         self.address = ""
         try:
             self.add(**head)
+            if has_clients:
+                self._ask("await", self.client_port)
         except BaseException:
             self.close()
             raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -228,6 +230,69 @@ def test_a_program_that_is_killed_takes_its_cluster_with_it(place):
         select.select([], [], [], 0.2)
 
 
+GIVEN_UP = """
+    import asyncio
+    import aiogpu
+    from tests.engines.tasks import add
+
+    async def main():
+        try:
+            async with asyncio.timeout(0.5):
+                await aiogpu.init(address="ray", num_cpus=1)
+        except TimeoutError:
+            print("given up", flush=True)
+        async with aiogpu.init(address="ray", num_cpus=2):
+            print(await add.remote(1), (await aiogpu.cluster_resources())["CPU"])
+
+    asyncio.run(main())
+"""
+
+
+def test_a_start_that_is_given_up_stands_in_the_way_of_no_other(place):
+    out = program.run(GIVEN_UP)
+    assert out.splitlines()[0] == "given up"
+    assert out.splitlines()[-1] == "2 2.0"
+    assert not processes(place)
+
+
+HANGING = """
+    import asyncio, sys, time
+    import aiogpu
+    from aiogpu.engines.cluster import membership
+
+    membership.JOINING = 1.0
+
+    async def main():
+        before = time.monotonic()
+        try:
+            await aiogpu.init(address="ray")
+        except aiogpu.NodeError as error:
+            print(error, time.monotonic() - before < 20, flush=True)
+
+    asyncio.run(main())
+"""
+
+
+def greet_only(server: socket.socket) -> None:
+    """Begin to speak as a server of gRPC does, and say nothing more."""
+    with ExitStack() as taken, suppress(OSError):  # which is the end of the test
+        while True:
+            one = taken.enter_context(server.accept()[0])
+            one.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+
+
+def test_a_join_that_hangs_is_given_up_and_the_program_ends(place):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        greeting = threading.Thread(target=greet_only, args=[server])
+        greeting.start()
+        where = "{}:{}".format(*server.getsockname())
+        out = program.run(HANGING, RAY_ADDRESS=where)
+        server.shutdown(socket.SHUT_RDWR)
+        greeting.join()
+    assert f"what answers at {where} was not joined within 1 s" in out
+    assert out.endswith("True\n")
+
+
 LOSING = """
     import asyncio, sys, time
     import aiogpu
@@ -236,7 +301,7 @@ LOSING = """
     from tests.engines.actor_classes import Counter
     from tests.engines.tasks import add
 
-    pulse.LOST_AFTER = 4.0
+    pulse.LOST_AFTER = 12.0
 
     async def main():
         await aiogpu.init()
@@ -280,7 +345,7 @@ def test_when_the_head_is_killed_every_handle_fails(way):
         assert line == "ready\n", running.communicate()
         threading.Timer(0.5, cluster.kill, [cluster.nodes[0]]).start()
         try:
-            out, err = running.communicate(timeout=90)
+            out, err = running.communicate(timeout=200)
         finally:
             running.kill()
         assert out.splitlines() == [

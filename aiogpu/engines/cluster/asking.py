@@ -1,4 +1,4 @@
-"""Questions to Ray that block: asked in threads that nobody waits for at the end.
+"""Calls to Ray that block: made in threads that nobody waits for at the end.
 
 A cluster that has gone answers nothing, and Ray waits for it; a thread of a pool would
 keep the interpreter from ending.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 from typing import Final, TypeVar
 
@@ -27,6 +29,32 @@ def begun(call: Callable[[], T]) -> Future[T]:
     return answer
 
 
+class OneThread:
+    """A thread in which calls are made one after the other, until it is ended."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<OneThread {self._thread.name}>"
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """What a call will give, when those before it have been made."""
+        answer: Future[T] = Future()
+        self._calls.put(partial(_make, call, answer))
+        return answer
+
+    def end(self) -> None:
+        """It ends when the calls have been made that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (make := self._calls.get()) is not None:
+            make()
+
+
 def _make(call: Callable[[], T], answer: Future[T]) -> None:
     try:
         found = call()
@@ -43,7 +71,7 @@ async def asked(call: Callable[[], T], seconds: float = PATIENCE) -> T:
         NodeDiedError: it has given nothing in that time, or failed.
     """
     answer = begun(call)
-    waiting = asyncio.wrap_future(_unless_left(answer))
+    waiting = asyncio.wrap_future(unless_left(answer))
     try:
         async with asyncio.timeout(seconds):
             return await waiting
@@ -57,7 +85,7 @@ async def asked(call: Callable[[], T], seconds: float = PATIENCE) -> T:
         ) from error
 
 
-def _unless_left(answer: Future[T]) -> Future[T]:
+def unless_left(answer: Future[T]) -> Future[T]:
     """The same for a waiter that may leave, and with it the loop, before it comes."""
     passed_on: Future[T] = Future()
 

@@ -9,31 +9,29 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.cluster.asking import begun
-from aiogpu.engines.cluster.pulse import answers
+from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
+from aiogpu.engines.cluster.reach import CLUSTER_PORT, check_reachable, place_of
 from aiogpu.errors import NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
 
-REACHABLE: Final = 10.0
-"""Seconds in which a server must accept a connection."""
+JOINING: Final = 60.0
+"""Seconds in which a cluster that answers was joined, by `ray://` in some five."""
 LEAVING: Final = 60.0
 """Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
 LOGS: Final = "logs"
 """What is kept of the files of a cluster that was started here."""
 ATTEMPTS: Final = 2
 """Of a program to come by `ray://`: now and then Ray fails to fork a server for it."""
-CLIENT_PORT: Final = 10001
-"""Where Ray's server for `ray://` listens unless told otherwise."""
 NODE_OPTIONS: Final = ("num_cpus", "num_gpus", "resources", "object_memory")
 """What a cluster that is started here may be told."""
 OF_PROGRAMS: Final = frozenset({"log_to_driver", "cancel_grace"})
@@ -52,7 +50,7 @@ class _Tie:
         session: the directory of the files of one that was started here.
         thread: where it was made.
         pid: of the process whose it is.
-        leaving: ends when one that was lost is left; None if none is.
+        leaving: ends when one is left that was lost or came too late; None if none is.
     """
 
     users: int = 0
@@ -60,7 +58,7 @@ class _Tie:
     address: str | None = None
     told: dict[str, Any] = field(default_factory=dict)
     session: str = ""
-    thread: ThreadPoolExecutor | None = None
+    thread: OneThread | None = None
     pid: int = 0
     leaving: Future[None] | None = None
 
@@ -145,14 +143,53 @@ class Membership:
 
     async def _begin(self) -> None:
         if self._named is not None:
-            await _check_reachable(self._named)
-        _tie.thread = ThreadPoolExecutor(1, "aiogpu-ray")
+            await check_reachable(self._named)
+        _tie.thread = OneThread("aiogpu-ray")
+        joining = _tie.thread.submit(self._connect)
+        limit = None if self._named is None else JOINING
         try:
-            await _in_thread(self._connect)
-        except BaseException:
+            async with asyncio.timeout(limit):
+                await asyncio.wrap_future(unless_left(joining))
+        except BaseException as error:
+            await self._undo(joining)
             _end_thread()
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            raise NodeError(
+                f"init(address={self._address or 'ray'!r}): what answers at "
+                f"{self._named} was not joined within {JOINING:g} s.{self._hint()} A "
+                f"head's logs may say why; by default they are in "
+                f"/tmp/ray/session_latest/logs."
+            ) from error
         _tie.is_ours = True
+
+    async def _undo(self, joining: Future[None]) -> None:
+        """Leave what nobody waits for any more, as soon as it is joined or started."""
+        if not joining.done() and self._named is None:
+            # What Ray starts it starts to the end: a half of it would be left behind.
+            await asyncio.wait([asyncio.wrap_future(unless_left(joining))])
+        if not joining.done() or joining.exception() is None:
+            if self._is_far():
+                begun(ray.forget)
+            _tie.leaving = begun(partial(_leave_when_joined, joining))
+            if self._named is None:
+                await asyncio.wait([asyncio.wrap_future(unless_left(_tie.leaving))])
+
+    def _hint(self) -> str:
+        """What may be wrong with the address that was named."""
+        if self._named is None:
+            return ""
+        if not self._is_far():
+            return (
+                f" Is it the port of the cluster itself, {CLUSTER_PORT} or so? The "
+                f"one of its server for ray:// takes 'ray://{self._named}' only."
+            )
+        if os.environ.get("RAY_AUTH_MODE") == "token":
+            return " Is this program's token the one of that cluster?"
+        return ""
+
+    def _is_far(self) -> bool:
+        return self._named is not None and "://" in self._named
 
     def _connect(self) -> None:
         """In the thread that is kept."""
@@ -167,7 +204,7 @@ class Membership:
             where = "on this machine" if self._named is None else f"at {self._named}"
             raise NodeStartError(
                 f"init(address={self._address or 'ray'!r}): no cluster could be joined "
-                f"or started {where}: {type(error).__name__}: {error}"
+                f"or started {where}: {type(error).__name__}: {error}.{self._hint()}"
             ) from error
         _tie.address, _tie.told = self._address, told
 
@@ -183,7 +220,7 @@ class Membership:
 
     def place(self) -> tuple[str, int]:
         """Where the cluster's head, or its server for `ray://`, is to be found."""
-        return _place_of(_tie.address or ray.head())
+        return place_of(_tie.address or ray.head())
 
     def lose(self) -> None:
         """The cluster has gone: leave it, for which nobody need wait."""
@@ -233,6 +270,11 @@ def _leave() -> None:
             entry.unlink(missing_ok=True)
 
 
+def _leave_when_joined(joining: Future[None]) -> None:
+    if joining.exception() is None:
+        _leave()
+
+
 def _for_start(options: NodeOptions) -> dict[str, Any]:
     """What Ray is told of a node that it starts."""
     told: dict[str, Any] = {}
@@ -257,32 +299,6 @@ def _whole(option: str, value: float) -> int:
             f"quantities only; tasks may ask for parts of them."
         )
     return int(value)
-
-
-def _place_of(address: str) -> tuple[str, int]:
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host:
-        raise NodeError(
-            f"init(address={address!r}) names no host and port; write "
-            f"'ray://host:{CLIENT_PORT}'."
-        )
-    return host, port or CLIENT_PORT
-
-
-async def _check_reachable(address: str) -> None:
-    """Raise `NodeError` where nobody listens: Ray itself would try for long."""
-    host, port = _place_of(address)
-    said = await answers(host, port, REACHABLE)
-    if said is not None:
-        start = "--ray-client-server-port" if "://" in address else "--port"
-        raise NodeError(
-            f"init(address={address!r}): no Ray cluster answers at {host}:{port}: "
-            f"{said}. Is its head started, by `ray start --head {start}={port}`?"
-        )
 
 
 async def _left() -> None:
@@ -315,4 +331,4 @@ async def _in_thread(call: Callable[[], T]) -> T:
 def _end_thread() -> None:
     thread, _tie.thread = _tie.thread, None
     if thread is not None:
-        thread.shutdown(wait=False)
+        thread.end()

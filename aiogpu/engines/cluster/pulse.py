@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
+
+from aiogpu.engines.cluster.reach import answers
 
 BEAT: Final = 2.0
 """Seconds between two looks."""
@@ -57,18 +58,3 @@ class Pulse:
             await asyncio.sleep(BEAT)
         self._task = None
         self._on_lost()
-
-
-async def answers(host: str, port: int, seconds: float) -> str | None:
-    """What keeps a connection from being accepted there; None if it is."""
-    try:
-        async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
-        return f"no answer within {seconds:g} s"
-    except OSError as error:
-        return str(error) or type(error).__name__
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return None
