@@ -155,6 +155,7 @@ class BlockingHandle(Generic[T]):
         """Take what the child's worker says of its failure; called by the engine."""
         if self.shared is not None:
             self._tell("reject", failed)
+        self.family.upsets += 1
         if failed.kind == STOPPED:
             self._end("cancelled")  # somebody has done so who was given it
             return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aiogpu.core.resources import Request
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver
+    from aiogpu.wire.messages import Failed
 
 _numbers: Final = count(1)
 
@@ -43,6 +44,7 @@ class Live:
         since: the loop's time at which it was made.
         on_sent: told when it was sent, or has ended without.
         told_as: what its receiver is told in place of what comes; None for that.
+        knows: asked what is known of an error of Ray's beyond its words; may be None.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class Live:
         "goes_on",
         "is_borrowed",
         "is_of_actor",
+        "knows",
         "name",
         "on_sent",
         "receiver",
@@ -84,6 +87,7 @@ class Live:
         self.came: dict[int, Any] = {}
         self.on_sent: list[Callable[[], object]] = []
         self.told_as: bytes | None = None
+        self.knows: Callable[[BaseException], Failed | None] | None = None
 
     def __repr__(self) -> str:
         return f"<Live {self.name}>"
@@ -93,6 +97,14 @@ class Live:
         told, self.on_sent = self.on_sent, []
         for tell_one in told:
             tell_one()
+
+    def tell_error(self, receiver: Receiver, error: BaseException) -> None:
+        """Tell its receiver of an exception that has come from Ray."""
+        known = None if self.knows is None else self.knows(error)
+        if known is None:
+            tell(receiver, self.name, error)
+        else:
+            receiver.reject(known)
 
     def rest(self) -> None:
         """Have nothing rung for it any more."""
@@ -161,6 +173,28 @@ class Calls:
         self._arrived.append((0, 0, call))
         self._post()
 
+    def ring(self, number: int, after: float, call: Callable[[], object]) -> None:
+        """Have something done for a call in so many seconds, unless it ends before.
+
+        Code of another thread than the loop's may ask, in an actor that has several.
+        """
+        when = self.loop.time() + after
+
+        def set_timer() -> None:
+            live = self.live.get(number) or self.ending.get(number)
+            if live is not None:
+                live.timer = self.loop.call_at(when, call)
+
+        if asyncio._get_running_loop() is self.loop:
+            set_timer()
+        else:
+            self.post(set_timer)
+
+    def tell_delivered(self) -> None:
+        """Something has come that was waited for."""
+        if self.on_delivered is not None:
+            self.on_delivered()
+
     def _post(self) -> None:
         if not self._is_posted:
             self._is_posted = True
@@ -179,8 +213,7 @@ class Calls:
                 self._take(number, index, found)
             else:
                 found()
-        if self.on_delivered is not None:
-            self.on_delivered()
+        self.tell_delivered()
 
     def _take(self, number: int, index: int, found: Any) -> None:
         live = self.live.get(number) or self.ending.get(number)
@@ -191,8 +224,7 @@ class Calls:
             self.live.pop(number, None)
             self.ending.pop(number, None)
             live.rest()
-            if live.receiver is not None:
-                _settle(live)
+            _settle(live)
 
     def end(self, number: int, tell: Callable[[Receiver], object]) -> None:
         """A call has ended without having been sent; its receiver is told so."""
@@ -202,6 +234,7 @@ class Calls:
             if live.receiver is not None:
                 tell(live.receiver)
             live.tell_sent()
+            self.tell_delivered()
 
     def let_go(self, number: int) -> Live | None:
         """Nobody wants to know of a call any more; gives it if it has not ended."""
@@ -217,12 +250,13 @@ class Calls:
 
 
 def _settle(live: Live) -> None:
-    receiver, name = live.receiver, live.name
-    assert receiver is not None, live
+    receiver = live.receiver
+    if receiver is None:
+        return  # nobody wants to know
     found = [live.came[index] for index in range(len(live.refs))]
     for one in found:
         if isinstance(one, BaseException):
-            tell(receiver, name, one)
+            live.tell_error(receiver, one)
             return
         failed = failure_in(one)
         if failed is not None:

@@ -16,14 +16,12 @@ from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.failure import packed
-from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
-from aiogpu.engines.cluster.shared import passed
 from aiogpu.engines.cluster.streams import Inflow, check_near
 from aiogpu.engines.cluster.terms import check_possible, options_of_task
 from aiogpu.engines.cluster.values import ClusterValues
@@ -130,7 +128,7 @@ class RayEngine(Questions):
         live = Live(name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         self._time(number, live, site, payload)
-        if type(payload) is bytes and not site.window and not passed:
+        if type(payload) is bytes and not site.window:
             self.calls.watch(number, (self._sent_as(site).remote(payload),))
         else:
             self.send(number, payload, partial(self._send, number, site))
@@ -191,11 +189,10 @@ class RayEngine(Questions):
 
     def given(self, payload: bytes) -> tuple[Any, ...]:
         """A payload as the arguments that Ray is given."""
-        kept, actors = kept_in(payload), take_passed()
+        kept = kept_in(payload)
         if kept is None:
-            return (stored(payload, actors),)
-        is_kept = kept.ref is not None and not actors
-        head = kept.ref if is_kept else stored(payload, actors)
+            return (payload,)
+        head = stored(payload) if kept.ref is None else kept.ref
         contents = payload.contents  # type: ignore[attr-defined]
         values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
         return head, contents.places, contents.returns, *values
@@ -223,7 +220,7 @@ class RayEngine(Questions):
         spec = site.spec
         if spec.timeout is not None:
             late = partial(self._on_late, number, Call(site, payload, live.receiver))
-            live.timer = self.loop.call_later(spec.timeout, late)
+            self.calls.ring(number, spec.timeout, late)
 
     def _on_late(self, number: int, call: Call) -> None:
         self.cancel(number)
@@ -263,7 +260,7 @@ class RayEngine(Questions):
         elif live.refs:
             ray.cancel(live.refs[0])
             if not live.is_of_actor:
-                live.timer = self.loop.call_later(self._grace, self._insist, task)
+                self.calls.ring(task, self._grace, partial(self._insist, task))
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""

@@ -22,7 +22,7 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
-from aiogpu.wire.failure import STOPPED, pack_failure
+from aiogpu.wire.failure import STOPPED, pack_failure, pack_told
 from aiogpu.wire.messages import Failed
 
 OWN_FRAMES: Final = "/aiogpu/engines/"
@@ -50,6 +50,16 @@ def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> Task
     return (RetriedFailure if is_retried else TaskFailure)(*failed)
 
 
+def failed_as(name: str, error: BaseException) -> Failed:
+    """An exception that has come from Ray as a failure of the user's code is told."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, TaskFailure):
+        return pack_told(explained(name, error))
+    if cause.failed.kind == STOPPED:
+        return pack_told(TaskCancelledError(cause.failed.message))
+    return cause.failed
+
+
 def tell(receiver: Any, name: str, error: BaseException) -> None:
     """Tell who waits what an exception that has come from Ray means."""
     cause = getattr(error, "cause", None)
@@ -58,10 +68,15 @@ def tell(receiver: Any, name: str, error: BaseException) -> None:
         receiver.fail(explained(name, error))
     elif failure.failed.kind != STOPPED:
         receiver.reject(failure.failed)
-    elif failure.failed.message == stopped(name) and hasattr(receiver, "cancel"):
-        receiver.cancel()  # somebody has done so who was given its handle
+    elif failure.failed.message == stopped(name) and not _is_stream(receiver):
+        receiver.reject(failure.failed)  # somebody has done so who was given it
     else:
         receiver.fail(TaskCancelledError(failure.failed.message))
+
+
+def _is_stream(receiver: Any) -> bool:
+    # What is carried along has a receiver of its own around it.
+    return hasattr(getattr(receiver, "receiver", receiver), "window")
 
 
 def stopped(name: str) -> str:

@@ -15,14 +15,21 @@ from weakref import WeakValueDictionary
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import OWN_FRAMES
-from aiogpu.engines.cluster.payload import Broken, Stored, kept_in, made, stored
+from aiogpu.engines.cluster.payload import (
+    Broken,
+    Carried,
+    Stored,
+    kept_in,
+    made,
+    stored,
+)
 from aiogpu.errors import ProtocolError, TaskCancelledError
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.parcel import Contents
 
 if TYPE_CHECKING:
-    from aiogpu.engines.ray import Ref
+    from aiogpu.engines.ray import Handle, Ref
 
 _ids: Final = count(secrets.randbits(40) << 22 | 1)
 _known: Final[WeakValueDictionary[int, Shared]] = WeakValueDictionary()
@@ -151,8 +158,8 @@ def arrived(found: Any, ref: Ref | None = None) -> bytes:
         return found  # type: ignore[no-any-return]
     references = tuple(_arrived(*one) for one in found.references)
     contents = Contents(found.stream, buffers=tuple(found.buffers))
-    holds = tuple(_met(*one) for one in found.actors)
-    return made(contents, references, ref=ref, holds=holds)
+    actors = tuple(meet(*one) for one in found.actors)
+    return made(contents, (*references, *actors), ref=ref)
 
 
 def _arrived(identity: int, ref: Ref) -> Shared:
@@ -163,13 +170,11 @@ def _arrived(identity: int, ref: Ref) -> Shared:
     return shared
 
 
-def _met(identity: int, handle: Any) -> object:
-    met.setdefault(identity, handle)
-    return handle
+def meet(identity: int, handle: Handle) -> Carried:
+    """A handle of Ray's has come to this process, before one of ours is unpickled."""
+    return Carried(identity, met.setdefault(identity, handle))
 
 
-passed: Final[list[tuple[int, Any]]] = []
-"""Actors to which handles were pickled that have not been sent yet, by their ids."""
 met: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
 """Ray's handles of actors that have come to this process, by the actors' ids."""
 

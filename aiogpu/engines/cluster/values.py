@@ -101,9 +101,12 @@ class ClusterValues:
         shared, calls = known(value), self._engine.calls
         live = Live("a value", receiver, self.loop.time())
         number = calls.begin(live)
-        # Not at once: whoever asks notes the number first.
         fetch = partial(self._fetch, shared, number)
-        self.loop.call_soon(lambda: shared.when_known(fetch))
+        if shared.failed is None and shared.payload is None and shared.ref is not None:
+            fetch()
+        else:
+            # Not at once: whoever asks notes the number first.
+            calls.post(lambda: shared.when_known(fetch))
         return number
 
     def _fetch(self, shared: Shared, number: int) -> None:
