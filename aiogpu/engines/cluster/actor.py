@@ -16,6 +16,7 @@ from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import failed_as
 from aiogpu.engines.cluster.payload import Carried
 from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray
+from aiogpu.errors import MisuseError
 from aiogpu.runtime.actor_end import not_made
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
 from aiogpu.wire.outgoing import attach
@@ -70,8 +71,17 @@ class ClusterActor:
         return f"<ClusterActor {self.site.spec.name} {self.id}>"
 
     def pass_on(self) -> None:
-        """A handle to it is being pickled: Ray's goes along."""
-        attach(Carried(self.id, self.handle))
+        """A handle to it is being pickled: Ray's goes along.
+
+        Raises:
+            MisuseError: what is pickled is no call, and no result.
+        """
+        if not attach(Carried(self.id, self.handle)):
+            raise MisuseError(
+                f"on a Ray cluster the handle of {self.site.spec.name} can only be "
+                f"pickled as a part of what a task or an actor is given, or of what it "
+                f"returns. Give it as an argument."
+            )
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method; gives the call's number."""

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import tell
 from aiogpu.engines.cluster.shared import arrived, failure_in
+from aiogpu.engines.cluster.uptake import Uptake
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
+    from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
@@ -45,6 +47,9 @@ class Live:
         on_sent: told when it was sent, or has ended without.
         told_as: what its receiver is told in place of what comes; None for that.
         knows: asked what is known of an error of Ray's beyond its words; may be None.
+        shares: its results, as others know them who were given its handles.
+        needed_by: calls that were sent and need results of it, and which of these.
+        place: among the calls that were sent with results as arguments; see `Uptake`.
     """
 
     __slots__ = (
@@ -54,10 +59,13 @@ class Live:
         "is_of_actor",
         "knows",
         "name",
+        "needed_by",
         "on_sent",
+        "place",
         "receiver",
         "refs",
         "request",
+        "shares",
         "since",
         "stop",
         "timer",
@@ -88,6 +96,9 @@ class Live:
         self.on_sent: list[Callable[[], object]] = []
         self.told_as: bytes | None = None
         self.knows: Callable[[BaseException], Failed | None] | None = None
+        self.shares: list[Shared] = []
+        self.needed_by: list[tuple[int, int]] = []
+        self.place = 0
 
     def __repr__(self) -> str:
         return f"<Live {self.name}>"
@@ -120,10 +131,12 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
+        uptake: which of them Ray can be told to cancel.
         loop: that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.uptake = Uptake()
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
@@ -154,6 +167,15 @@ class Calls:
         if live is None or not live.refs:
             return None
         return live.refs[max(part, 0)]
+
+    def note_needs(self, number: int, needs: Sequence[Shared]) -> None:
+        """A call is sent, and needs these: it is told if one of them is forsaken."""
+        if needs and number in self.live:
+            self.live[number].place = self.uptake.note()
+        for one in needs:
+            live = self.live.get(one.task)
+            if live is not None:
+                live.needed_by.append((number, one.part))
 
     def when_sent(self, number: int, call: Callable[[], object]) -> None:
         """Call when a call was sent, or has ended without; now, if that is so."""

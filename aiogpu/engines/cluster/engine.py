@@ -185,6 +185,7 @@ class RayEngine(Questions):
             if one.failed is not None:
                 self.refuse(number, one.failed)
                 return
+        self.calls.note_needs(number, needs)
         send(self.given(payload))
 
     def given(self, payload: bytes) -> tuple[Any, ...]:
@@ -223,8 +224,9 @@ class RayEngine(Questions):
             self.calls.ring(number, spec.timeout, late)
 
     def _on_late(self, number: int, call: Call) -> None:
+        live = self.calls.live[number]
         self.cancel(number)
-        call.tell_timeout()
+        self._far.forsake(live, call.tell_timeout())
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Refuse; see `Engine.take_lease`.
@@ -258,6 +260,7 @@ class RayEngine(Questions):
         elif live.stop is not None:
             live.stop()
         elif live.refs:
+            self.calls.uptake.ensure(live.place)
             ray.cancel(live.refs[0])
             if not live.is_of_actor:
                 self.calls.ring(task, self._grace, partial(self._insist, task))

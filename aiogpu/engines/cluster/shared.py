@@ -43,15 +43,21 @@ class Shared:
         ref: its object, None if it has none.
         payload: it is here.
         failed: why there is none.
+        task: number of the call of this process that makes it, 0 for others' values.
+        part: which of several results of that it is; -1 for all of it.
     """
 
-    __slots__ = ("__weakref__", "_watchers", "failed", "id", "payload", "ref")
+    __slots__ = (
+        *("__weakref__", "_watchers", "failed", "id", "part", "payload", "ref"),
+        "task",
+    )
 
     def __init__(self, identity: int = 0) -> None:
         self.id = identity or next(_ids)
         self.ref: Ref | None = None
         self.payload: bytes | None = None
         self.failed: Failed | None = None
+        self.task, self.part = 0, -1
         self._watchers: list[Callable[[], object]] = []
         _known[self.id] = self
 
@@ -86,12 +92,22 @@ class Shared:
     def take_over(self, other: Shared) -> None:
         """It is what the other one is."""
         self.ref, self.payload, self.failed = other.ref, other.payload, other.failed
+        self.task, self.part = other.task, other.part
         self._settle()
 
     def fail(self, error: BaseException) -> None:
         """It will never be there."""
         self.failed = pack_failure(0, RAISED, error, OWN_FRAMES)
         self._settle()
+
+    def forsake(self, error: BaseException) -> None:
+        """Whoever is given it from here on is told that, though Ray may still make it.
+
+        Not if it has come.
+        """
+        if self.payload is None:
+            self.ref = None
+            self.fail(error)
 
     def _settle(self) -> None:
         watchers, self._watchers = self._watchers, []
@@ -122,6 +138,7 @@ def shared_of(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> Shared:
         ref_of: gives the object of a task that runs, and of which of its results.
     """
     shared = Shared()
+    shared.task, shared.part = handle.child, handle.part
     if handle.raw is not None:
         shared.take(handle.raw)
     elif handle.cancelled():

@@ -69,6 +69,7 @@ class Inflow:
 
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
+        self._calls.uptake.ensure(self._live.place)
         ray.cancel(self._items)
         self._calls.ending.pop(self._number, None)
         if self._task is not None:
