@@ -131,9 +131,10 @@ class BlockingHandle(Generic[T]):
         self._end("cancelled")
         if self.shared is not None:
             self._tell("fail", TaskCancelledError(f"{self.task_name} was cancelled."))
-            if self.part >= 0 and current.loans is not None:
+            shares = shares_of(self) if self.part >= 0 else None
+            if shares is not None:
                 # Its call may go on for the others.
-                nested.family().shares.drop(self.child, self.shared)
+                shares.drop(self.child, self.shared)
         return True
 
     def why(self) -> NoReturn:
@@ -155,6 +156,7 @@ class BlockingHandle(Generic[T]):
         """Take what the child's worker says of its failure; called by the engine."""
         if self.shared is not None:
             self._tell("reject", failed)
+        self.family.upsets += 1
         if failed.kind == STOPPED:
             self._end("cancelled")  # somebody has done so who was given it
             return
@@ -239,14 +241,20 @@ class BlockingHandle(Generic[T]):
 
 def share(handle: BlockingHandle[Any]) -> Reference:
     """What others refer to who are given a handle of plain code."""
-    if current.loans is not None:
-        return nested.family().shares.share(handle)
-    far = getattr(handle.family, "far", None)
-    if far is not None:
-        return far.shares.share(handle)  # type: ignore[no-any-return]
+    shares = shares_of(handle)
+    if shares is not None:
+        return shares.share(handle)  # type: ignore[no-any-return]
     from aiogpu.api.borrow import value_of
 
     return value_of(handle)
+
+
+def shares_of(handle: BlockingHandle[Any]) -> Any:
+    """What keeps values that are given to others; None where all are this process's."""
+    if current.loans is not None:
+        return nested.family().shares
+    far = getattr(handle.family, "far", None)
+    return None if far is None else far.shares
 
 
 class Borrowed:

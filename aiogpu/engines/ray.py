@@ -42,6 +42,7 @@ Crashed: Final = exceptions.WorkerCrashedError
 OutOfMemory: Final = exceptions.OutOfMemoryError
 ActorGroupRemoved: Final = exceptions.ActorPlacementGroupRemoved
 GroupRemoved: Final = (exceptions.TaskPlacementGroupRemoved, ActorGroupRemoved)
+TimedOut: Final = exceptions.GetTimeoutError
 ActorGone: Final = exceptions.RayActorError
 NodeGone: Final = exceptions.NodeDiedError
 ObjectLost: Final = exceptions.ObjectLostError
@@ -174,9 +175,13 @@ def keep(value: object) -> Ref:
     return ray.put(value)
 
 
-def fetched(ref: Ref) -> Any:
-    """An object that is in the store of this machine; waits for it if it is not."""
-    return ray.get(ref)
+def fetched(ref: Ref, seconds: float | None = None) -> Any:
+    """An object that is in the store of this machine; waits for it if it is not.
+
+    Raises:
+        TimedOut: for longer than that.
+    """
+    return ray.get(ref, timeout=seconds)
 
 
 def when_done(ref: Ref, tell: Callable[[Any], object]) -> None:

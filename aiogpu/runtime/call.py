@@ -188,15 +188,15 @@ class Call:
         if receiver is not None:
             receiver.fail(error)
 
-    def tell_timeout(self) -> None:
-        """Tell who waits that its time is up."""
+    def tell_timeout(self) -> TaskTimeoutError:
+        """Tell who waits that its time is up; gives what he is told."""
         spec = self.site.spec
-        self.tell(
-            TaskTimeoutError(
-                f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
-                f"after .remote(); it is being stopped."
-            )
+        error = TaskTimeoutError(
+            f"{spec.name} did not end within its timeout of {spec.timeout:g} s "
+            f"after .remote(); it is being stopped."
         )
+        self.tell(error)
+        return error
 
     def tell_deadlock(self, reason: str) -> None:
         """Tell who waits that the wait could never end."""

@@ -94,15 +94,25 @@ def refer(name: str, share: Callable[[], Reference]) -> int:
     Raises:
         MisuseError: nothing of aiogpu's is being sent.
     """
-    into = _collecting.into
-    if into is None:
+    if _collecting.into is None:
         raise MisuseError(
             f"the handle of {name} can only be pickled as a part of what a task or "
             f"an actor is given, or of what it returns. Await it, and pickle the value."
         )
     reference = share()
-    into.append(reference)
+    attach(reference)
     return reference.id
+
+
+def attach(reference: Reference) -> bool:
+    """Have something go along with the pickle of this thread.
+
+    False if what is pickled is nothing that is sent by itself, as a function is.
+    """
+    if _collecting.into is None:
+        return False
+    _collecting.into.append(reference)
+    return True
 
 
 def take_out(

@@ -34,7 +34,7 @@ LACKS: Final = {
         "ledger": "what nodes of Ray lack is told in other words",
         "deadlocks": "Ray lets wait what can never run",
         "books": "Ray tells of what is free a moment later",
-        "withdrawn arguments": "Ray cannot take back an argument that was sent",
+        "withdrawn calls": "Ray loses an actor's order where its call is cancelled",
         "interrupts": "Ray interrupts between two steps of Python code only",
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",

@@ -96,6 +96,15 @@ def test_a_call_of_which_nothing_waits_was_sent():
     assert str(bare) == "train (task 4) was sent 2.0 s ago."
 
 
+def test_a_stream_that_waits_for_its_consumer_says_so():
+    for request in (GPU_4, None):
+        held = call(request)
+        held.stop = type("Held", (), {"is_held": True, "__call__": lambda _: None})()
+        told = why(4, {4: held}, survey(), 3.0)
+        assert told.state == "sent"
+        assert "waits for its consumer" in str(told)
+
+
 def test_a_call_that_is_not_sent_yet_waits_for_its_arguments():
     told = why(4, {4: call(refs=())}, survey(), 3.0)
     assert told.state == "expecting"

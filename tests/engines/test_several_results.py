@@ -101,7 +101,6 @@ async def test_the_work_stops_when_nobody_wants_any_of_them(
     await gate.entered("slow-cancelled")
 
 
-@pytest.mark.needs("withdrawn arguments")
 async def test_one_is_cancelled_and_the_other_comes(
     node: aiogpu.Session, gate: Gate
 ) -> None:

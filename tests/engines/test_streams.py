@@ -376,11 +376,11 @@ async def test_why_tells_where_its_task_is(address: str, gate: Gate) -> None:
     async with aiogpu.init(address=address, num_cpus=1):
         stream = stream_tasks.endless.options(max_buffered=2).remote(gate.path)
         await gate.entered("begun-1")
-        while "has 2 items" not in repr(stream):
-            await asyncio.sleep(0)
-        why = await stream.why()
-        assert why.state == "running"
-        assert "waits for its consumer" in str(why)
+        async with asyncio.timeout(30):
+            while "waits for its consumer" not in str(why := await stream.why()):
+                pass
+        # Ray does not tell of a task whether it runs.
+        assert why.state == ("sent" if address == "ray" else "running")
         status = await aiogpu.status()
         assert [task.name for task in status.tasks] == ["endless"]
         stream.cancel()

@@ -112,7 +112,6 @@ async def test_an_argument_whose_worker_has_died(node: aiogpu.Session) -> None:
         await dead
 
 
-@pytest.mark.needs("withdrawn arguments")
 async def test_an_argument_that_came_too_late(node: aiogpu.Session, gate: Gate) -> None:
     slow = v.gated.options(timeout=0.05).remote(gate.path, "slow")
     with pytest.raises(aiogpu.TaskTimeoutError):

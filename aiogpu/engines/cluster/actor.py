@@ -12,14 +12,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
+from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
-from aiogpu.engines.cluster.shared import passed
+from aiogpu.engines.cluster.failure import failed_as
+from aiogpu.engines.cluster.payload import Carried
 from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray
+from aiogpu.errors import MisuseError
+from aiogpu.runtime.actor_end import not_made
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+from aiogpu.wire.outgoing import attach
 from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
+    from aiogpu.engines.cluster.shared import Shared
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.wire.messages import Failed
 
@@ -46,6 +52,7 @@ class ClusterActor:
             2.60 loses an actor's order where a call of a plain method is cancelled,
             and the actor answers nothing any more.
         why_failed: why its constructor did not return, once that is known.
+        needs: the values that its constructor is given, until that has returned.
     """
 
     id: int
@@ -55,6 +62,7 @@ class ClusterActor:
     is_made_here: bool = False
     is_ending: bool = False
     why_failed: Failed | None = None
+    needs: tuple[Shared, ...] = ()
     is_soft: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +74,17 @@ class ClusterActor:
         return f"<ClusterActor {self.site.spec.name} {self.id}>"
 
     def pass_on(self) -> None:
-        """A handle to it is being pickled: Ray's goes along."""
-        passed.append((self.id, self.handle))
+        """A handle to it is being pickled: Ray's goes along.
+
+        Raises:
+            MisuseError: what is pickled is no call, and no result.
+        """
+        if not attach(Carried(self.id, self.handle)):
+            raise MisuseError(
+                f"on a Ray cluster the handle of {self.site.spec.name} can only be "
+                f"pickled as a part of what a task or an actor is given, or of what it "
+                f"returns. Give it as an argument."
+            )
 
     def _live(self, receiver: Receiver) -> Live:
         spec = self.site.spec
@@ -80,7 +97,7 @@ class ClusterActor:
         engine, terms = self.engine, self.site.actor
         assert terms is not None, self
         live = self._live(receiver)
-        live.goes_on = not self.is_soft
+        live.goes_on, live.knows = not self.is_soft, self._knows
         number = engine.calls.begin(live)
         if self.why_failed is not None:
             engine.refuse(number, self.why_failed)
@@ -123,7 +140,7 @@ class ClusterActor:
         if self.why_failed is not None:
             engine.refuse(number, self.why_failed)
         else:
-            live.told_as = NONE
+            live.told_as, live.knows = NONE, self._knows
             engine.calls.watch(number, (method.remote(),))
 
     def await_end(self, receiver: Receiver) -> None:
@@ -138,6 +155,29 @@ class ClusterActor:
         self.why_failed = failed
         # After what it was sent already, which is told the same.
         self.handle.leave.remote()
+
+    def _knows(self, error: BaseException) -> Failed | None:
+        """Why the constructor never ran, if an argument of it is to blame.
+
+        Ray tells so in words only, and to whoever calls, without the error itself.
+        """
+        if not isinstance(error, ray.ActorGone):
+            return None
+        if self.why_failed is None and self.needs:
+            self.why_failed = self._failed_need()
+            self.needs = ()
+        return self.why_failed
+
+    def _failed_need(self) -> Failed | None:
+        name = self.site.spec.name
+        for given in [one.ref for one in self.needs if one.ref is not None]:
+            try:
+                ray.fetched(given, 0)
+            except ray.TimedOut:
+                continue  # it is there, but elsewhere
+            except Exception as error:  # noqa: BLE001 - whatever it has failed with
+                return not_made(name, failed_as(f"an argument of {name}", error))
+        return None
 
 
 def _window_of(live: Live) -> int:
@@ -192,6 +232,9 @@ class Made:
 
     def receive(self, _payload: bytes) -> None:
         """It has."""
+        actor = self._actor()
+        if actor is not None:
+            actor.needs = ()
 
     def reject(self, failed: Failed) -> None:
         """It has not."""

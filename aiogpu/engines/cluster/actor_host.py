@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed
 from aiogpu.engines.cluster.host import ClusterHost
+from aiogpu.engines.cluster.loops import TaskLoop
 from aiogpu.engines.cluster.work import (
     NeedFailedError,
     adopt,
@@ -29,8 +30,9 @@ from aiogpu.engines.cluster.work import (
     take_place,
 )
 from aiogpu.engines.family import host_of_task
+from aiogpu.runtime.actor_end import not_made
 from aiogpu.wire.acting import DEFAULT_GROUP
-from aiogpu.wire.failure import DIED, RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.payload import load_arguments, load_function, several
 from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current
@@ -75,10 +77,13 @@ class Blueprint:
 class _Stage:
     """The user's object, or why there is none, and what its code finds around it."""
 
+    _name = "actor"
+    # Ray asks for its `repr` where an argument has failed, and this never runs.
+
     def __init__(self, blueprint: Blueprint, given: Sequence[Any]) -> None:
         self._name = blueprint.name
         self._failure: TaskFailure | None = None
-        self._host = ClusterHost()
+        self._host = ClusterHost(TaskLoop())
         self._object: Any = None
         self._groups = blueprint.groups
         take_place(blueprint.name, blueprint.resources, blueprint.kinds)
@@ -93,8 +98,7 @@ class _Stage:
             self._object = made(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
             failed = _failure(kind, error).failed
-            died = f"{DIED}:{failed.kind}:{self._name}"
-            self._failure = TaskFailure(*failed._replace(kind=died))
+            self._failure = TaskFailure(*not_made(self._name, failed))
         self._methods = Methods(self._object)
 
     def __repr__(self) -> str:
@@ -125,7 +129,7 @@ class _Stage:
         try:
             found = several(value, payload)
             kind = UNSENDABLE
-            return returned(found, self._host)
+            return returned(found)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             raise _failure(kind, error) from None
 
@@ -170,7 +174,7 @@ class PlainHost(_Stage):
         try:
             for place, item in enumerate(items, 1):
                 kind = UNSENDABLE
-                yield returned_item(place, item, self._host)
+                yield returned_item(place, item)
                 kind = RAISED
         except GeneratorExit:
             raise
@@ -236,7 +240,7 @@ class SoftHost(_Stage):
                 place = 0
                 async for item in _each(items):
                     kind, place = UNSENDABLE, place + 1
-                    yield returned_item(place, item, self._host)
+                    yield returned_item(place, item)
                     kind = RAISED
         except (GeneratorExit, asyncio.CancelledError, TaskFailure):
             raise

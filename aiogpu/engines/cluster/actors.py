@@ -76,6 +76,7 @@ class ClusterActors:
             raise _taken(key) from error
         actor = self._note(handle, site)
         actor.is_made_here = not site.spec.is_detached
+        actor.needs = getattr(payload, "needs", ())
         if key is not None:
             assert site.actor is not None, site
             told = dump_whole((site.spec.name, site.actor.packed_face()))

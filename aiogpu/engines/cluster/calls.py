@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import tell
 from aiogpu.engines.cluster.shared import arrived, failure_in
+from aiogpu.engines.cluster.uptake import Uptake
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
     from aiogpu.core.resources import Request
+    from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver
+    from aiogpu.wire.messages import Failed
 
 _numbers: Final = count(1)
 
@@ -45,6 +48,10 @@ class Live:
         on_end: called when it has ended that was stopped; None for nobody.
         told_as: what its receiver is told in place of what comes; None for that.
         within: the placement in which it runs, or its actor lives; None for none.
+        knows: asked what is known of an error of Ray's beyond its words; may be None.
+        shares: its results, as others know them who were given its handles.
+        needed_by: calls that were sent and need results of it, and which of these.
+        place: among the calls that were sent with results as arguments; see `Uptake`.
     """
 
     __slots__ = (
@@ -52,12 +59,16 @@ class Live:
         "goes_on",
         "is_borrowed",
         "is_of_actor",
+        "knows",
         "name",
+        "needed_by",
         "on_end",
         "on_sent",
+        "place",
         "receiver",
         "refs",
         "request",
+        "shares",
         "since",
         "stop",
         "timer",
@@ -90,6 +101,10 @@ class Live:
         self.came: dict[int, Any] = {}
         self.on_sent: list[Callable[[], object]] = []
         self.told_as: bytes | None = None
+        self.knows: Callable[[BaseException], Failed | None] | None = None
+        self.shares: list[Shared] = []
+        self.needed_by: list[tuple[int, int]] = []
+        self.place = 0
 
     def __repr__(self) -> str:
         return f"<Live {self.name}>"
@@ -99,6 +114,14 @@ class Live:
         told, self.on_sent = self.on_sent, []
         for tell_one in told:
             tell_one()
+
+    def tell_error(self, receiver: Receiver, error: BaseException) -> None:
+        """Tell its receiver of an exception that has come from Ray."""
+        known = None if self.knows is None else self.knows(error)
+        if known is None:
+            tell(receiver, self.name, error, self.within)
+        else:
+            receiver.reject(known)
 
     def rest(self) -> None:
         """Have nothing rung for it any more."""
@@ -114,10 +137,12 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
+        uptake: which of them Ray can be told to cancel.
         loop: that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.uptake = Uptake()
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
@@ -149,6 +174,15 @@ class Calls:
             return None
         return live.refs[max(part, 0)]
 
+    def note_needs(self, number: int, needs: Sequence[Shared]) -> None:
+        """A call is sent, and needs these: it is told if one of them is forsaken."""
+        if needs and number in self.live:
+            self.live[number].place = self.uptake.note()
+        for one in needs:
+            live = self.live.get(one.task)
+            if live is not None:
+                live.needed_by.append((number, one.part))
+
     def when_sent(self, number: int, call: Callable[[], object]) -> None:
         """Call when a call was sent, or has ended without; now, if that is so."""
         live = self.live.get(number)
@@ -166,6 +200,28 @@ class Calls:
         """Have something done on the loop, from whichever thread."""
         self._arrived.append((0, 0, call))
         self._post()
+
+    def ring(self, number: int, after: float, call: Callable[[], object]) -> None:
+        """Have something done for a call in so many seconds, unless it ends before.
+
+        Code of another thread than the loop's may ask, in an actor that has several.
+        """
+        when = self.loop.time() + after
+
+        def set_timer() -> None:
+            live = self.live.get(number) or self.ending.get(number)
+            if live is not None:
+                live.timer = self.loop.call_at(when, call)
+
+        if asyncio._get_running_loop() is self.loop:
+            set_timer()
+        else:
+            self.post(set_timer)
+
+    def tell_delivered(self) -> None:
+        """Something has come that was waited for."""
+        if self.on_delivered is not None:
+            self.on_delivered()
 
     def _post(self) -> None:
         if not self._is_posted:
@@ -185,8 +241,7 @@ class Calls:
                 self._take(number, index, found)
             else:
                 found()
-        if self.on_delivered is not None:
-            self.on_delivered()
+        self.tell_delivered()
 
     def _take(self, number: int, index: int, found: Any) -> None:
         live = self.live.get(number) or self.ending.get(number)
@@ -197,8 +252,7 @@ class Calls:
             self.live.pop(number, None)
             self.ending.pop(number, None)
             live.rest()
-            if live.receiver is not None:
-                _settle(live)
+            _settle(live)
             if live.on_end is not None:
                 live.on_end()
 
@@ -210,6 +264,7 @@ class Calls:
             if live.receiver is not None:
                 tell(live.receiver)
             live.tell_sent()
+            self.tell_delivered()
 
     def let_go(self, number: int) -> Live | None:
         """Nobody wants to know of a call any more; gives it if it has not ended."""
@@ -225,12 +280,13 @@ class Calls:
 
 
 def _settle(live: Live) -> None:
-    receiver, name = live.receiver, live.name
-    assert receiver is not None, live
+    receiver = live.receiver
+    if receiver is None:
+        return  # nobody wants to know
     found = [live.came[index] for index in range(len(live.refs))]
     for one in found:
         if isinstance(one, BaseException):
-            tell(receiver, name, one, live.within)
+            live.tell_error(receiver, one)
             return
         failed = failure_in(one)
         if failed is not None:

@@ -17,14 +17,12 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
-from aiogpu.engines.cluster.host import take_passed
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
-from aiogpu.engines.cluster.shared import passed
 from aiogpu.engines.cluster.streams import Inflow, check_near
 from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
@@ -137,7 +135,7 @@ class RayEngine(Questions):
             self.calls.end(number, lambda receiver: receiver.fail(refused))
             return number
         self._time(number, live, site, payload)
-        if type(payload) is bytes and not site.window and not passed:
+        if type(payload) is bytes and not site.window:
             self.calls.watch(number, (self._functions.of(site).remote(payload),))
         else:
             self.send(number, payload, partial(self._send, number, site))
@@ -179,15 +177,15 @@ class RayEngine(Questions):
             if one.failed is not None:
                 self.refuse(number, one.failed)
                 return
+        self.calls.note_needs(number, needs)
         send(self.given(payload))
 
     def given(self, payload: bytes) -> tuple[Any, ...]:
         """A payload as the arguments that Ray is given."""
-        kept, actors = kept_in(payload), take_passed()
+        kept = kept_in(payload)
         if kept is None:
-            return (stored(payload, actors),)
-        is_kept = kept.ref is not None and not actors
-        head = kept.ref if is_kept else stored(payload, actors)
+            return (payload,)
+        head = stored(payload) if kept.ref is None else kept.ref
         contents = payload.contents  # type: ignore[attr-defined]
         values = [one.as_argument() for one in payload.needs]  # type: ignore[attr-defined]
         return head, contents.places, contents.returns, *values
@@ -215,11 +213,12 @@ class RayEngine(Questions):
         spec = site.spec
         if spec.timeout is not None:
             late = partial(self._on_late, number, Call(site, payload, live.receiver))
-            live.timer = self.loop.call_later(spec.timeout, late)
+            self.calls.ring(number, spec.timeout, late)
 
     def _on_late(self, number: int, call: Call) -> None:
+        live = self.calls.live[number]
         self.cancel(number)
-        call.tell_timeout()
+        self._far.forsake(live, call.tell_timeout())
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:
         """Refuse; see `Engine.take_lease`.
@@ -253,9 +252,10 @@ class RayEngine(Questions):
         elif live.stop is not None:
             live.stop()
         elif live.refs:
+            self.calls.uptake.ensure(live.place)
             ray.cancel(live.refs[0])
             if not live.is_of_actor:
-                live.timer = self.loop.call_later(self.grace, self._insist, task)
+                self.calls.ring(task, self.grace, partial(self._insist, task))
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""

@@ -25,7 +25,7 @@ from aiogpu.errors import (
 )
 from aiogpu.runtime.actor_end import died
 from aiogpu.runtime.placements import removed
-from aiogpu.wire.failure import STOPPED, pack_failure
+from aiogpu.wire.failure import STOPPED, pack_failure, pack_told
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
@@ -56,6 +56,16 @@ def packed(kind: str, error: BaseException, *, is_retried: bool = False) -> Task
     return (RetriedFailure if is_retried else TaskFailure)(*failed)
 
 
+def failed_as(name: str, error: BaseException) -> Failed:
+    """An exception that has come from Ray as a failure of the user's code is told."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, TaskFailure):
+        return pack_told(explained(name, error))
+    if cause.failed.kind == STOPPED:
+        return pack_told(TaskCancelledError(cause.failed.message))
+    return cause.failed
+
+
 def tell(
     receiver: Any,
     name: str,
@@ -72,10 +82,15 @@ def tell(
         receiver.fail(explained(name, error, within))
     elif failure.failed.kind != STOPPED:
         receiver.reject(failure.failed)
-    elif failure.failed.message == stopped(name) and hasattr(receiver, "cancel"):
-        receiver.cancel()  # somebody has done so who was given its handle
+    elif failure.failed.message == stopped(name) and not _is_stream(receiver):
+        receiver.reject(failure.failed)  # somebody has done so who was given it
     else:
         receiver.fail(TaskCancelledError(failure.failed.message))
+
+
+def _is_stream(receiver: Any) -> bool:
+    # What is carried along has a receiver of its own around it.
+    return hasattr(getattr(receiver, "receiver", receiver), "window")
 
 
 def stopped(name: str) -> str:

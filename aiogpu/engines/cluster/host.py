@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.cluster.loops import TaskLoop, has_loop, task_loop
-from aiogpu.engines.cluster.shared import passed
 from aiogpu.wire.parcel import has_handles
-from aiogpu.worker.context import take_kept
 from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:
@@ -45,16 +43,18 @@ class ClusterHost:
         upsets: how many children that plain code may wait for have failed so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: TaskLoop | None = None) -> None:
+        """Have plain code's calls carried on a loop, or on one of each thread's own."""
         self.upsets = 0
+        self._loop = loop
 
     def __repr__(self) -> str:
         return "<ClusterHost>"
 
     @property
     def task_loop(self) -> TaskLoop:
-        """The loop of the task's own thread."""
-        found = task_loop()
+        """The loop of the task's own thread, or of the actor."""
+        found = self._loop or task_loop()
         found.wait_for(engine_on(found.loop).calls)
         return found
 
@@ -126,13 +126,7 @@ class ClusterHost:
         self, is_done: Callable[[], bool], deadline: float | None = None
     ) -> bool:
         """Wait until something is done; False if time is up before."""
-        loop = self.task_loop
-        calls = engine_on(loop.loop).calls
-        calls.on_delivered = loop.loop.stop
-        try:
-            return loop.run_until(is_done, deadline)
-        finally:
-            calls.on_delivered = None
+        return self.task_loop.run_until(is_done, deadline)
 
     def opened(
         self, function: Callable[..., Any], payload: bytes, load: Callable[..., Any]
@@ -145,10 +139,6 @@ class ClusterHost:
             return load(payload)  # type: ignore[no-any-return]
         finally:
             asyncio._set_running_loop(None)
-
-    def take_passed(self) -> tuple[tuple[int, Any], ...]:
-        """The actors to which what is sent next has handles."""
-        return take_passed()
 
     def end(self) -> None:
         """The task has ended: what it has started ends with it."""
@@ -170,13 +160,3 @@ def has_references(payload: bytes) -> bool:
         return has_handles(payload)
     parts: tuple[bytes, ...] = payload.parts  # type: ignore[attr-defined]
     return bool(kept.references) or any(map(has_references, parts))
-
-
-def take_passed() -> tuple[tuple[int, Any], ...]:
-    """The actors to which what is sent next has handles, by their ids."""
-    if not passed:
-        return ()
-    taken = tuple(passed)
-    passed.clear()
-    take_kept()
-    return taken

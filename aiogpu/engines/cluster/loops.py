@@ -37,6 +37,7 @@ class _Waiting(EpollSelector):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Calls | None = None
+        self.is_shared = False
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
@@ -45,7 +46,8 @@ class _Waiting(EpollSelector):
         if found:
             return found
         refs = self._awaited()
-        slice_ = SLICE if len(self.get_map()) == 1 or not refs else SHARED_SLICE
+        is_alone = len(self.get_map()) == 1 and not self.is_shared
+        slice_ = SLICE if is_alone or not refs else SHARED_SLICE
         wait = slice_ if timeout is None else min(timeout, slice_)
         if not refs:
             return super().select(wait)
@@ -54,22 +56,26 @@ class _Waiting(EpollSelector):
     def _awaited(self) -> Sequence[Ref]:
         if self.calls is None:
             return ()
-        live = self.calls.live.values()
-        return list(
-            islice(
-                (ref for one in live for ref in one.refs or one.waitables), LOOKED_AT
-            )
-        )
+        # At once: other threads of an actor may make calls meanwhile.
+        live = [*islice(self.calls.live.values(), LOOKED_AT)]
+        refs = (ref for one in live for ref in one.refs or one.waitables)
+        return list(islice(refs, LOOKED_AT))
 
 
 class TaskLoop:
-    """See above; one for each thread, kept between tasks.
+    """See above; one for each thread, kept between tasks, or one for all of an actor.
+
+    The threads of an actor run it by turns, so that what one of them has started or
+    was given another can wait for.
 
     Attributes:
         loop: the loop.
     """
 
     def __init__(self) -> None:
+        self._turns = threading.Condition()
+        self._is_run = False
+        self._waiters = 0
         self._waiting = _Waiting()
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._waiting)
         self._runner = asyncio.Runner(loop_factory=lambda: self.loop)
@@ -93,17 +99,50 @@ class TaskLoop:
             is_done: asked after each step.
             deadline: by `time.monotonic()`, as the loop's own clock; None for no limit.
         """
-        loop = self.loop
-        while not is_done():
-            if deadline is not None and loop.time() >= deadline:
+        self._note_waiters(1)
+        try:
+            while not is_done():
+                if deadline is not None and self.loop.time() >= deadline:
+                    return False
+                if self._begin_turn(is_done):
+                    try:
+                        self._turn()
+                    finally:
+                        self._end_turn()
+            return True
+        finally:
+            self._note_waiters(-1)
+
+    def _note_waiters(self, more: int) -> None:
+        with self._turns:
+            self._waiters += more
+            self._waiting.is_shared = self._waiters > 1
+
+    def _begin_turn(self, is_done: Callable[[], bool]) -> bool:
+        """Whether it is this thread's to run the loop; waits a slice for that."""
+        with self._turns:
+            self._turns.wait_for(lambda: not self._is_run or is_done(), SLICE)
+            if self._is_run:
                 return False
-            # One turn: it waits for what comes, for the length of a slice at most.
-            alarm = loop.call_later(SLICE, loop.stop)
-            try:
-                loop.run_forever()
-            finally:
-                alarm.cancel()
-        return True
+            self._is_run = True
+            return True
+
+    def _end_turn(self) -> None:
+        with self._turns:
+            self._is_run = False
+            self._turns.notify_all()
+
+    def _turn(self) -> None:
+        """Wait for what comes, for the length of a slice at most."""
+        loop, calls = self.loop, self._waiting.calls
+        assert calls is not None, self
+        alarm = loop.call_later(SLICE, loop.stop)
+        calls.on_delivered = loop.stop
+        try:
+            loop.run_forever()
+        finally:
+            calls.on_delivered = None
+            alarm.cancel()
 
     def end_rest(self) -> None:
         """Cancel what the task has left running on the loop; nothing of it goes on."""

@@ -70,19 +70,44 @@ class Broken:
         return Broken, (self.fields,)
 
 
+class Carried:
+    """An actor to which a pickle holds a handle: Ray's goes along, as a holder too.
+
+    Attributes:
+        id: of the actor.
+        handle: Ray's own.
+    """
+
+    __slots__ = ("handle", "id")
+
+    def __init__(self, identity: int, handle: Handle) -> None:
+        self.id = identity
+        self.handle = handle
+
+    def __repr__(self) -> str:
+        return f"<Carried {self.id}>"
+
+
 class Kept:
     """What a payload of this process is to Ray; the payload's `source`.
 
     Attributes:
         ref: of the same in Ray's store, None if it is not there.
         references: the values to which the pickle holds handles.
+        actors: those to which it does.
     """
 
-    __slots__ = ("ref", "references")
+    __slots__ = ("actors", "ref", "references")
 
-    def __init__(self, ref: Ref | None, references: tuple[Shared, ...]) -> None:
+    def __init__(
+        self,
+        ref: Ref | None,
+        references: tuple[Shared, ...],
+        actors: tuple[Carried, ...],
+    ) -> None:
         self.ref = ref
         self.references = references
+        self.actors = actors
 
     def __repr__(self) -> str:
         return f"<Kept {self.ref}>"
@@ -95,14 +120,22 @@ class Kept:
 
 def made(
     contents: Contents,
-    references: tuple[Shared, ...] = (),
+    references: Sequence[Shared | Carried] = (),
     needs: tuple[Shared, ...] = (),
     ref: Ref | None = None,
-    holds: tuple[object, ...] = (),
 ) -> Parcel:
-    """A payload of this process that is more than a pickle."""
-    kept = Kept(ref, references)
-    return Parcel.of(contents, (*holds, *references), kept, needs, MARK)
+    """A payload of this process that is more than a pickle.
+
+    Args:
+        contents: what it says.
+        references: what the handles in the pickle stand for.
+        needs: the values that are arguments.
+        ref: of the same in Ray's store.
+    """
+    actors = tuple(one for one in references if isinstance(one, Carried))
+    values = tuple(one for one in references if not isinstance(one, Carried))
+    kept = Kept(ref, values, actors)
+    return Parcel.of(contents, (*references,), kept, needs, MARK)
 
 
 def kept_in(payload: bytes | None) -> Kept | None:
@@ -111,14 +144,12 @@ def kept_in(payload: bytes | None) -> Kept | None:
     return source if isinstance(source, Kept) else None
 
 
-def stored(payload: bytes, actors: tuple[tuple[int, Handle], ...] = ()) -> Any:
-    """A payload as Ray gets it, without its arguments; it holds these actors."""
+def stored(payload: bytes) -> Any:
+    """A payload that is not in Ray's store, as Ray gets it: without its arguments."""
     kept = kept_in(payload)
     if kept is None:
-        return Stored(payload, actors=actors) if actors else payload
+        return payload
     contents = payload.contents  # type: ignore[attr-defined]
-    if contents.segment:
-        found: Stored = ray.fetched(kept.ref)
-        return Stored(found.stream, found.buffers, found.references, actors)
     references = tuple((one.id, one.as_ref()) for one in kept.references)
+    actors = tuple((one.id, one.handle) for one in kept.actors)
     return Stored(contents.stream, contents.buffers, references, actors)

@@ -15,14 +15,21 @@ from weakref import WeakValueDictionary
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import OWN_FRAMES
-from aiogpu.engines.cluster.payload import Broken, Stored, kept_in, made, stored
+from aiogpu.engines.cluster.payload import (
+    Broken,
+    Carried,
+    Stored,
+    kept_in,
+    made,
+    stored,
+)
 from aiogpu.errors import ProtocolError, TaskCancelledError
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import Failed
 from aiogpu.wire.parcel import Contents
 
 if TYPE_CHECKING:
-    from aiogpu.engines.ray import Ref
+    from aiogpu.engines.ray import Handle, Ref
 
 _ids: Final = count(secrets.randbits(40) << 22 | 1)
 _known: Final[WeakValueDictionary[int, Shared]] = WeakValueDictionary()
@@ -36,15 +43,21 @@ class Shared:
         ref: its object, None if it has none.
         payload: it is here.
         failed: why there is none.
+        task: number of the call of this process that makes it, 0 for others' values.
+        part: which of several results of that it is; -1 for all of it.
     """
 
-    __slots__ = ("__weakref__", "_watchers", "failed", "id", "payload", "ref")
+    __slots__ = (
+        *("__weakref__", "_watchers", "failed", "id", "part", "payload", "ref"),
+        "task",
+    )
 
     def __init__(self, identity: int = 0) -> None:
         self.id = identity or next(_ids)
         self.ref: Ref | None = None
         self.payload: bytes | None = None
         self.failed: Failed | None = None
+        self.task, self.part = 0, -1
         self._watchers: list[Callable[[], object]] = []
         _known[self.id] = self
 
@@ -79,12 +92,22 @@ class Shared:
     def take_over(self, other: Shared) -> None:
         """It is what the other one is."""
         self.ref, self.payload, self.failed = other.ref, other.payload, other.failed
+        self.task, self.part = other.task, other.part
         self._settle()
 
     def fail(self, error: BaseException) -> None:
         """It will never be there."""
         self.failed = pack_failure(0, RAISED, error, OWN_FRAMES)
         self._settle()
+
+    def forsake(self, error: BaseException) -> None:
+        """Whoever is given it from here on is told that, though Ray may still make it.
+
+        Not if it has come.
+        """
+        if self.payload is None:
+            self.ref = None
+            self.fail(error)
 
     def _settle(self) -> None:
         watchers, self._watchers = self._watchers, []
@@ -115,6 +138,7 @@ def shared_of(handle: Any, ref_of: Callable[[int, int], Ref | None]) -> Shared:
         ref_of: gives the object of a task that runs, and of which of its results.
     """
     shared = Shared()
+    shared.task, shared.part = handle.child, handle.part
     if handle.raw is not None:
         shared.take(handle.raw)
     elif handle.cancelled():
@@ -151,8 +175,8 @@ def arrived(found: Any, ref: Ref | None = None) -> bytes:
         return found  # type: ignore[no-any-return]
     references = tuple(_arrived(*one) for one in found.references)
     contents = Contents(found.stream, buffers=tuple(found.buffers))
-    holds = tuple(_met(*one) for one in found.actors)
-    return made(contents, references, ref=ref, holds=holds)
+    actors = tuple(meet(*one) for one in found.actors)
+    return made(contents, (*references, *actors), ref=ref)
 
 
 def _arrived(identity: int, ref: Ref) -> Shared:
@@ -163,13 +187,11 @@ def _arrived(identity: int, ref: Ref) -> Shared:
     return shared
 
 
-def _met(identity: int, handle: Any) -> object:
-    met.setdefault(identity, handle)
-    return handle
+def meet(identity: int, handle: Handle) -> Carried:
+    """A handle of Ray's has come to this process, before one of ours is unpickled."""
+    return Carried(identity, met.setdefault(identity, handle))
 
 
-passed: Final[list[tuple[int, Any]]] = []
-"""Actors to which handles were pickled that have not been sent yet, by their ids."""
 met: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
 """Ray's handles of actors that have come to this process, by the actors' ids."""
 

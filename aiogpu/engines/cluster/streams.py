@@ -10,7 +10,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.failure import tell
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.errors import MisuseError
 
@@ -52,6 +51,11 @@ class Inflow:
     def __repr__(self) -> str:
         return f"<Inflow {self._live.name}, {self._taken} of {self._limit}>"
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its consumer has to take items before more are taken out of Ray."""
+        return self._taken >= self._limit - self._window + step_of(self._window)
+
     def begin(self) -> None:
         """Take items as they come."""
         self._live.stop, self._live.waitables = self, (self._items,)
@@ -65,6 +69,7 @@ class Inflow:
 
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
+        self._calls.uptake.ensure(self._live.place)
         ray.cancel(self._items)
         self._calls.ending.pop(self._number, None)
         if self._task is not None:
@@ -84,14 +89,14 @@ class Inflow:
         except Exception as error:  # noqa: BLE001 - whatever ends a stream is told
             caught = error
             self._calls.end(
-                self._number, lambda receiver: tell(receiver, self._live.name, caught)
+                self._number, lambda receiver: self._live.tell_error(receiver, caught)
             )
             return
         self._calls.end(self._number, lambda receiver: receiver.receive(b""))
 
     async def _allowed(self) -> None:
         """Wait until the consumer may take one more before it says that it has."""
-        while self._taken >= self._limit - self._window + step_of(self._window):
+        while self.is_held:
             self._live.waitables = ()
             self._more.clear()
             await self._more.wait()
@@ -103,6 +108,7 @@ class Inflow:
             self._taken += 1
             items = (arrived(found, ref),)
             cast("ItemReceiver", receiver).receive_items(items)
+            self._calls.tell_delivered()
 
 
 def step_of(window: int) -> int:

@@ -14,6 +14,7 @@ from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
+from aiogpu.wire.failure import pack_told
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel
 
@@ -61,6 +62,7 @@ class ClusterValues:
         """What others refer to who are given a handle."""
         calls = self._engine.calls
         shared = shared_of(handle, calls.ref_of)
+        self._note(handle, shared)
         if shared.is_promised:
             # It waits itself for what it was given.
             def settle() -> None:
@@ -76,19 +78,52 @@ class ClusterValues:
     def keep(self, shared: Shared, handle: Any) -> None:
         """The task of what was promised is started."""
         known_by_now = self.share(handle)
+        self._note(handle, shared)
         known_by_now.when_known(lambda: shared.take_over(known_by_now))
+
+    def _note(self, handle: Any, shared: Shared) -> None:
+        """Have it forsaken with its call."""
+        live = self._engine.calls.live.get(handle.child)
+        if live is not None:
+            live.shares.append(shared)
 
     def fail(self, shared: Shared, error: BaseException) -> None:
         """The task of what was promised is never started."""
         shared.fail(error)
 
-    def drop(self, _child: int, shared: Shared) -> None:
-        """One of several results is cancelled: who is given it from here on is told.
+    def drop(self, child: int, shared: Shared) -> None:
+        """One of several results is cancelled: who needs it is told.
 
-        Who was sent it already is given it, as Ray cannot take it back.
+        Calls of other processes that were sent it already are given it.
         """
-        shared.ref = None
-        shared.fail(TaskCancelledError("one of several results was cancelled."))
+        error = TaskCancelledError("one of several results was cancelled.")
+        shared.forsake(error)
+        live = self._engine.calls.live.get(child)
+        if live is not None:
+            self.forsake(live, error, shared.part)
+
+    def forsake(self, live: Live, error: Exception, part: int = -1) -> None:
+        """A call's results will not be wanted any more, or one of them.
+
+        What was sent to Ray and needs them is told at once, and stopped: Ray would
+        tell it in other words, or not at all.
+        """
+        failed = pack_told(error)
+        forsaken = [(live, part)]
+        while forsaken:
+            one, part = forsaken.pop()
+            for shared in one.shares:
+                if part in (-1, shared.part):
+                    shared.forsake(error)
+            for number, needed in one.needed_by:
+                dependent = self._engine.calls.live.get(number)
+                if dependent is None or part not in (-1, needed):
+                    continue
+                forsaken.append((dependent, -1))
+                receiver = dependent.receiver
+                self._engine.cancel(number)
+                if receiver is not None:
+                    receiver.reject(failed)
 
     def put(self, payload: bytes) -> Shared:
         """Have a value kept."""
@@ -101,9 +136,12 @@ class ClusterValues:
         shared, calls = known(value), self._engine.calls
         live = Live("a value", receiver, self.loop.time())
         number = calls.begin(live)
-        # Not at once: whoever asks notes the number first.
         fetch = partial(self._fetch, shared, number)
-        self.loop.call_soon(lambda: shared.when_known(fetch))
+        if shared.failed is None and shared.payload is None and shared.ref is not None:
+            fetch()
+        else:
+            # Not at once: whoever asks notes the number first.
+            calls.post(lambda: shared.when_known(fetch))
         return number
 
     def _fetch(self, shared: Shared, number: int) -> None:
@@ -122,9 +160,12 @@ class ClusterValues:
 
     def discard(self, value: int) -> None:
         """Nobody wants a value any more: stop whoever makes it."""
-        ref = known(value).ref
-        if ref is not None:
-            ray.cancel(ref)
+        shared, calls = known(value), self._engine.calls
+        if shared.ref is None:
+            return
+        live = calls.live.get(shared.task)
+        calls.uptake.ensure(0 if live is None else live.place)
+        ray.cancel(shared.ref)
 
     def cancel(self, task: int) -> None:
         """Nobody wants an answer any more."""

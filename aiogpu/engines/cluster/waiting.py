@@ -8,7 +8,7 @@ else to have been sent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.resources import UNIT, Request, number
 from aiogpu.core.shortage import Shortage
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Live
     from aiogpu.engines.cluster.census import Node, Survey
 
+HELD: Final = "it runs, and waits for its consumer to take items"
+"""Of a stream that has yielded as many as it may."""
+
 
 def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why:
     """Say why a call that has not ended is where it is.
@@ -48,8 +51,10 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
         return Why(
             live.name, task, "expecting", seconds, told, children=unsent, count=1
         )
-    if request is None:
-        return Why(live.name, task, "sent", seconds, told)
+    is_held = getattr(live.stop, "is_held", False)
+    if request is None or is_held:
+        notes = (HELD,) if is_held else ()
+        return Why(live.name, task, "sent", seconds, told, notes=notes)
     alike = [number for number, one in calls.items() if one.request == request]
     # At best so many run, and these are the first ones.
     running = min(at_once(survey.nodes, amounts(request)), len(alike))

@@ -33,7 +33,7 @@ from aiogpu.wire.payload import (
     load_function,
     several,
 )
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_kept
 from aiogpu.worker.retrying import Retrying
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def run_task(
                 value = host.task_loop.run(value)
             value = several(value, payload)
             kind = UNSENDABLE
-            return returned(value, host)
+            return returned(value)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
             raise _failure(work, kind, error) from None
         finally:
@@ -238,7 +238,7 @@ def pour_task(
             items = function(*args, **kwargs)
             for place, item in enumerate(_each(items, host), 1):
                 kind = UNSENDABLE
-                yield returned_item(place, item, host)
+                yield returned_item(place, item)
                 kind = RAISED
         except GeneratorExit:
             raise
@@ -263,25 +263,24 @@ def _each(items: Any, host: ClusterHost) -> Iterator[Any]:
         loop.run(items.aclose())
 
 
-def returned(value: object, host: ClusterHost) -> Any:
+def returned(value: object) -> Any:
     """What Ray is to keep of a result, a tuple if there are several."""
     if type(value) is Results:
-        return tuple(returned(one, host) for one in value)
+        return tuple(map(returned, value))
     result = dump_result(value)
-    passed = host.take_passed()
-    return stored(
-        packed_here(result) if isinstance(result, Outgoing) else result, passed
-    )
+    if passing:
+        take_kept()  # Ray's handles of these actors go along
+    return stored(packed_here(result) if isinstance(result, Outgoing) else result)
 
 
-def returned_item(place: int, item: object, host: ClusterHost) -> Any:
+def returned_item(place: int, item: object) -> Any:
     """What Ray is to keep of an item of a stream.
 
     Raises:
         SerializationError: it cannot be pickled; says which one it is.
     """
     try:
-        return returned(item, host)
+        return returned(item)
     except SerializationError as error:
         raise SerializationError(
             f"item {place} of its stream is lost: {error}"
