@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.calls import Calls, Live
+from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
 from aiogpu.engines.cluster.host import take_passed
@@ -253,7 +253,7 @@ class RayEngine(Questions):
         elif live.stop is not None:
             live.stop()
         elif live.refs:
-            ray.cancel(live.refs[0])
+            cancelling.cancel(live.refs[0])
             if not live.is_of_actor:
                 live.timer = self.loop.call_later(self.grace, self._insist, task)
 
@@ -261,7 +261,7 @@ class RayEngine(Questions):
         """It has not stopped in the time that it was given."""
         live = self.calls.ending.get(task)
         if live is not None and live.refs and not live.is_of_actor:
-            ray.cancel(live.refs[0], at_once=True)
+            cancelling.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
+from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
@@ -124,7 +125,7 @@ class ClusterValues:
         """Nobody wants a value any more: stop whoever makes it."""
         ref = known(value).ref
         if ref is not None:
-            ray.cancel(ref)
+            cancelling.cancel(ref)
 
     def cancel(self, task: int) -> None:
         """Nobody wants an answer any more."""
