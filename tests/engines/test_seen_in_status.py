@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.needs("listed actors")
 async def test_actors_are_listed_while_they_live() -> None:
     async with aiogpu.init(num_cpus=1):
         named = Counter.options(name="tally", lifetime="detached").remote()
@@ -31,6 +32,7 @@ async def test_actors_are_listed_while_they_live() -> None:
         assert [one.id for one in (await aiogpu.status()).actors] == [second.id]
 
 
+@pytest.mark.needs("listed actors")
 async def test_an_actor_that_waits_for_its_place_is_listed_last() -> None:
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         living = Counter.options(num_gpus=1).remote()

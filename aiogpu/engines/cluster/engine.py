@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.failure import packed
@@ -33,6 +34,7 @@ from aiogpu.runtime.call import Call
 from aiogpu.wire.failure import RAISED
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
@@ -133,8 +135,7 @@ class RayEngine(Questions):
         live = Live(name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         if site.spec.is_grouped and (error := self.placements.refusal(site)):
-            refused = error
-            self.calls.end(number, lambda receiver: receiver.fail(refused))
+            self.calls.fail(number, error)
             return number
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window and not passed:
@@ -237,6 +238,11 @@ class RayEngine(Questions):
         self.check_open()
         return self.placements.take(site, receiver)
 
+    def find_placement(self, name: str) -> Gang:
+        """One that outlives its program; see `Engine.find_placement`."""
+        self.check_open()
+        return names.find(name)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         live = self.calls.live.get(task)
@@ -303,7 +309,7 @@ class RayEngine(Questions):
         if self._actors is not None:
             self._actors.lose(packed(RAISED, NodeDiedError(said)).failed)
         for number in list(self.calls.live):
-            self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
+            self.calls.fail(number, NodeDiedError(said))
         self.calls.ending.clear()
         self.placements.fail(NodeDiedError(said))
         self._membership.lose()
