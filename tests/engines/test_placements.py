@@ -19,6 +19,12 @@ async def until_free(name: str, amount: float) -> None:
             await asyncio.sleep(0)
 
 
+async def until_removed(group: aiogpu.Placement) -> None:
+    async with asyncio.timeout(LIMIT):
+        while await group.ready():
+            await asyncio.sleep(0)
+
+
 async def test_a_placement_holds_all_its_bundles(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=3, num_cpus=4):
         async with aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}]) as group:
@@ -315,10 +321,7 @@ async def test_all_are_told_that_a_detached_placement_was_removed(
         await again
         await kept.remove()
         with pytest.raises(aiogpu.PlacementRemovedError):
-            async with asyncio.timeout(LIMIT):
-                while True:
-                    await again.ready()
-                    await asyncio.sleep(0)
+            await until_removed(again)
         await again.remove()
         await until_free("CPU", 2)
 
