@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aiogpu.api.node import shutdown as shutdown
     from aiogpu.api.node import status as status
     from aiogpu.api.placement import Placement as Placement
+    from aiogpu.api.placement import get_placement as get_placement
     from aiogpu.api.placement import placement as placement
     from aiogpu.api.pool import ActorPool as ActorPool
     from aiogpu.api.put import put as put
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from aiogpu.errors import ObjectMemoryError as ObjectMemoryError
     from aiogpu.errors import OptionError as OptionError
     from aiogpu.errors import OutOfMemoryError as OutOfMemoryError
+    from aiogpu.errors import PlacementNameError as PlacementNameError
     from aiogpu.errors import PlacementRemovedError as PlacementRemovedError
     from aiogpu.errors import PreloadError as PreloadError
     from aiogpu.errors import ProtocolError as ProtocolError
@@ -103,7 +105,7 @@ _ROOMS = {
         "shutdown",
         "status",
     ),
-    "api.placement": ("Placement", "placement"),
+    "api.placement": ("Placement", "get_placement", "placement"),
     "api.pool": ("ActorPool",),
     "api.put": ("put",),
     "api.run": ("run",),
@@ -136,6 +138,7 @@ _ROOMS = {
         "ObjectMemoryError",
         "OptionError",
         "OutOfMemoryError",
+        "PlacementNameError",
         "PlacementRemovedError",
         "PreloadError",
         "ProtocolError",

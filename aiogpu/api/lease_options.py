@@ -50,10 +50,16 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
     return site_of(options.spec(NAME, _nothing.id)), options.timeout
 
 
-def placement_site(gang: Gang, priority: int) -> Site:
+def placement_site(gang: Gang, priority: int, *, is_detached: bool = False) -> Site:
     """What the node is asked for a placement."""
-    shape = Shape(gang.request())
-    return site_of(TaskSpec(gang.name, shape, _nothing.id, priority=priority))
+    spec = TaskSpec(
+        gang.name,
+        Shape(gang.request()),
+        _nothing.id,
+        priority=priority,
+        is_detached=is_detached,
+    )
+    return site_of(spec)
 
 
 def site_of(spec: TaskSpec) -> Site:

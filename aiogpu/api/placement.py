@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import CHECKS
-from aiogpu.api.placement_options import gang_of
-from aiogpu.errors import MisuseError, OptionError, PlacementRemovedError
+from aiogpu.api.placement_options import check_lifetime, gang_of
+from aiogpu.errors import MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+PlacementLifetime = Literal["detached"] | None
 NAME: Final = "placement"
 
 
@@ -205,7 +206,7 @@ def placement(
     *,
     name: str | None = None,
     priority: int = 0,
-    lifetime: None = None,
+    lifetime: PlacementLifetime = None,
 ) -> Placement:
     """Ask for several bundles of resources, all of them at once or none yet.
 
@@ -222,27 +223,48 @@ def placement(
             of its own, of which a node is one.
         name: for errors and `status()`; "placement" unless given.
         priority: higher goes first.
-        lifetime: None; it ends with this program.
+        lifetime: None: it ends with this program; "detached": it is there until
+            somebody removes it, or its node ends. Other programs have it by
+            `get_placement(name)`.
 
     Raises:
         OptionError: names what is ill-valued, and what is allowed.
         InfeasibleError: there will never be enough for it; at `ready()` where the node
             is not open yet.
+        PlacementNameError: another detached one has that name; at `ready()` where the
+            node is another process, or not open yet.
         NodeError: it is asked for inside a task.
     """
     from aiogpu.api.lease import session_for
     from aiogpu.api.lease_options import placement_site
 
-    if lifetime is not None:
-        raise OptionError(
-            f"lifetime={lifetime!r} of a placement must be None: it ends with the "
-            f"program that has made it."
-        )
     called = CHECKS["name"]("name", name) or NAME
+    is_detached = check_lifetime(lifetime, name)
     gang = gang_of(bundles, strategy, called, secrets.token_hex(8))
-    site = placement_site(gang, CHECKS["priority"]("priority", priority))
+    first = CHECKS["priority"]("priority", priority)
+    site = placement_site(gang, first, is_detached=is_detached)
     claim = Claim(session_for("aiogpu.placement()"), called)
     claim.ask(site)
+    return Placement(gang, claim)
+
+
+def get_placement(name: str) -> Placement:
+    """The detached placement of that name, on the running loop's node.
+
+    Whoever has it may give it tasks, wait for it and remove it, as the program can that
+    has asked for it.
+
+    Raises:
+        PlacementNameError: no detached placement has that name.
+        NodeError: the node is not open, or it is asked for inside a task.
+    """
+    from aiogpu.api.lease import session_for
+    from aiogpu.api.lease_options import placement_site
+
+    session = session_for("aiogpu.get_placement()")
+    gang = session.find_placement(name)
+    claim = Claim(session, name)
+    claim.ask(placement_site(gang, 0, is_detached=True))
     return Placement(gang, claim)
 
 

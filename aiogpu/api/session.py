@@ -19,6 +19,7 @@ from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
+    from aiogpu.core.gang import Gang
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.runtime.call import Receiver, Site
@@ -275,6 +276,10 @@ class Session:
     def actors(self) -> ActorsPort:
         """The node's actors; raises `NodeError` if it is not open."""
         return self._ask().actors
+
+    def find_placement(self, name: str) -> Gang:
+        """The detached placement of that name; raises `NodeError` if it is closed."""
+        return self._ask().find_placement(name)
 
     async def status(self) -> NodeStatus:
         """Who holds what share of which device, what waits and why."""

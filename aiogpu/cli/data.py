@@ -226,4 +226,5 @@ def placement_data(placement: PlacementStatus) -> Data:
         "client": placement.client,
         "pid": placement.pid or None,
         "reason": placement.reason,
+        "detached": placement.is_detached,
     }

@@ -62,6 +62,7 @@ class PlacementStatus:
         client: the program whose it is, 0 for the node's own.
         pid: process id of that; 0 while it waits.
         reason: why it waits, None if it does not.
+        is_detached: whether it outlives the program that has asked for it.
     """
 
     task: int
@@ -74,6 +75,7 @@ class PlacementStatus:
     client: int = 0
     pid: int = 0
     reason: str | None = None
+    is_detached: bool = False
 
 
 def placement_status(
@@ -106,6 +108,7 @@ def placement_status(
         record.client,
         pids.get(worker.id, 0) if worker else 0,
         reason if parts is None else None,
+        record.spec.is_detached,
     )
 
 
@@ -136,7 +139,8 @@ def placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
         yield "placements"
     for one in placements[:SHOWN]:
         of = f"pid {one.pid}, " if one.pid else ""
-        told = f"{one.task}  {one.name}  {one.strategy}  {one.state}"
+        state = f"{one.state}, detached" if one.is_detached else one.state
+        told = f"{one.task}  {one.name}  {one.strategy}  {state}"
         yield f"  {told}  {of}{one.members} in it"
         if one.reason:
             yield f"    {one.reason}"

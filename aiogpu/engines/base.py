@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from aiogpu.errors import NodeError
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.engines.far import Far
@@ -246,6 +247,16 @@ class Engine(Protocol):
 
         Raises:
             InfeasibleError: there will never be enough for it.
+        """
+        ...
+
+    def find_placement(self, name: str) -> Gang:
+        """The placement of that name that outlives the program that asked for it.
+
+        `take_placement` of the same has its receiver told of it.
+
+        Raises:
+            PlacementNameError: there is none.
         """
         ...
 

@@ -17,6 +17,7 @@ from aiogpu.runtime.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiogpu.core.gang import Gang
     from aiogpu.core.limits import Limits
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.snapshot import NodeStatus
@@ -127,7 +128,18 @@ class LocalEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self.submit(site, b"", receiver)
 
-    take_placement = take_lease
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; see `Engine.take_placement`."""
+        if not site.spec.is_detached:
+            return self.submit(site, b"", receiver)
+        standing = self._admit(site).leases.standing
+        return standing.take(
+            site, receiver, lambda site, receiver: self.submit(site, b"", receiver)
+        )
+
+    def find_placement(self, name: str) -> Gang:
+        """One that outlives its program; see `Engine.find_placement`."""
+        return self._open_driver.leases.standing.find(name)
 
     def _check_actor(self, site: Site, payload: bytes) -> None:
         from aiogpu.engines.admission import check_arguments, check_site
@@ -155,8 +167,11 @@ class LocalEngine:
 
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
-        if self._driver is not None:
-            self._driver.cancel(task)
+        driver = self._driver
+        if driver is not None and not driver.leases.standing.remove(
+            task, driver.cancel
+        ):
+            driver.cancel(task)
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""

@@ -182,12 +182,17 @@ class Membership:
             elif not message.child and not self._welcome.done():
                 # The program may not begin.
                 self._welcome.set_exception(unpack_failure(Failed(*message), "init()"))
+            else:
+                self._on_stray(message)
         elif isinstance(message, ChildItems):
             receiver = receivers.get(message.child)
             if receiver is not None:
                 receiver.receive_items(message.payloads)  # type: ignore[attr-defined]
         else:
             self._on_other(message)
+
+    def _on_stray(self, failed: ChildFailed) -> None:
+        """Something has failed of which nobody waits for the end."""
 
     def _on_other(self, message: Message) -> None:
         match message:

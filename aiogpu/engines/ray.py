@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -20,7 +21,7 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aiogpu.engines.cluster.census import Node, Survey, survey_of
-from aiogpu.engines.cluster.terms import NAMESPACE, typed
+from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
 from aiogpu.errors import NodeError
 
 OLDEST: Final = (2, 50)
@@ -82,7 +83,11 @@ def start(options: Mapping[str, Any]) -> str:
     """Start a cluster of one node for this program, which takes some seconds.
 
     Gives the directory of its files.
+
+    Raises:
+        DeviceError: more GPUs are asked for than this machine lets it have.
     """
+    check_visible(options.get("num_gpus"), os.environ.get("CUDA_VISIBLE_DEVICES"))
     context = ray.init(
         address="local",
         namespace=NAMESPACE,
@@ -219,9 +224,9 @@ def kill(handle: Handle, *, may_restart: bool) -> None:
     ray.kill(handle, no_restart=not may_restart)
 
 
-def new_group(bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
+def new_group(bundles: list[dict[str, float]], **terms: Any) -> Any:
     """Ask for a placement group; `.ready()` is an object that comes with it."""
-    return placement_group(bundles, strategy=strategy, name=name)
+    return placement_group(bundles, **terms)
 
 
 def find_group(name: str) -> Any | None:
@@ -230,11 +235,6 @@ def find_group(name: str) -> Any | None:
         return get_placement_group(name)
     except ValueError:
         return None
-
-
-def bundles_of(group: Any) -> list[dict[str, float]]:
-    """What its bundles hold."""
-    return list(group.bundle_specs)
 
 
 def remove_group(group: Any) -> None:
@@ -259,9 +259,15 @@ def find_actor(name: str, namespace: str) -> Handle | None:
         return None
 
 
-def remember(name: str, told: bytes) -> None:
-    """Keep bytes for whoever is on the cluster."""
-    internal_kv._internal_kv_put(name, told, namespace=NAMESPACE)
+def remember(name: str, told: bytes, *, replaces: bool = True) -> bool:
+    """Keep bytes for whoever is on the cluster; whether there were some before."""
+    put = internal_kv._internal_kv_put
+    return bool(put(name, told, overwrite=replaces, namespace=NAMESPACE))
+
+
+def unlearn(name: str) -> None:
+    """Keep them no more."""
+    internal_kv._internal_kv_del(name, namespace=NAMESPACE)
 
 
 def recall(name: str) -> bytes | None:

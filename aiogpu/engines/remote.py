@@ -17,6 +17,7 @@ from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms
+from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.joining import (
     AVAILABLE,
     RESOURCES,
@@ -24,19 +25,23 @@ from aiogpu.wire.joining import (
     TIMELINE,
     WHY,
     WHY_TASK,
+    FindPlacement,
     Inquire,
 )
 from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
     Declare,
+    Failed,
     Message,
     Submit,
     Withdraw,
 )
+from aiogpu.wire.payload import load_result
 from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
@@ -131,6 +136,18 @@ class RemoteEngine(Membership):
 
     take_placement = take_lease
 
+    def find_placement(self, name: str) -> Gang:
+        """One that outlives its program; see `Engine.find_placement`.
+
+        Raises:
+            PlacementNameError: there is none.
+        """
+        answer = self.ask_now(lambda number: FindPlacement(number, name))
+        if isinstance(answer, ChildFailed):
+            raise unpack_failure(Failed(*answer), name)
+        found: Gang = load_result(answer.payload)
+        return found
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         if task in self._receivers:
@@ -198,6 +215,10 @@ class RemoteEngine(Membership):
         answer = self._line.ask_now(question(number), is_answer)
         assert isinstance(answer, ChildDone | ChildFailed), answer
         return answer
+
+    def _on_stray(self, failed: ChildFailed) -> None:
+        """It was granted, and is no more."""
+        self.leases.lose(failed)
 
     def _end(self, error: NodeError) -> None:
         self._mark = object()

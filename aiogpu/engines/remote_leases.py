@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiogpu.wire.joining import TakeLease
-from aiogpu.wire.messages import Withdraw
+from aiogpu.wire.messages import Failed, Withdraw
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
     from aiogpu.runtime.call import Site
     from aiogpu.runtime.leases import LeaseReceiver
-    from aiogpu.wire.messages import Failed
+    from aiogpu.wire.messages import ChildFailed
 
 
 class RemoteLeases:
@@ -38,6 +38,12 @@ class RemoteLeases:
         """Give back one that was granted; nothing happens for others."""
         if self._held.pop(number, None) is not None:
             self._engine.send(Withdraw(0, number))
+
+    def lose(self, failed: ChildFailed) -> None:
+        """Somebody else has removed what was granted; nothing happens for others."""
+        receiver = self._held.pop(failed.child, None)
+        if receiver is not None:
+            receiver.reject(Failed(*failed))
 
     def end(self, error: Exception) -> None:
         """The node has gone, and all leases with it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.acting import Ask, Find, Make
-from aiogpu.wire.joining import Inquire, TakeLease
+from aiogpu.wire.joining import FindPlacement, Inquire, TakeLease
 from aiogpu.wire.messages import Message, Submit
 from aiogpu.wire.sharing import Fetch, Put, PutFailed, Share
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 NUMBERS: Final = 32
 """Bits of an id below those of the client that has chosen it, negated."""
-_ASKING: Final = frozenset({Submit, Ask, Find, Fetch, TakeLease, Inquire})
+_ASKING: Final = frozenset(
+    {Submit, Ask, Find, Fetch, TakeLease, FindPlacement, Inquire}
+)
 _OF_VALUES: Final = frozenset({Put, PutFailed, Share})
 
 

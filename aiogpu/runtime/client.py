@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aiogpu.core.events import ClientJoined
 from aiogpu.core.ids import TaskId
 from aiogpu.runtime.caller import Caller
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.leases import LeaseReceiver
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +26,7 @@ class Client(Caller):
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
         leases: those that it has asked for and not given back, by its own numbers.
+        standing: placements that outlive programs: their tasks, and who is told.
         last: the highest number that it has given to anything.
         departing: tasks whose code has not stopped, since it says that it leaves.
     """
@@ -36,3 +41,4 @@ class Client(Caller):
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)
     leases: dict[int, int] = field(default_factory=dict)
+    standing: dict[int, tuple[TaskId, LeaseReceiver]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from aiogpu.runtime.child import Child
 from aiogpu.runtime.claims import check_claims
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.lessee import hear_of_leases
+from aiogpu.runtime.lessee import hear_of_leases, task_of
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.parting import Parting, remains_of
 from aiogpu.runtime.premises import Premises
@@ -278,7 +278,7 @@ class Clients:
     def _task_of(self, client: Client, number: int) -> int:
         """The task that a client means: its child's, or that of an actor."""
         if number > 0:
-            return client.children.get(number) or client.leases.get(number, 0)
+            return client.children.get(number) or task_of(client, number)
         actor = self._driver.actors.get(number)
         return 0 if actor is None else actor.id
 

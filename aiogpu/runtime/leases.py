@@ -22,6 +22,7 @@ from aiogpu.core.table import Table
 from aiogpu.runtime.call import Call, Receiver
 from aiogpu.runtime.placements import Placements
 from aiogpu.runtime.remains import Remains
+from aiogpu.runtime.standing import StandingPlacements
 from aiogpu.wire.leasing import MARK, Grant
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Leases:
 
     Attributes:
         ways: how each effect of the core that concerns leases is carried out.
+        standing: placements that outlive the programs that have asked for them.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Leases:
         self._feed = feed
         self._held: dict[WorkerId, Held] = {}
         self._placements = Placements(calls)
+        self.standing = StandingPlacements()
         self._token = secrets.token_hex(8)
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Granted: self._grant,

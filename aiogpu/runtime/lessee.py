@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiogpu.core.ids import TaskId
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
+from aiogpu.runtime.child import Child
 from aiogpu.wire.failure import RAISED, pack_failure
-from aiogpu.wire.joining import TakeLease
+from aiogpu.wire.joining import FindPlacement, TakeLease
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
+from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client
     from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.leases import LeaseReceiver
 
 
 class Lessee:
@@ -37,6 +41,7 @@ class Lessee:
     def reject(self, failed: Failed) -> None:
         """It is refused."""
         self._client.leases.pop(self._number, None)
+        self._client.standing.pop(self._number, None)
         if self._client.peer is not None:
             self._client.peer.post(ChildFailed(self._number, *failed.why))
 
@@ -51,6 +56,9 @@ def hear_of_leases(
     """Take in what a client says of its leases; False if it is something else."""
     if isinstance(message, TakeLease):
         _take(client, message, driver, is_draining)
+        return True
+    if isinstance(message, FindPlacement):
+        _find(client, message, driver)
         return True
     return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
 
@@ -68,6 +76,9 @@ def _take(
             driver.feed(client.wish)
             client.wish = None
         try:
+            if site.spec.is_detached:
+                _take_standing(client, message, site, lessee, driver)
+                return
             task = driver.submit(site, b"", lessee, None, client.client)
         except AiogpuError as error:
             lessee.fail(error)
@@ -80,14 +91,46 @@ def _take(
         lessee.fail(InternalError(f"{client.name} never declared this lease"))
 
 
+def _take_standing(
+    client: Client, message: TakeLease, site: Site, lessee: Lessee, driver: Driver
+) -> None:
+    def submit(site: Site, receiver: LeaseReceiver) -> int:
+        return driver.submit(site, b"", receiver, None, client.client)
+
+    task = driver.leases.standing.take(site, lessee, submit)
+    client.standing[message.child] = TaskId(task), lessee
+
+
+def _find(client: Client, message: FindPlacement, driver: Driver) -> None:
+    child = Child(client, message.child)
+    try:
+        child.receive(dump_whole(driver.leases.standing.find(message.name)))
+    except AiogpuError as error:
+        child.fail(error)
+
+
 def _give_back(client: Client, number: int, driver: Driver) -> bool:
+    if number in client.standing:
+        standing, lessee = client.standing.pop(number)
+        driver.leases.standing.remove(standing, driver.cancel, lessee)
+        return True
     task = client.leases.pop(number, None)
     if task is not None:
         driver.cancel(task)
     return task is not None
 
 
+def task_of(client: Client, number: int) -> int:
+    """The lease or placement that a client knows by a number; 0 for none."""
+    if number in client.standing:
+        return client.standing[number][0]
+    return client.leases.get(number, 0)
+
+
 def give_back_all(client: Client, driver: Driver) -> None:
     """A client has gone, or leaves; what its leases were for may go on."""
     for number in list(client.leases):
         _give_back(client, number, driver)
+    standing, client.standing = list(client.standing.values()), {}
+    for task, lessee in standing:
+        driver.leases.standing.leave(task, lessee)

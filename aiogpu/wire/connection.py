@@ -39,6 +39,7 @@ from aiogpu.wire.joining import (
     Carried,
     Depart,
     Departed,
+    FindPlacement,
     Inquire,
     Join,
     Refused,
@@ -107,7 +108,8 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
     ),
     CLIENT: frozenset(
         {
-            *(Join, Depart, Inquire, Declare, Submit, TakeLease, Withdraw, ChildDemand),
+            *(Join, Depart, Inquire, Declare, Submit, TakeLease, FindPlacement),
+            *(Withdraw, ChildDemand),
             *(Make, Find, Ask, Hold, Release, Carry, Stop),
             *(Returned, Put, PutFailed, Share, Fetch, Discard),
         }

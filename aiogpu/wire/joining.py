@@ -104,6 +104,16 @@ class TakeLease(NamedTuple):
     site: int
 
 
+class FindPlacement(NamedTuple):
+    """Client to node: tell me the placement of that name that outlives its program.
+
+    `ChildDone` tells it, pickled; `TakeLease` of it says when it is granted.
+    """
+
+    child: int
+    name: str
+
+
 class Depart(NamedTuple):
     """Client to node: stop all that is mine, and tell me when it has stopped."""
 
@@ -112,5 +122,7 @@ class Departed(NamedTuple):
     """Node to client: nothing of yours is left."""
 
 
-Joining = Join | Welcome | Inquire | Carried | TakeLease | Depart | Departed
+Joining = (
+    Join | Welcome | Inquire | Carried | TakeLease | FindPlacement | Depart | Departed
+)
 """Everything that concerns clients, but for `Refused`."""

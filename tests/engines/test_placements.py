@@ -19,6 +19,12 @@ async def until_free(name: str, amount: float) -> None:
             await asyncio.sleep(0)
 
 
+async def until_removed(group: aiogpu.Placement) -> None:
+    async with asyncio.timeout(LIMIT):
+        while await group.ready():
+            await asyncio.sleep(0)
+
+
 async def test_a_placement_holds_all_its_bundles(address: str) -> None:
     async with aiogpu.init(address=address, num_gpus=3, num_cpus=4):
         async with aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}]) as group:
@@ -276,3 +282,83 @@ async def test_members_of_the_type_of_their_bundle(address: str) -> None:
         typed = tasks.where.options(placement=group, accelerator_type="T4")
         found = await asyncio.gather(typed.remote(), typed.remote())
         assert [ids for ids, *_ in found] == [[0], [0]]
+
+
+async def test_a_detached_placement_is_found_by_its_name(address: str) -> None:
+    async with aiogpu.init(address=address, num_gpus=1, num_cpus=4):
+        with pytest.raises(
+            aiogpu.PlacementNameError, match="no placement named 'kept'"
+        ):
+            aiogpu.get_placement("kept")
+        bundles = [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}]
+        kept = await aiogpu.placement(bundles, name="kept", lifetime="detached")
+        again = aiogpu.get_placement("kept")
+        assert (await again).is_ready
+        assert (again.id, again.bundles) == (kept.id, kept.bundles)
+        assert (await tasks.where.options(placement=again).remote())[0] == [0]
+        with pytest.raises(aiogpu.PlacementNameError, match="is there already"):
+            await aiogpu.placement([{"CPU": 1}], name="kept", lifetime="detached")
+        await again.remove()
+        with pytest.raises(aiogpu.PlacementRemovedError):
+            await again
+        await until_free("GPU", 1)
+        with pytest.raises(aiogpu.PlacementNameError):
+            aiogpu.get_placement("kept")
+        new = [{"GPU": 1}]
+        async with aiogpu.placement(new, name="kept", lifetime="detached") as other:
+            assert other.id != kept.id
+
+
+@pytest.mark.needs("told of")
+async def test_all_are_told_that_a_detached_placement_was_removed(
+    address: str,
+) -> None:
+    async with aiogpu.init(address=address, num_cpus=2):
+        async with aiogpu.placement([{"CPU": 2}]):
+            kept = aiogpu.placement([{"CPU": 1}], name="kept", lifetime="detached")
+            again = aiogpu.get_placement("kept")
+            assert not again.is_ready
+        await again
+        await kept.remove()
+        with pytest.raises(aiogpu.PlacementRemovedError):
+            await until_removed(again)
+        await again.remove()
+        await until_free("CPU", 2)
+
+
+@pytest.mark.needs("device memory")
+async def test_a_bundle_reserves_memory_of_a_gpu(address: str) -> None:
+    async with aiogpu.init(address=address, num_gpus=2, num_cpus=4, gpu_memory="8GiB"):
+        bundles = [{"gpu_memory": "6GiB"}, {"GPU": 0.5, "gpu_memory": "3GiB"}]
+        async with aiogpu.placement(bundles) as group:
+            free = await aiogpu.available_resources()
+            assert free["gpu_memory"] == 7 << 30
+            assert group.bundles[0] == {"gpu_memory": float(6 << 30)}
+            alone = tasks.where.options(num_gpus=0, gpu_memory="4GiB")
+            found = await alone.options(placement=group, bundle=0).remote()
+            assert found[2]["gpu_memory"] == 4 << 30
+            seen = (await aiogpu.status()).placements[0]
+            assert seen.bundles[1].free["gpu_memory"] == 3 << 30
+            with pytest.raises(aiogpu.InfeasibleError):
+                await alone.options(placement=group, gpu_memory="7GiB").remote()
+            half = tasks.where.options(placement=group, bundle=1, gpu_memory="3GiB")
+            assert (await half.remote())[1] in ("0", "1")
+            with pytest.raises(aiogpu.InfeasibleError):
+                await half.options(gpu_memory="4GiB").remote()
+            held = aiogpu.placement([{"gpu_memory": "6GiB"}])
+            assert not held.is_ready
+            assert "gpu_memory" in str(held.bundles)
+        await held
+        await held.remove()
+        await until_free("gpu_memory", 16 << 30)
+
+
+async def test_a_bundle_that_names_memory_is_granted_or_refused_in_words(
+    address: str,
+) -> None:
+    async with aiogpu.init(address=address, num_gpus=1, num_cpus=1):
+        # Nobody knows how much memory the GPU has; and Ray reserves none.
+        with pytest.raises(
+            (aiogpu.InfeasibleError, aiogpu.OptionError), match="memory"
+        ):
+            await aiogpu.placement([{"GPU": 0.5, "gpu_memory": "1GiB"}])

@@ -49,7 +49,17 @@ async def test_what_only_the_start_of_a_node_can_say() -> None:
         create_engine("auto", NodeOptions(num_gpus=1), loop)
 
 
-@pytest.mark.parametrize("address", ["ray", "raylet://host:1", "Auto", ""])
+@pytest.mark.ray
+@pytest.mark.parametrize("address", ["ray", "ray://localhost:1"])
+async def test_a_ray_cluster(address: str) -> None:
+    pytest.importorskip("ray")
+    engine = create_engine(address, NodeOptions(), asyncio.get_running_loop())
+    place = address if "://" in address else "local"
+    assert repr(engine) == f"<RayEngine <Membership {place}> <Calls 0 live, 0 ending>>"
+    await engine.close()
+
+
+@pytest.mark.parametrize("address", ["raylet://host:1", "Auto", ""])
 async def test_what_this_version_does_not_know(address: str) -> None:
     with pytest.raises(OptionError, match=repr(address)):
         create_engine(address, NodeOptions(), asyncio.get_running_loop())

@@ -266,6 +266,10 @@ class Calls:
             live.tell_sent()
             self.tell_delivered()
 
+    def fail(self, number: int, error: Exception) -> None:
+        """The same, with an error."""
+        self.end(number, lambda receiver: receiver.fail(error))
+
     def let_go(self, number: int) -> Live | None:
         """Nobody wants to know of a call any more; gives it if it has not ended."""
         live = self.live.pop(number, None)

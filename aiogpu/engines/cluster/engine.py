@@ -12,9 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Calls, Live
+from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
 from aiogpu.engines.cluster.membership import Membership
@@ -31,6 +32,7 @@ from aiogpu.runtime.call import Call
 from aiogpu.wire.failure import RAISED
 
 if TYPE_CHECKING:
+    from aiogpu.core.gang import Gang
     from aiogpu.core.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
@@ -131,8 +133,7 @@ class RayEngine(Questions):
         live = Live(name, receiver, self.loop.time(), request=request)
         number = self.calls.begin(live)
         if site.spec.is_grouped and (error := self.placements.refusal(site)):
-            refused = error
-            self.calls.end(number, lambda receiver: receiver.fail(refused))
+            self.calls.fail(number, error)
             return number
         self._time(number, live, site, payload)
         if type(payload) is bytes and not site.window:
@@ -236,6 +237,11 @@ class RayEngine(Questions):
         self.check_open()
         return self.placements.take(site, receiver)
 
+    def find_placement(self, name: str) -> Gang:
+        """One that outlives its program; see `Engine.find_placement`."""
+        self.check_open()
+        return names.find(name)
+
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
         live = self.calls.live.get(task)
@@ -253,7 +259,7 @@ class RayEngine(Questions):
             live.stop()
         elif live.refs:
             self.calls.uptake.ensure(live.place)
-            ray.cancel(live.refs[0])
+            cancelling.cancel(live.refs[0])
             if not live.is_of_actor:
                 self.calls.ring(task, self.grace, partial(self._insist, task))
 
@@ -261,7 +267,7 @@ class RayEngine(Questions):
         """It has not stopped in the time that it was given."""
         live = self.calls.ending.get(task)
         if live is not None and live.refs and not live.is_of_actor:
-            ray.cancel(live.refs[0], at_once=True)
+            cancelling.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
@@ -303,7 +309,7 @@ class RayEngine(Questions):
         if self._actors is not None:
             self._actors.lose(packed(RAISED, NodeDiedError(said)).failed)
         for number in list(self.calls.live):
-            self.calls.end(number, lambda one: one.fail(NodeDiedError(said)))
+            self.calls.fail(number, NodeDiedError(said))
         self.calls.ending.clear()
         self.placements.fail(NodeDiedError(said))
         self._membership.lose()

@@ -90,7 +90,20 @@ class TaskLoop:
 
         An interrupt cancels it, and is raised when it has ended by that.
         """
-        return self._runner.run(_awaited(awaitable))
+        try:
+            return self._runner.run(_awaited(awaitable))
+        except BaseException:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Run what is due once more.
+
+        An interrupt that comes while the loop ends leaves the loop's own stop behind,
+        which would stop whatever is run next.
+        """
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
 
     def run_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
         """Run what is due until something is done; False if time is up before.

@@ -20,7 +20,7 @@ from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
 from aiogpu.engines.cluster.reach import CLUSTER_PORT, check_reachable, place_of
-from aiogpu.errors import NodeError, NodeStartError, OptionError
+from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
 
@@ -200,6 +200,8 @@ class Membership:
                 self._join(self._named, shows)
             elif told or not ray.join(None, shows_output=shows):
                 _tie.session = ray.start({**told, "log_to_driver": shows})
+        except DeviceError:
+            raise
         except (OSError, RuntimeError, ValueError, ray.RayError) as error:
             where = "on this machine" if self._named is None else f"at {self._named}"
             raise NodeStartError(

@@ -16,10 +16,16 @@ from aiogpu.core.gangs import REMOVED, UNKNOWN
 from aiogpu.core.resources import TYPE_PREFIX, TYPE_SHARE, Request
 from aiogpu.core.why import Why
 from aiogpu.engines import ray
+from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import died_of
 from aiogpu.engines.cluster.terms import bundle_of, check_priority
-from aiogpu.errors import AiogpuError, InfeasibleError, PlacementRemovedError
+from aiogpu.errors import (
+    AiogpuError,
+    InfeasibleError,
+    OptionError,
+    PlacementRemovedError,
+)
 from aiogpu.runtime.placements import removed
 
 if TYPE_CHECKING:
@@ -31,14 +37,24 @@ KNOWN: Final = 1024
 
 
 class Own:
-    """One that was asked for here, and not removed."""
+    """One that was asked for here, and not removed.
 
-    __slots__ = ("gang", "group", "receiver")
+    Attributes:
+        gang: its bundles.
+        group: Ray's own.
+        receiver: who is told of it.
+        is_detached: whether it outlives this program.
+    """
 
-    def __init__(self, gang: Gang, group: Any, receiver: Receiver) -> None:
+    __slots__ = ("gang", "group", "is_detached", "receiver")
+
+    def __init__(
+        self, gang: Gang, group: Any, receiver: Receiver, is_detached: bool
+    ) -> None:
         self.gang = gang
         self.group = group
         self.receiver = receiver
+        self.is_detached = is_detached
 
 
 class Placements:
@@ -66,21 +82,27 @@ class Placements:
         engine, gang = self._engine, site.spec.shape.request.gang
         assert isinstance(gang, Gang), site
         check_priority(site.spec)
-        self._check(gang)
-        group = ray.new_group(
-            [bundle_of(bundle) for bundle in gang.bundles], gang.strategy, gang.key
-        )
+        is_detached = site.spec.is_detached
+        group = ray.find_group(gang.key) if is_detached else None
+        if group is None:
+            self._check(gang)
+            group = new_group(gang, is_detached=is_detached)
         self._groups[gang.key] = group
         live = Live(gang.name, receiver, engine.loop.time())
         number = engine.calls.begin(live)
         live.stop = partial(self.release, number)
         live.told_as = b""
-        self.own[number] = Own(gang, group, receiver)
+        self.own[number] = Own(gang, group, receiver, is_detached)
         engine.calls.watch(number, (group.ready(),))
         return number
 
     def _check(self, gang: Gang) -> None:
         overview = self._engine.overview
+        if any(bundle.gpu_memory for bundle in gang.bundles):
+            raise OptionError(
+                f"{gang.name} names gpu_memory in a bundle, which a Ray cluster cannot "
+                f"reserve; leave it out, or run on a node of aiogpu's own."
+            )
         for bundle in gang.bundles:
             overview.check_request(
                 f"a bundle of {gang.name}", _untyped(bundle.request())
@@ -104,6 +126,8 @@ class Placements:
         if own is None:
             return False
         gang = own.gang
+        if own.is_detached:
+            names.forget(gang)
         self._groups.pop(gang.key, None)
         members = set(self._evicted(gang))
         if members:
@@ -233,15 +257,31 @@ class Placements:
     def close(self) -> None:
         """The program has left: what it has asked for ends with it."""
         for own in self.own.values():
-            ray.remove_group(own.group)
+            if not own.is_detached:
+                ray.remove_group(own.group)
         for key in list(self._emptying):
             self._remove(key)
         self.own.clear()
 
 
+def new_group(gang: Gang, *, is_detached: bool) -> Any:
+    """Ask Ray for the group of a placement.
+
+    Raises:
+        PlacementNameError: another detached one has its name.
+    """
+    bundles = [bundle_of(bundle) for bundle in gang.bundles]
+    if is_detached:
+        names.claim(gang)
+    lifetime = "detached" if is_detached else None
+    return ray.new_group(
+        bundles, strategy=gang.strategy, name=gang.key, lifetime=lifetime
+    )
+
+
 def _is_typed(group: Any, within: Within, request: Request) -> bool:
     """Whether all bundles that it may use were asked for with its type."""
-    bundles = ray.bundles_of(group)
+    bundles = list(group.bundle_specs)
     if within.bundle != ANY:
         bundles = bundles[within.bundle : within.bundle + 1]
     of_type = f"{TYPE_PREFIX}{request.accelerator_type}"

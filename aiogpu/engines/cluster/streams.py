@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.errors import MisuseError
 
@@ -70,7 +71,7 @@ class Inflow:
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
         self._calls.uptake.ensure(self._live.place)
-        ray.cancel(self._items)
+        cancelling.cancel(self._items)
         self._calls.ending.pop(self._number, None)
         if self._task is not None:
             self._task.cancel()

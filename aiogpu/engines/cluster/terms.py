@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.types import AWS_NEURON_CORE
 from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
-from aiogpu.errors import OptionError
+from aiogpu.errors import DeviceError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
@@ -94,6 +94,20 @@ def typed(resources: Mapping[str, float]) -> dict[str, float]:
     """What a node has, with the type of the devices that Ray does not look for."""
     of_cores = {TYPE_PREFIX + AWS_NEURON_CORE: 1.0} if NEURON in resources else {}
     return {**of_cores, **resources}
+
+
+def check_visible(num_gpus: float | None, visible: str | None) -> None:
+    """Refuse to share out more GPUs than a variable lets this machine have.
+
+    Raises:
+        DeviceError: says how many.
+    """
+    named = None if visible is None else [one for one in visible.split(",") if one]
+    if named is not None and num_gpus is not None and num_gpus > len(named):
+        raise DeviceError(
+            f"num_gpus={num_gpus:g}, but CUDA_VISIBLE_DEVICES={visible!r} names "
+            f"{len(named)}: ask for fewer, or unset the variable."
+        )
 
 
 def as_float(parts: int) -> float:

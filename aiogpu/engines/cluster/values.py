@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
+from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
@@ -165,7 +166,7 @@ class ClusterValues:
             return
         live = calls.live.get(shared.task)
         calls.uptake.ensure(0 if live is None else live.place)
-        ray.cancel(shared.ref)
+        cancelling.cancel(shared.ref)
 
     def cancel(self, task: int) -> None:
         """Nobody wants an answer any more."""

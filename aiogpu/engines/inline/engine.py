@@ -13,6 +13,7 @@ import asyncio
 import os
 from importlib import import_module
 
+from aiogpu.core.gang import Gang
 from aiogpu.core.snapshot import NodeStatus
 from aiogpu.core.why import Why
 from aiogpu.engines.base import NodeOptions, error_inside_task
@@ -117,7 +118,16 @@ class InlineEngine:
         """Ask for a lease; see `Engine.take_lease`."""
         return self._node.leases.take(site, receiver)
 
-    take_placement = take_lease
+    def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
+        """Ask for a placement; see `Engine.take_placement`."""
+        leases = self._node.leases
+        if site.spec.is_detached:
+            return leases.standing.take(site, receiver, leases.take)
+        return leases.take(site, receiver)
+
+    def find_placement(self, name: str) -> Gang:
+        """One that outlives its program; see `Engine.find_placement`."""
+        return self._node.leases.standing.find(name)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
@@ -127,7 +137,9 @@ class InlineEngine:
     def cancel(self, task: int) -> None:
         """Stop a task; see `Engine.cancel`."""
         if self._runner is not None:
-            self._node.cancel(task)
+            node = self._node
+            if not node.leases.standing.remove(task, node.cancel):
+                node.cancel(task)
 
     def begin_wait(self, task: int) -> None:
         """Some code waits for a task now."""

@@ -20,6 +20,7 @@ from aiogpu.engines.admission import check_site
 from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.leases import LeaseReceiver
+from aiogpu.runtime.standing import StandingPlacements
 from aiogpu.wire.leasing import MARK, Grant
 
 if TYPE_CHECKING:
@@ -45,12 +46,14 @@ class InlineLeases:
 
     Attributes:
         placements: those of them that are placements.
+        standing: those that nobody ends but who removes them.
     """
 
     def __init__(self, node: InlineNode) -> None:
         self._node = node
         self._tenants: dict[int, Tenant] = {}
         self.placements = InlinePlacements(node)
+        self.standing = StandingPlacements()
 
     def __repr__(self) -> str:
         return f"<InlineLeases {len(self.granted)} held>"

@@ -220,7 +220,7 @@ async def nodes() -> None:
 async def placements() -> None:
     aiogpu.placement([{"GPU": 1}], "TIGHT")  # refused
     aiogpu.placement({"GPU": 1})  # refused
-    aiogpu.placement([{"GPU": 1}], lifetime="detached")  # refused
+    aiogpu.placement([{"GPU": 1}], lifetime="attached")  # refused
     embed.options(placement="group")  # refused
     embed.options(bundle="0")  # refused
 
