@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from aiogpu.runtime.call import Receiver
+from aiogpu.runtime.receiver import Receiver
 
 if TYPE_CHECKING:
     from aiogpu.engines.base import Engine

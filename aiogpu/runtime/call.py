@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.errors import (
     DeadlockError,
@@ -17,6 +17,9 @@ from aiogpu.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from aiogpu.runtime.receiver import ItemReceiver as ItemReceiver  # noqa: PLC0414
+from aiogpu.runtime.receiver import Receiver as Receiver  # noqa: PLC0414
+from aiogpu.runtime.receiver import pass_on as pass_on  # noqa: PLC0414
 from aiogpu.wire.messages import Run
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.retried import NONE, Retried
@@ -30,36 +33,6 @@ if TYPE_CHECKING:
 _NO_WINDOWS: Final[Mapping[str, int]] = {}
 _site_ids: Final = count(1)
 _function_ids: Final = count(1)
-
-
-class Receiver(Protocol):
-    """Who waits for a task's end. One of the three is called, at most once."""
-
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
-        ...
-
-    def reject(self, failed: Failed) -> None:
-        """Take what the worker says of its failure in place of a result."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Take the error in place of a result."""
-        ...
-
-
-class ItemReceiver(Receiver, Protocol):
-    """Who waits for a stream: items come first, then one of the three is called."""
-
-    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
-        """Take pickled items, in order."""
-        ...
-
-
-def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
-    """Give items to whom they are for; None, if nobody wants them any more."""
-    if receiver is not None:
-        cast("ItemReceiver", receiver).receive_items(payloads)
 
 
 @dataclass(slots=True, eq=False)
