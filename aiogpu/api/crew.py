@@ -180,7 +180,13 @@ class Crew:
         """Give it no calls until it says that it lives, or why it does not."""
         member.is_ready = False
         self._sort()
-        _add_done_callback(member.link.ready(), partial(self._on_ready, member))
+        try:
+            ready = member.link.ready()
+        except NodeError as error:
+            # There is nobody to be asked any more.
+            self._lose(member, error)
+            return
+        _add_done_callback(ready, partial(self._on_ready, member))
 
     def _sort(self) -> None:
         """Calls go to those that are ready; where none is, to those that will be."""

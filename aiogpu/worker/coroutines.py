@@ -114,5 +114,8 @@ class Coroutines:
             raise
 
     def _replace_loop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            # They never run again, and their task's failure has been told.
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._loop.close()
         self._loop = asyncio.new_event_loop()

@@ -29,11 +29,13 @@ class Record:
 
     Attributes:
         figures: what was counted, by what it is.
+        series: what was weighed at each rest, by what it is.
     """
 
     def __init__(self) -> None:
         self.claims: dict[str, Claim] = {}
         self.figures: dict[str, Counter[str]] = {}
+        self.series: dict[str, list[float]] = {}
         self._begun = time.monotonic()
 
     @property
@@ -68,6 +70,8 @@ class Record:
         for what, counted in self.figures.items():
             pairs = (f"{name} {n}" for name, n in counted.most_common())
             lines.append(f"{what}: {', '.join(pairs)}")
+        for what, samples in self.series.items():
+            lines.append(f"{what}: {' '.join(f'{each:g}' for each in samples)}")
         width = max(map(len, self.claims), default=0)
         lines += ["", f"{'claim':{width}}  checks  verdict"]
         for name, claim in self.claims.items():
@@ -82,6 +86,7 @@ class Record:
             "seconds": round(self.seconds, 1),
             "held": self.has_held,
             "figures": {what: dict(n) for what, n in self.figures.items()},
+            "series": self.series,
             "claims": {
                 name: {"checks": claim.checks, "failures": claim.failures}
                 for name, claim in self.claims.items()

@@ -34,7 +34,15 @@ def take(gpus: list[int], amount: float) -> list[IO[bytes]]:
         OverlapError: somebody else has it.
     """
     wanted = min(QUARTERS, round(amount * QUARTERS))
-    return [file for gpu in gpus for file in _quarters(gpu, wanted)]
+    found: list[IO[bytes]] = []
+    try:
+        for gpu in gpus:
+            _take_quarters(found, gpu, wanted)
+    except OverlapError:
+        for file in found:
+            file.close()
+        raise
+    return found
 
 
 @contextmanager
@@ -48,8 +56,8 @@ def held(gpus: list[int], amount: float) -> Iterator[None]:
             file.close()
 
 
-def _quarters(gpu: int, wanted: int) -> list[IO[bytes]]:
-    found: list[IO[bytes]] = []
+def _take_quarters(found: list[IO[bytes]], gpu: int, wanted: int) -> None:
+    before = len(found)
     for quarter in range(QUARTERS):
         path = f"{os.environ[_PLACE]}/gpu-{gpu}-{quarter}"
         file = open(path, "wb")  # noqa: SIM115 - it is held
@@ -59,9 +67,9 @@ def _quarters(gpu: int, wanted: int) -> list[IO[bytes]]:
             file.close()
         else:
             found.append(file)
-        if len(found) == wanted:
-            return found
+        if len(found) - before == wanted:
+            return
     raise OverlapError(
         f"process {os.getpid()} was given {wanted} quarters of GPU {gpu}, of which "
-        f"others hold all but {len(found)}."
+        f"others hold all but {len(found) - before}."
     )

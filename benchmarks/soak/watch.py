@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Final
 
 from benchmarks.soak.box import Box
@@ -13,14 +12,17 @@ from benchmarks.soak.record import Record
 from benchmarks.soak.sockets import listening, of_the_internet
 
 LOOK_EVERY: Final = 1.0
-MEMORY: Final = 24 << 20
-"""Bytes by which a process may grow for reasons of its own: its allocator's pools."""
+MEMORY: Final = "MiB of its own"
+DESCRIPTORS: Final = "descriptors"
+PROCESSES: Final = "processes"
+SEGMENTS: Final = "segments"
 BOUNDS: Final[dict[str, float]] = {
-    "memory": MEMORY,
+    # The allocator's pools grow for reasons of their own.
+    MEMORY: 16,
     # A keeper and a worker more or less may be kept for what comes next.
-    "descriptors": 60,
-    "processes": 20,
-    "segments": 8,
+    DESCRIPTORS: 60,
+    PROCESSES: 20,
+    SEGMENTS: 8,
 }
 NO_INTERNET: Final = "no process has a socket of the internet's"
 OWN_DIRECTORY: Final = "who listens does so in the node's own directory"
@@ -60,31 +62,28 @@ class Watch:
         self.most_spilled = max(self.most_spilled, spilled)
         self.latest = ", ".join(f"{n} {part}" for part, n in counted(found).items())
 
-    def weigh(self, pid: int) -> dict[str, float]:
+    def weigh(self, pid: int) -> None:
         """The process of the node, and all others of its box, while it rests."""
         held = descriptors(pid)
         sample = {
-            "memory": float(own_memory(pid)),
-            "descriptors": float(len(held)),
-            "processes": float(len(self._box.processes())),
-            "segments": float(_segments(held)),
+            MEMORY: own_memory(pid) / (1 << 20),
+            DESCRIPTORS: float(len(held)),
+            PROCESSES: float(len(self._box.processes())),
+            SEGMENTS: float(_segments(held)),
         }
         for measure, value in sample.items():
-            self._series[measure].samples.append(value)
-        return sample
+            self._series[measure].samples.append(round(value, 1))
 
     def judge(self) -> None:
-        """Claim that nothing has grown."""
+        """Claim that nothing has grown, and that values were spilled."""
         for measure, series in self._series.items():
+            what = f"{self._what}, at its rests: {measure}"
+            self._record.series[what] = series.samples
             if series.is_enough:
                 told = f"{series.growth:g} more: {series.samples}"
                 is_flat = series.growth <= BOUNDS[measure]
                 self._record.check(f"{self._what}: {measure} flat", is_flat, told)
-        last = {name: series.samples[-1:] for name, series in self._series.items()}
-        figures = Counter({name: int(*value) for name, value in last.items() if value})
-        figures["memory"] >>= 20
-        figures["spilled at once"] = self.most_spilled
-        self._record.add(f"{self._what}, at its last rest", figures)
+        self._record.add(f"{self._what}: spilled", {"at once": self.most_spilled})
 
 
 def _segments(held: list[str]) -> int:

@@ -49,6 +49,7 @@ class PaperLink:
         self._death: Exception | None = None
         self._readies: list[Handle[None]] = []
         self._ends: list[Handle[None]] = []
+        self._lost: Exception | None = None
 
     def cancel(self, _task: int) -> None:
         self.cancelled += 1
@@ -71,6 +72,8 @@ class PaperLink:
         return handle
 
     def ready(self) -> Handle[None]:
+        if self._lost is not None:
+            raise self._lost
         handle = self._handle("ready")
         self._readies.append(handle)
         self._tell()
@@ -122,6 +125,12 @@ class PaperLink:
         """Its process has gone."""
         for handle in self._ends:
             handle.receive(NOTHING)
+
+    def lose_node(self, error: Exception) -> None:
+        """Its node has gone, and can be asked nothing any more."""
+        self._lost = error
+        for handle in self._ends:
+            handle.fail(error)
 
     def answer(self, call: int = -1, value: Any = None) -> None:
         self.calls[call].receive(dump_result(value))

@@ -17,6 +17,7 @@ from aiogpu.errors import (
     InfeasibleError,
     MisuseError,
     NodeClosedError,
+    NodeDiedError,
 )
 from tests.api.paper_actor import Paper, PaperLink
 from tests.turns import no_complaints, turns
@@ -393,6 +394,17 @@ async def test_with_the_node_ends_the_pool(paper: Paper) -> None:
     assert isinstance(caught.value.__cause__, NodeClosedError)
     assert len(paper.links) == 2
     assert {type(each) for each in await heard(handles)} == {NodeClosedError}
+
+
+async def test_a_node_that_has_died_ends_the_pool(paper: Paper) -> None:
+    """It answers nobody, and nothing is raised where nobody could catch it."""
+    pool = await ready_pool(paper, 2)
+    for link in paper.links:
+        link.lose_node(NodeDiedError("the node has ended"))
+    await turns()
+    with pytest.raises(MisuseError, match="is closed and takes no calls") as caught:
+        call(pool)
+    assert isinstance(caught.value.__cause__, NodeDiedError)
 
 
 async def test_a_node_that_is_closed_while_one_is_replaced(paper: Paper) -> None:

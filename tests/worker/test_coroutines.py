@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -181,4 +182,24 @@ def test_a_rest_that_does_not_end_is_left_behind_with_the_loop(
     assert seen == ["cancelled"]
     (left,) = kept
     assert not left.done()
-    left._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_an_interrupt_before_its_first_step(
+    coroutines: Coroutines,
+    interrupts: Interrupts,
+    page: ControlPage,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It never begins, and says nothing of that when it is collected."""
+    page.ask(3, 7)
+    interrupts.entered = 7
+    coroutines._loop.call_soon(interrupt)
+    coroutine = answer(1)
+    with pytest.raises(KeyboardInterrupt):
+        coroutines.run(coroutine, 7)
+    interrupts.entered = 0
+    coroutine.close()  # as whoever has made it does
+    del coroutine
+    gc.collect()
+    assert not caplog.records
+    assert coroutines.run(answer(3), 8) == 3
