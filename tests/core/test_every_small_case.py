@@ -1,0 +1,188 @@
+"""Every sequence of takes and returns on few GPUs, against `naive`.
+
+No case is drawn: up to the bound all are tried, in whatever order, so that what a
+smaller one shows is shown by the smallest.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.ledger import Lease, Ledger
+from aiogpu.core.policy import Patience
+from aiogpu.core.resources import BY_SHARE, GPU, Request, device_quantity
+from aiogpu.testing import World
+from tests.core.naive import Ask, Card, NaiveNode
+
+THIRD = str(1 / 3)
+PLAIN = [
+    *(Ask(gpus) for gpus in (THIRD, "0.5", "0.7", "1", "2")),
+    *(Ask(gpus, spread=True) for gpus in (THIRD, "0.5")),
+]
+TYPED = [
+    *(Ask("0.5", kind) for kind in (None, "A100", "T4")),
+    *(Ask("1", kind) for kind in ("A100", "T4")),
+    Ask("2", "A100"),
+    Ask("0.7", "T4", spread=True),
+]
+BY_BYTES = [
+    Ask("0.5"),
+    Ask("0.5", memory=4),
+    Ask("0.25", memory=None),
+    Ask("0", memory=4),
+    Ask("0", memory=6, spread=True),
+    Ask("0.25", memory=3, spread=True),
+    Ask("1", memory=8),
+    Ask("1"),
+]
+BOXES = {
+    "plain": (PLAIN, [[Card()] * count for count in (1, 2, 3)]),
+    "typed": (TYPED, [[Card(), Card("T4")], [Card("T4"), Card(), Card()]]),
+    "by bytes": (
+        BY_BYTES,
+        [
+            [Card(memory=10)],
+            [Card(memory=10), Card(memory=7)],
+            [Card(), Card(memory=9)],
+        ],
+    ),
+}
+WIDE = {
+    "plain": (PLAIN, [[Card()] * 4]),
+    "typed": (TYPED, [[Card(), Card("T4"), Card(), Card("T4")]]),
+    "by bytes": (BY_BYTES, [[Card(memory=10), Card(memory=7), Card(memory=10)]]),
+    "all": (
+        [*PLAIN[1:4], *TYPED[1:3], *BY_BYTES[1:5]],
+        [[Card(memory=10), Card("T4", memory=7), Card(memory=10)]],
+    ),
+}
+
+
+def request_of(ask: Ask) -> Request:
+    """What the core is asked."""
+    devices = {GPU: device_quantity("num_gpus", float(ask.gpus))}
+    memory = BY_SHARE if ask.memory is None else ask.memory
+    asked = Request.of({}, devices, spread=ask.spread, gpu_memory=memory)
+    # A type is worth a custom resource as well, which is not of interest here.
+    return replace(asked, accelerator_type=ask.type)
+
+
+@dataclass
+class Both:
+    """The ledger and the plain model, told the same."""
+
+    ledger: Ledger
+    naive: NaiveNode
+    asks: list[tuple[Ask, Request]]
+    seen: int = 0
+
+    @classmethod
+    def of(cls, cards: list[Card], asks: list[Ask]) -> "Both":
+        devices = [
+            Device(index, card.type, memory=card.memory)
+            for index, card in enumerate(cards)
+        ]
+        ledger = Ledger({}, [DeviceSet(GPU, devices)])
+        requests = [(ask, request_of(ask)) for ask in asks]
+        return cls(ledger, NaiveNode(cards), requests)
+
+    def explore(self, depth: int, held: list[tuple[Ask, Lease]]) -> None:
+        """Try all that can happen next, and after that, and undo it."""
+        self.seen += 1
+        free = self.ledger.device_sets[GPU].free
+        assert list(free) == [self.naive.free(at) for at in range(len(free))]
+        if not depth:
+            self.ledger.check()
+            return
+        for ask, request in self.asks:
+            expected = self.naive.choose(ask)
+            lease = self.ledger.take(request)
+            got = lease and tuple(index for index, _ in lease.shares[0])
+            assert got == expected, (ask, self.naive.held)
+            if lease is not None:
+                self.put(ask, lease)
+                self.explore(depth - 1, [*held, (ask, lease)])
+                self.give_back(ask, lease)
+        for place, (ask, lease) in enumerate(held):
+            self.give_back(ask, lease)
+            self.explore(depth - 1, held[:place] + held[place + 1 :])
+            self.take_again(ask, lease)
+
+    def put(self, ask: Ask, lease: Lease) -> None:
+        for index, part in lease.shares[0]:
+            assert part == ask.part
+            self.naive.held[index].append(ask)
+
+    def give_back(self, ask: Ask, lease: Lease) -> None:
+        self.ledger.give_back(lease)
+        for index, _ in lease.shares[0]:
+            self.naive.held[index].remove(ask)
+
+    def take_again(self, ask: Ask, lease: Lease) -> None:
+        """Undo `give_back`."""
+        self.ledger.leases[lease.id] = lease
+        self.ledger.by_device.add(lease)
+        memory = lease.request.gpu_memory
+        self.ledger.device_sets[GPU].take(lease.shares[0], memory)
+        self.put(ask, lease)
+
+
+def compare(asks: list[Ask], cards: list[Card], depth: int) -> int:
+    both = Both.of(cards, asks)
+    both.explore(depth, [])
+    return both.seen
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_every_sequence_of_four_steps(kind):
+    asks, boxes = BOXES[kind]
+    for cards in boxes:
+        assert compare(asks, cards, depth=4) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WIDE)
+def test_every_sequence_of_five_steps_on_more_cards(kind):
+    asks, boxes = WIDE[kind]
+    for cards in boxes:
+        assert compare(asks, cards, depth=5) > 10_000
+
+
+def test_what_can_never_be_given_is_known():
+    """[B23], on every box of up to three cards."""
+    kinds = [Card(), Card("T4"), Card(memory=10), Card("T4", memory=4)]
+    asks = [*PLAIN, *TYPED, *BY_BYTES, Ask("3"), Ask("1", "H100"), Ask("0", memory=11)]
+    for count in (1, 2, 3):
+        for cards in product(kinds, repeat=count):
+            both = Both.of(list(cards), asks)
+            for ask, request in both.asks:
+                may = both.naive.is_feasible(ask)
+                assert (both.ledger.why_infeasible(request) is None) == may, ask
+
+
+@pytest.mark.parametrize("amount", [0.5, 1])
+@pytest.mark.parametrize("strategy", ["pack", "spread"])
+def test_whoever_ends_first_a_wide_task_waits_for_those_before_it_alone(
+    amount, strategy
+):
+    """[B24]: under an endless stream, in every order in which tasks may end."""
+    orders: list[tuple[str, ...]] = [()]
+    tried = 0
+    while orders:
+        order = orders.pop()
+        w = World(cpus=16, gpus=2, patience=Patience(reserve_after=0.0))
+        for number in range(2 * int(1 / amount)):
+            w.submit(f"before{number}", num_gpus=amount, strategy=strategy)
+        before = w.running
+        w.submit("wide", num_gpus=2)
+        for number in range(8):
+            w.submit(f"after{number}", num_gpus=amount, strategy=strategy)
+        for name in order:
+            w.finish(name)
+        assert ("wide" in w.running) == (set(order) == before), order
+        if "wide" not in w.running:
+            orders += [(*order, name) for name in sorted(w.running)]
+        tried += 1
+    assert tried > len(before)
