@@ -7,7 +7,6 @@ comes by `ray://` have alike.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from aiogpu.engines.cluster.census import Node, Survey, survey_of
+from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
 from aiogpu.errors import NodeError
 
@@ -331,18 +330,11 @@ def _survey(address: str) -> Survey:
 
 
 def grows() -> bool:
-    """Whether something starts nodes as they are needed.
-
-    Ray's autoscaler runs beside a cluster without one as well, and mirrors its nodes:
-    then each is of a type of its own.
-    """
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    if _internal_kv_get(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+    """Whether something starts nodes as they are needed."""
+    told = internal_kv._internal_kv_get
+    if told(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
         return True
-    said = json.loads(_internal_kv_get(b"__autoscaling_status") or b"{}")
-    types = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
-    return any(name != f"node_{node}" for node, name in types.items())
+    return has_types(told(b"__autoscaling_status"))
 
 
 def total() -> dict[str, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.engines.cluster.capacity import (
     amounts,
@@ -14,7 +16,7 @@ from aiogpu.engines.cluster.capacity import (
     lacking,
     told,
 )
-from aiogpu.engines.cluster.census import Node, Survey, survey_of
+from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.picture import status_of
 from aiogpu.engines.cluster.waiting import why
 
@@ -179,3 +181,17 @@ def test_a_status_of_rays_is_read():
     assert found.coming == ["2 x gpu", "gpu"]
     assert found.failed == ["gpu: no quota"]
     assert found.grows
+
+
+@pytest.mark.parametrize(
+    ("told", "grows"),
+    [
+        (None, False),
+        (b"{}", False),
+        (b'{"autoscaler_report": null}', False),
+        (b'{"autoscaler_report": {"node_type_mapping": {"a": "node_a"}}}', False),
+        (b'{"autoscaler_report": {"node_type_mapping": {"a": "gpu"}}}', True),
+    ],
+)
+def test_types_of_nodes_that_may_come(told, grows):
+    assert has_types(told) is grows

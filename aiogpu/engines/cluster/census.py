@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,3 +71,14 @@ def survey_of(seen: Any, nodes: Sequence[Node], grows: bool) -> Survey:
         [f"{one.ray_node_type_name}: {one.details}" for one in seen.failed_launches],
         grows,
     )
+
+
+def has_types(told: bytes | None) -> bool:
+    """Whether what Ray's autoscaler has told names types of nodes that may come.
+
+    It runs beside a cluster without one as well, and mirrors its nodes: then each is of
+    a type of its own.
+    """
+    report = json.loads(told or b"{}").get("autoscaler_report") or {}
+    types = report.get("node_type_mapping") or {}
+    return any(name != f"node_{node}" for node, name in types.items())
