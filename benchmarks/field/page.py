@@ -119,7 +119,8 @@ def _sentence(counted: Verdict) -> str:
         f"Of {counted.all} comparisons with peers, aiogpu needs a tenth or less (an "
         f"order of magnitude) in {counted.tenfold}, a half or less in "
         f"{counted.twofold} more, less in {counted.faster} more; it is equal (the "
-        f"quartiles lie on both sides) in {counted.equal}, and needs more in {counted.slower}."
+        f"quartiles lie on both sides) in {counted.equal}, and needs more in "
+        f"{counted.slower}."
     )
 
 
