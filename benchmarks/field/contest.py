@@ -22,8 +22,6 @@ from benchmarks.port import UnsupportedError
 
 REST: Final = 0.03
 """Seconds between blocks, in which what the one before has set off is done."""
-LOOK: Final = 2.0
-"""Seconds for which it is looked what systems take that have nothing to do."""
 PATIENCE: Final = 2
 """Times that a contestant may be late; then it is asked nothing more."""
 OPENING: Final = 12.0
@@ -45,12 +43,14 @@ class Extent(NamedTuple):
         turns: at most; fewer if the question's time is over.
         least: turns that there are though it is over.
         seconds: in which all questions are to be done, if each keeps to its time.
+        look: seconds for which it is seen what systems take that have nothing to do.
     """
 
     amount: Amount
     turns: int
     least: int
     seconds: float
+    look: float
     limits: Limits
 
 
@@ -59,6 +59,7 @@ FULL: Final = Extent(
     turns=15,
     least=3,
     seconds=640,
+    look=2.0,
     limits=Limits(open=60, block=40, close=8),
 )
 QUICK: Final = Extent(
@@ -66,6 +67,7 @@ QUICK: Final = Extent(
     turns=1,
     least=1,
     seconds=60,
+    look=0.1,
     limits=Limits(open=120, block=60, close=20),
 )
 
@@ -129,7 +131,7 @@ class Contest:
                     self.findings.entries += entries
                     tell(_told(question, monotonic() - began, entries))
                     if not self.findings.idle:
-                        self.findings.idle = await _idle(seats)
+                        self.findings.idle = await _idle(seats, self._extent.look)
                 for seat in seats:
                     self.findings.libraries |= seat.libraries
             finally:
@@ -215,11 +217,11 @@ def _told(question: Question, took: float, entries: Sequence[Entry]) -> str:
     return f"{question.name}: {took:.0f} s{''.join(failed)}"
 
 
-async def _idle(seats: Sequence[Seat]) -> dict[str, float]:
+async def _idle(seats: Sequence[Seat], look: float) -> dict[str, float]:
     present = [seat for seat in seats if seat.is_taken]
     before = [seat.cpu_time() for seat in present]
-    await asyncio.sleep(LOOK)
+    await asyncio.sleep(look)
     return {
-        seat.name: max(0.0, seat.cpu_time() - was) / LOOK
+        seat.name: max(0.0, seat.cpu_time() - was) / look
         for seat, was in zip(present, before, strict=True)
     }

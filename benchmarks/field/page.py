@@ -88,7 +88,7 @@ def _row(line: Line) -> list[str]:
         line.contestant,
         amount(line.p50, unit),
         amount(line.p99, unit),
-        str(line.beside_floor or ""),
+        str(line.beside_floor or "") if line.contestant != FLOOR else "",
         str(line.beside_ours or "") if line.contestant != OURS else "",
         f"{len(line.turns)}",
         "; ".join(note.replace("|", "/").replace("\n", " ") for note in notes),
@@ -116,10 +116,11 @@ def judgement(found: Mapping[str, Sequence[Line]]) -> str:
 
 def _sentence(counted: Verdict) -> str:
     return (
-        f"Of {counted.all} comparisons with peers, aiogpu needs a tenth or less in "
-        f"{counted.tenfold}, a half or less in {counted.twofold} more, less in "
-        f"{counted.faster} more; it is equal (the quartiles lie on both sides) in "
-        f"{counted.equal}, and needs more in {counted.slower}."
+        f"Of {counted.all} comparisons with peers, aiogpu needs a tenth or less (an "
+        f"order of magnitude) in {counted.tenfold}, a half or less in "
+        f"{counted.twofold} more, less in {counted.faster} more; it is equal (the "
+        f"quartiles lie on both sides) in {counted.equal}, and needs more in "
+        f"{counted.slower}."
     )
 
 

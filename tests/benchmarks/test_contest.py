@@ -38,7 +38,7 @@ TOGETHER = ["aiogpu", "executor"]
 
 def others() -> Iterator[object]:
     for name in sorted(set(ENVIRONMENTS) - set(TOGETHER)):
-        marks = [pytest.mark.ray if name == "ray" else pytest.mark.slow]
+        marks = [pytest.mark.slow, *([pytest.mark.ray] if name == "ray" else [])]
         if why := missing(name):
             marks.append(pytest.mark.skip(reason=f"{why}: pip install 'aiogpu[bench]'"))
         yield pytest.param([name], marks=marks, id=name)

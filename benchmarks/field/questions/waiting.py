@@ -29,7 +29,7 @@ from benchmarks.tasks import noop, wait_at_gate
 TIME, MEMORY = "waiting-time", "waiting-memory"
 PORTION: Final = 1_000
 """Calls that are made in one turn of the loop."""
-PATIENCE: Final = 10.0
+PATIENCE: Final = 14.0
 """Seconds after which no further one is made."""
 QUIET: Final = 0.25
 """Of one core: what a system takes at most that has taken in all."""
