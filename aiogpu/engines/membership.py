@@ -237,7 +237,10 @@ class Membership:
         self._is_telling = False
         if not self._line.is_open:
             return
-        returned = self.loans.tell()
+        try:
+            returned = self.loans.tell()
+        except (NodeClosedError, ConnectionResetError):
+            return  # it has gone, and the other connection tells of it next
         if returned is not None:
             self.send(returned)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from tests.engines.raw_client import (
 )
 from tests.gate import Gate
 from tests.program import environment, start
+from tests.turns import no_complaints, turns
 from tests.until import until
 
 pytestmark = [
@@ -341,3 +343,21 @@ async def test_each_program_has_its_own_modules_and_place(
     for name, one in zip(("one", "two"), running, strict=True):
         out, _ = await asyncio.to_thread(one.communicate, "")
         assert out == f"{name} {tmp_path / name} {name}\n"
+
+
+async def test_a_value_is_dropped_when_the_node_has_just_gone(node: Service) -> None:
+    """Of its two connections that for descriptors may be the first to end."""
+
+    @aiogpu.remote
+    def make() -> memoryview:
+        return memoryview(bytes(1 << 20))
+
+    async with no_complaints():
+        session = await aiogpu.init(address=node.path, log_to_driver=False)
+        view = await make.remote()
+        connection = session._engine.loans.descriptors._socket  # type: ignore[attr-defined]
+        assert connection is not None
+        connection.shutdown(socket.SHUT_RD)  # as the node's end of it does
+        del view
+        await turns()
+        await aiogpu.shutdown()
