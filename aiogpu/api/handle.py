@@ -35,6 +35,8 @@ T = TypeVar("T")
 # Looked up once; `super()` costs more than the methods themselves.
 _set_result: Final[Callable[[Any, object], None]] = asyncio.Future.set_result
 _result: Final[Callable[[Any], object]] = asyncio.Future.result
+_exception: Final[Callable[[Any], BaseException | None]] = asyncio.Future.exception
+_add_done_callback: Final[Callable[..., None]] = asyncio.Future.add_done_callback
 
 
 class Owner(Protocol):
@@ -177,9 +179,9 @@ class Handle(asyncio.Future[T]):
         self._callbacks_added += 1
         if context is None:
             # Given as None, it would be that of whoever settles the handle.
-            super().add_done_callback(fn)
+            _add_done_callback(self, fn)
         else:
-            super().add_done_callback(fn, context=context)
+            _add_done_callback(self, fn, context=context)
 
     def remove_done_callback(self, fn: Callable[[Any], object], /) -> int:
         """Undo `add_done_callback`; gives how many there were."""
@@ -294,10 +296,12 @@ class Handle(asyncio.Future[T]):
 
     def exception(self) -> BaseException | None:
         """The task's error, or the one of unpickling its result; None without."""
-        error = super().exception()
-        if error is None and self._payload is not None:
+        error = _exception(self)
+        if error is not None:
+            return error
+        if self._payload is not None:
             self._decode()
-        return error or self._error
+        return self._error
 
     def _decode(self) -> None:
         assert self._payload is not None, self

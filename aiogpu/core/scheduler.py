@@ -135,10 +135,12 @@ class Scheduler(Node):
         if bucket is None and (lease := self.take(record)):
             start(self, record, lease, now, effects)
             return effects
-        self.ready.push(record)
         if bucket is None:
+            self.ready.push(record)
             note_stuck(self, record, now)
-        elif self.reservation is None or bucket.head() is not record:
+            return self._place(now, effects) if self.holds_back else NOTHING
+        bucket.push(record)
+        if self.reservation is None or bucket.head() is not record:
             return NOTHING
         return self._place(now, effects) if self.holds_back else NOTHING
 

@@ -6,7 +6,7 @@ holds the loop for 50 ms.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, count
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -81,8 +81,11 @@ class Table(Generic[T]):
         shard = self._shards.get(task >> BITS)
         return None if shard is None else shard.get(task)
 
-    def some(self, tasks: Iterable[TaskId]) -> list[T | None]:
+    def some(self, tasks: Collection[TaskId]) -> list[T | None]:
         """What belongs to each of these ids, None without it."""
+        found = [*map(self.young.get, tasks)]
+        if None not in found:
+            return found
         shards = self._shards
         return [shards.get(task >> BITS, _NOTHING).get(task) for task in tasks]
 

@@ -57,11 +57,11 @@ class Answers:
 
     def on_done(self, worker: int, answers: Sequence[Done]) -> None:
         """A worker has ended some tasks, one after the other."""
-        start = 0
-        while start < len(answers):
-            if start + 1 < len(answers):
+        start, last = 0, len(answers) - 1
+        while start <= last:
+            if start < last:
                 start += self._end_row(worker, answers[start:])
-            if start < len(answers):
+            if start <= last:
                 self.on_answer(worker, answers[start])
                 start += 1
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final, cast
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.acting import Invoke
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.frames import LARGE, encode, encode_all
 from aiogpu.wire.joining import Refused
@@ -24,6 +25,8 @@ from aiogpu.wire.messages import ChildDone, Hello, Message
 _log: Final = logging.getLogger(__name__)
 CHUNK: Final = 1 << 18
 _CREDENTIALS: Final = struct.Struct("iII")
+_POSTED: Final = frozenset({ChildDone, Invoke})
+"""Of these many are posted in one turn; but for their payload they are small."""
 
 AT_ONCE: Final = 256
 """Messages of one peer that are passed on in one turn of the loop: a few ms."""
@@ -87,11 +90,12 @@ class Peer(asyncio.Protocol):
         if messages and type(messages[0]) is Hello:
             # It comes first, and once.
             self._greeted(self, messages.pop(0))  # type: ignore[arg-type]
-        if self._waiting or len(messages) > AT_ONCE:
+        count = len(messages)
+        if self._waiting or count > AT_ONCE:
             self._put_off(messages)
-        elif messages:
+        elif count:
             self.on_messages(messages)
-        self._on_heard(len(messages))
+        self._on_heard(count)
 
     def _put_off(self, messages: list[Message]) -> None:
         """Pass on a flood in parts, between which the loop does other things."""
@@ -161,7 +165,7 @@ class Peer(asyncio.Protocol):
             return
         if self._is_posting:
             # What may be too long is to fail here, and nothing else with it.
-            is_small = type(message) is ChildDone and len(message.payload) < LARGE
+            is_small = type(message) in _POSTED and len(message.payload) < LARGE  # type: ignore[union-attr, arg-type]
             self._posted.append(message if is_small else encode(message))
         else:
             self._is_posting = True

@@ -51,12 +51,13 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
         body: bytes = pack((TAGS[type(message)], *message))
     except ValueError as error:
         raise SerializationError(f"a value is too large for a frame: {error}") from None
-    if len(body) > limit:
+    size = len(body)
+    if size > limit:
         raise SerializationError(
-            f"a message of {len(body)} bytes exceeds the limit of {limit}; pass "
+            f"a message of {size} bytes exceeds the limit of {limit}; pass "
             f"large data by file or in parts"
         )
-    return _pack_length(len(body)) + body
+    return _pack_length(size) + body
 
 
 def encode_all(messages: Iterable[Message | bytes]) -> bytes:
@@ -75,8 +76,7 @@ def encode_all(messages: Iterable[Message | bytes]) -> bytes:
             parts.append(encode(message))
             continue
         body = pack((tags[type(message)], *message))
-        parts.append(pack_length(len(body)))
-        parts.append(body)
+        parts += pack_length(len(body)), body
     return b"".join(parts)
 
 
