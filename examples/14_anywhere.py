@@ -40,8 +40,9 @@ class Counter:
 
 
 async def main() -> None:
-    joins = os.environ.get("AIOGPU_ADDRESS") == "auto"  # a node has what it has
-    async with aiogpu.init() if joins else aiogpu.init(num_cpus=2, num_gpus=1):
+    starts = os.environ.get("AIOGPU_ADDRESS", "local") in ("local", "inline", "ray")
+    # What is joined has what it has.
+    async with aiogpu.init(num_cpus=2, num_gpus=1) if starts else aiogpu.init():
         print(await asyncio.gather(*(embed.remote(text) for text in ("a", "bc"))))
         print(await total.remote(embed.remote("abc"), 1))
         print([number async for number in count.remote(4)])

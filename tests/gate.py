@@ -104,6 +104,13 @@ class Gate:
         async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: set(names) <= set(self._visitors))
 
+    async def holds(self, count: int) -> None:
+        """Wait until so many have come that were not let pass."""
+        import asyncio
+
+        async with asyncio.timeout(60), self._news:
+            await self._news.wait_for(lambda: len(self.inside) >= count)
+
     @property
     def inside(self) -> set[str]:
         """Who has come and was not let pass."""

@@ -23,7 +23,7 @@ from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
 from aiogpu.errors import NodeError
 
-OLDEST: Final = (2, 50)
+OLDEST: Final = (2, 52)
 """The oldest release that lets an actor close when its last handle goes."""
 ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""

@@ -63,7 +63,7 @@ def _cluster(
             raise
         raise NodeError(
             f"init(address={address or 'ray'!r}): Ray is not installed here. Install "
-            f"it by: pip install 'aiogpu[ray]'"
+            f"it by: pip install 'aiogpu[ray]' (or 'ray[client]' beside this aiogpu)."
         ) from error
     return RayEngine(address, options, loop)
 

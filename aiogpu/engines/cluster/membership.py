@@ -24,8 +24,8 @@ from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
 
-JOINING: Final = 60.0
-"""Seconds in which a cluster that answers was joined, by `ray://` in some five."""
+JOINING: Final = 120.0
+"""Seconds in which a cluster that answers was joined: five, or fifty if it is busy."""
 LEAVING: Final = 60.0
 """Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
 LOGS: Final = "logs"
