@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
-from aiogpu.engines.cluster.reach import CLUSTER_PORT, check_reachable, place_of
+from aiogpu.engines.cluster.reach import CLUSTER_PORT, TOKENS, check_reachable, place_of
 from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
@@ -175,10 +175,12 @@ class Membership:
             if self._named is None:
                 await asyncio.wait([asyncio.wrap_future(unless_left(_tie.leaving))])
 
-    def _hint(self) -> str:
-        """What may be wrong with the address that was named."""
+    def _hint(self, error: BaseException | None = None) -> str:
+        """What may be wrong with the address that was named, and what Ray says."""
         if self._named is None:
             return ""
+        if "AuthenticationError" in str(error and error.__cause__):
+            return f" By what Ray says, {TOKENS}"
         if not self._is_far():
             return (
                 f" Is it the port of the cluster itself, {CLUSTER_PORT} or so? The "
@@ -206,7 +208,8 @@ class Membership:
             where = "on this machine" if self._named is None else f"at {self._named}"
             raise NodeStartError(
                 f"init(address={self._address or 'ray'!r}): no cluster could be joined "
-                f"or started {where}: {type(error).__name__}: {error}.{self._hint()}"
+                f"or started {where}: {type(error).__name__}: {error}."
+                f"{self._hint(error)}"
             ) from error
         _tie.address, _tie.told = self._address, told
 

@@ -31,7 +31,7 @@ GREETING: Final = (
 )
 """What a client begins with."""
 TOKENS: Final = (
-    "its cluster has tokens, and this program sends none. Start it with "
+    "the cluster has tokens, and this program sends none of them. Start it with "
     "RAY_AUTH_MODE=token in its environment, and the cluster's token in "
     "RAY_AUTH_TOKEN, or in ~/.ray/auth_token."
 )
