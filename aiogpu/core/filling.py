@@ -43,17 +43,8 @@ class Filling:
         # Parts of those who have named their bytes: these stand for no memory.
         self._apart = [0] * len(self.capacity)
 
-    def copy(self) -> Filling:
-        """The same, to be moved without moving this."""
-        other = Filling(self.capacity)
-        other.free = self.free.copy()
-        other.named = self.named.copy()
-        other.named_mask = self.named_mask
-        other._apart = self._apart.copy()
-        return other
-
     def alone(self, index: int) -> Filling:
-        """A copy of one device, as the only one."""
+        """A copy of one device, as the only one: to be moved without moving this."""
         other = Filling(self.capacity[index : index + 1])
         other.free = [self.free[index]]
         other.named = [self.named[index]]

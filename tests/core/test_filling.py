@@ -5,7 +5,7 @@ import pytest
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.filling import Filling, named_bytes
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
+from aiogpu.core.resources import BY_SHARE, GPU, UNIT, Request
 
 GIB = 1 << 30
 
@@ -218,3 +218,10 @@ def test_bytes_are_written_as_people_read_them():
     ledger = node(80)
     ledger.take(asking(0, 20))
     assert repr(ledger) == "<Ledger GPU 1/1, gpu_memory 60GiB/80GiB; 1 leases>"
+
+
+def test_which_devices_are_large_enough_is_remembered_for_some_sizes():
+    devices = DeviceSet(GPU, [Device(0, memory=80 * GIB), Device(1, memory=300)])
+    for size in (*range(1, 400), 300, 301):
+        request = Request.of({}, {GPU: 5_000}, gpu_memory=size)
+        assert devices.usable(5_000, request) == (0b11 if size <= 300 else 0b01)

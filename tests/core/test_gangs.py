@@ -577,3 +577,17 @@ def test_placements_in_words():
     assert "second  PACK  waiting  0 in it" in told
     assert "waits for CPU 9 (free: 7)" in told
     assert "and 1 more" in told
+
+
+def test_a_gang_whose_program_has_other_tasks_is_asked_whether_it_fits():
+    w = GangWorld(cpus=4, gpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("all", num_gpus=2, client=2)
+    w.gang("g", {"GPU": 1}, {"GPU": 1}, client=1)
+    w.submit("mine", num_gpus=0.5, client=1)
+    w.submit("theirs", num_gpus=0.25, client=2)
+    w.finish("all")
+    assert "g" in w.gangs
+    assert w.waiting == {"mine", "theirs"}
+    w.scheduler.check()

@@ -9,11 +9,12 @@ from math import inf
 import pytest
 
 from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.events import TimePassed
 from aiogpu.core.ids import TaskId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.policy import Patience
-from aiogpu.core.reservation import STANDS, reserve
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.reservation import STANDS, STANDS_LONGEST, reserve
+from aiogpu.core.resources import GPU, UNIT, Request
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.testing import World
@@ -508,3 +509,44 @@ def test_they_are_kept_once_the_devices_are_there():
     assert w.waiting == {"wide", "late"}
     w.finish("long")
     assert w.running == {"wide"}
+
+
+def test_a_plan_stands_for_longer_where_nothing_has_come_back():
+    w = ready_for_two()
+    pass_over(w)
+    w.advance(2 * STANDS)
+    w.tell(TimePassed())
+    plan = w.scheduler.reservation
+    w.advance(2 * STANDS)
+    w.tell(TimePassed())
+    assert w.scheduler.reservation is plan
+    w.advance(STANDS_LONGEST)
+    w.tell(TimePassed())
+    assert w.scheduler.reservation is not plan
+    assert kept_for(w) == "big"
+
+
+def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
+    """Not all are compared; those that are held for life do not count."""
+    w = World(cpus=200, gpus=100, patience=Patience(reserve_after=0.0))
+    for number in range(100):
+        is_endless = number < 50
+        w.submit(f"t{number}", num_gpus=1, is_endless=is_endless, max_calls=1)
+    w.submit("wide", num_gpus=2)
+    w.tell(TimePassed())
+    assert w.scheduler.reservation.barred == {GPU: 3 << 50}
+    w.advance(2 * STANDS)
+    w.finish("t90")
+    assert w.scheduler.reservation.barred == {GPU: 1 << 90 | 1 << 50}
+    w.finish("t99")
+    assert "wide" in w.running
+
+
+def test_one_that_could_begin_sooner_is_found_among_those_that_are_compared():
+    w = World(cpus=200, gpus=60, patience=Patience(reserve_after=0.0))
+    for number in range(60):
+        timeout = 5.0 if number == 20 else None
+        w.submit(f"t{number}", num_gpus=1, timeout=timeout)
+    w.submit("wide", num_gpus=2)
+    w.tell(TimePassed())
+    assert w.scheduler.reservation.barred == {GPU: 1 << 20 | 1}
