@@ -16,6 +16,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -43,8 +44,8 @@ MANY: Final = 1000
 SHOWN: Final = 12
 LEAST: Final = 0.05
 """What is called less often by each is not listed."""
-_WAITING: Final = "Channel._wait"
-"""A worker looks at its socket as often as others give it the time to."""
+_TIMED: Final = re.compile(r"Channel\._wait$|memory_bounds|MemoryWatch\._|wakefulness")
+"""What is done as often as time passes, or as others give time to."""
 _ROOT: Final = os.path.dirname(aiogpu.__file__) + os.sep
 
 
@@ -79,7 +80,7 @@ class Tally:
         if what not in ("call", "c_call") or not code.co_filename.startswith(_ROOT):
             return
         name = f"{code.co_filename[len(_ROOT) :]}:{code.co_qualname}"
-        if name.endswith(_WAITING):
+        if _TIMED.search(name):
             return
         if what == "c_call":
             name += f" > {getattr(argument, '__qualname__', argument)}"

@@ -76,6 +76,7 @@ def test_many_are_put_in_found_and_taken_out_together(first: int):
         None,
         str(ids[-1]),
     ]
+    assert made.some(ids[-1:]) == [str(ids[-1])]
     made.pop_some(ids)
     assert not made
     with pytest.raises(KeyError):
