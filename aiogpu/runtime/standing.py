@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, cast
 from aiogpu.core.gang import Gang
 from aiogpu.core.gangs import REMOVED, UNKNOWN
 from aiogpu.errors import PlacementNameError, PlacementRemovedError
-from aiogpu.wire.failure import unpack_failure
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
@@ -62,14 +61,19 @@ class Standing:
 
     def reject(self, failed: Failed) -> None:
         """It is refused."""
-        self.fail(unpack_failure(failed, self.gang.name))
+        for watcher in self._end():
+            watcher.reject(failed)
 
     def fail(self, error: Exception) -> None:
         """It is refused, or no more."""
+        for watcher in self._end():
+            watcher.fail(error)
+
+    def _end(self) -> list[LeaseReceiver]:
+        """Forget it; gives those who are to be told."""
         self._placements.forget(self)
         watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher.fail(error)
+        return watchers
 
 
 class StandingPlacements:

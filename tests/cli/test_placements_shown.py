@@ -78,6 +78,7 @@ def test_a_program_is_told_all_of_one() -> None:
         "client": 0,
         "pid": 4711,
         "reason": None,
+        "detached": False,
     }
     waits = placement_data(status.placements[2])
     assert waits["pid"] is None

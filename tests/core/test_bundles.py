@@ -350,3 +350,45 @@ def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
     is_feasible = ledger.why_infeasible(gang.request()) is None
     assert is_feasible == fits_by_force([UNIT] * 3, wanted)
     assert is_feasible == (take_grouped(ledger, gang.request()) is not None)
+
+
+def test_bundles_reserve_bytes_of_their_gpus():
+    ledger = ledger_of(gpus=1, memory=16 * GIB)
+    share = {"GPU": 0.5, "gpu_memory": 6 * GIB}
+    alone = {"gpu_memory": 5 * GIB}
+    lease = take(ledger, share, alone)
+    assert ledger.available()["gpu_memory"] == 5 * GIB
+    assert sorted(ledger.reserved(lease)) == [("GPU", 0, 5 * GIB), ("GPU", 0, 6 * GIB)]
+    assert take(ledger, alone | {"gpu_memory": 6 * GIB}) is None
+    half = take_in(ledger, 0, GPU=0.25)
+    assert ledger.reserved(half) == (("GPU", 0, 3 * GIB),)
+    assert take_in(ledger, 0, gpu_memory=4 * GIB) is None
+    named = take_in(ledger, 0, GPU=0.25, gpu_memory=2 * GIB)
+    bare = take_in(ledger, 1, gpu_memory=5 * GIB)
+    assert ledger.reserved(bare) == (("GPU", 0, 5 * GIB),)
+    assert take_in(ledger, 1, gpu_memory=1) is None
+    for one in (half, named, bare):
+        ledger.give_back(one)
+        ledger.check()
+    give_back_gang(ledger, lease)
+    ledger.check()
+    assert ledger.available()["gpu_memory"] == 16 * GIB
+
+
+def test_bytes_beside_whole_gpus_say_which_are_large_enough():
+    devices = [Device(0, memory=8 * GIB), Device(1, memory=16 * GIB)]
+    ledger = Ledger({"CPU": UNIT}, [DeviceSet("GPU", devices)])
+    lease = take(ledger, {"GPU": 1, "gpu_memory": 10 * GIB})
+    assert where(lease) == [[1]]
+    whole = take_in(ledger, GPU=1, gpu_memory=16 * GIB)
+    assert ledger.reserved(whole) == (("GPU", 1, 16 * GIB),)
+    why = ledger.why_infeasible(gang_of({"gpu_memory": 17 * GIB}).request())
+    assert "for bundle 0" in why
+
+
+def test_a_bundle_has_no_more_bytes_than_it_names():
+    ledger = ledger_of(gpus=1, memory=16 * GIB)
+    took = take(ledger, {"GPU": 0.3, "gpu_memory": 1 * GIB + 7})
+    assert took.memories == ((1 * GIB + 7,),)
+    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 8) is None
+    assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 7)

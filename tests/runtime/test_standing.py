@@ -33,6 +33,9 @@ class Watcher:
     def receive(self, payload) -> None:
         self.told.append("granted")
 
+    def reject(self, failed) -> None:
+        self.told.append("refused")
+
     def fail(self, error) -> None:
         self.told.append(type(error).__name__)
 
@@ -100,7 +103,7 @@ def test_one_that_is_refused_is_none(standing):
 
     watcher = Watcher()
     assert standing.take(site_of("kept", "2"), watcher, reject) == 9
-    assert watcher.told == ["InfeasibleError"]
+    assert watcher.told == ["refused"]
     assert not standing.remove(9, print)
     take(standing, key="3")
 
