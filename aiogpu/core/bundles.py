@@ -77,7 +77,6 @@ class Part(Ledger):
         request = Request(devices=tuple(amounts))
         self.outside = Lease(LeaseId(0), request, tuple(rest))
         self.leases[self.outside.id] = self.outside
-        self.by_device.add(self.outside)
 
     @property
     def is_idle(self) -> bool:

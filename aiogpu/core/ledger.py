@@ -63,7 +63,6 @@ class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
-        by_device: the leases that hold something of a device.
         gangs: the bundles of the gangs that were granted, by key; see `bundles`.
     """
 
@@ -74,7 +73,7 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
-        self.by_device = ByDevice(self.device_sets)
+        self._by_device: ByDevice | None = None
         self.gangs: dict[str, tuple[Part, ...]] = {}
         self._last_id = 0
 
@@ -126,9 +125,18 @@ class Ledger:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
-        if shares:
-            self.by_device.add(lease)
+        if self._by_device is not None:
+            self._by_device.add(lease)
         return lease
+
+    @property
+    def by_device(self) -> ByDevice:
+        """The leases that hold something of a device; kept from the first look on."""
+        if self._by_device is None:
+            self._by_device = ByDevice(self.device_sets)
+            for lease in self.leases.values():
+                self._by_device.add(lease)
+        return self._by_device
 
     @property
     def ended(self) -> int:
@@ -140,7 +148,8 @@ class Ledger:
         shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
         for lease in leases:
             del self.leases[lease.id]
-            self.by_device.discard(lease)
+            if self._by_device is not None:
+                self._by_device.discard(lease)
             for (kind, _), taken in zip(
                 lease.request.devices, lease.shares, strict=True
             ):
@@ -194,8 +203,8 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
-        if lease.shares:
-            home.by_device.discard(lease)
+        if home._by_device is not None:
+            home._by_device.discard(lease)
         for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
             home.device_sets[kind].give_back(shares, lease.request.gpu_memory)
         if lease.stake is not None:
@@ -344,7 +353,8 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
-        self.by_device.check(self.leases.values())
+        if self._by_device is not None:
+            self._by_device.check(self.leases.values())
         for gang in self.gangs.values():
             for bundle in gang:
                 bundle.check()
