@@ -84,7 +84,6 @@ class Part(Ledger):
         request = Request(devices=tuple(amounts), gpu_memory=self._apart)
         self.outside = Lease(LeaseId(0), request, tuple(rest))
         self.leases[self.outside.id] = self.outside
-        self.by_device.add(self.outside)
 
     @property
     def is_idle(self) -> bool:

@@ -27,7 +27,6 @@ class Ledger:
     """The node's resources: exact amounts, taken and given back whole.
 
     Attributes:
-        by_device: the leases that hold something of a device.
         gangs: the bundles of the gangs that were granted, by key; see `bundles`.
     """
 
@@ -38,7 +37,7 @@ class Ledger:
         self.free = dict(scalars)
         self.device_sets = {devices.kind: devices for devices in device_sets}
         self.leases: dict[LeaseId, Lease] = {}
-        self.by_device = ByDevice(self.device_sets)
+        self._by_device: ByDevice | None = None
         self.gangs: dict[str, tuple[Part, ...]] = {}
         self._last_id = 0
 
@@ -90,9 +89,18 @@ class Ledger:
         self._last_id += 1
         lease = Lease(LeaseId(self._last_id), request, shares)
         self.leases[lease.id] = lease
-        if shares:
-            self.by_device.add(lease)
+        if self._by_device is not None:
+            self._by_device.add(lease)
         return lease
+
+    @property
+    def by_device(self) -> ByDevice:
+        """The leases that hold something of a device; kept from the first look on."""
+        if self._by_device is None:
+            self._by_device = ByDevice(self.device_sets)
+            for lease in self.leases.values():
+                self._by_device.add(lease)
+        return self._by_device
 
     @property
     def ended(self) -> int:
@@ -105,7 +113,8 @@ class Ledger:
         memories: dict[str, list[int]] = {kind: [] for kind in shares}
         for lease in leases:
             del self.leases[lease.id]
-            self.by_device.discard(lease)
+            if self._by_device is not None:
+                self._by_device.discard(lease)
             for kind, share, memory in lease.held():
                 shares[kind].append(share)
                 memories[kind].append(memory)
@@ -161,8 +170,8 @@ class Ledger:
             self.resume(lease)
         for name, amount in lease.request.scalars:
             home.free[name] += amount
-        if lease.shares:
-            home.by_device.discard(lease)
+        if home._by_device is not None:
+            home._by_device.discard(lease)
         if lease.memories:
             for kind, share, memory in lease.held():
                 home.device_sets[kind].give_back((share,), memory)
@@ -311,7 +320,8 @@ class Ledger:
             assert filling == self.device_sets[kind].filling, (kind, filling)
             assert all(0 <= amount <= UNIT for amount in filling.free), kind
             self.device_sets[kind].check()
-        self.by_device.check(self.leases.values())
+        if self._by_device is not None:
+            self._by_device.check(self.leases.values())
         for gang in self.gangs.values():
             for bundle in gang:
                 bundle.check()

@@ -150,9 +150,9 @@ class Batch:
         self, whole: Callable[[int], Awaitable[object]], amount: Amount
     ) -> None:
         await whole(4)  # which starts what is started late
-        size, took = 4, 0.0
+        size, took = 1, 0.0
         while took < amount.seconds / 4 and size < amount.calls:
-            size *= 4
+            size = min(4 * size, amount.calls)
             start = perf_counter()
             await whole(size)
             took = perf_counter() - start

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import psutil
 import pytest
 
 from benchmarks.census import descendants
@@ -150,8 +149,8 @@ async def test_a_system_that_has_ended_by_itself_is_told() -> None:
         await seat.sit(Opening(1), 60)
         assert "aiogpu" in seat.libraries
         assert seat._warden is not None
-        names = descendants(seat._warden.pid)
-        os.kill(min(names), signal.SIGKILL)
+        (program,) = psutil.Process(seat._warden.pid).children()
+        program.kill()
         with pytest.raises(OutError, match="its program ended"):
             await seat.prepare("call", 60)
     finally:

@@ -392,3 +392,19 @@ def test_a_bundle_has_no_more_bytes_than_it_names():
     assert took.memories == ((1 * GIB + 7,),)
     assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 8) is None
     assert take_in(ledger, GPU=0.1, gpu_memory=1 * GIB + 7)
+
+
+def test_a_bundle_could_hold_no_more_bytes_than_it_names():
+    one = bundle({"GPU": 0.5, "gpu_memory": 6 * GIB})
+    assert one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB))
+    assert not one.could_hold(request_of({"GPU": 0.25}, gpu_memory=6 * GIB + 1))
+
+
+def test_a_gangs_leases_are_filed_as_one():
+    ledger = ledger_of(gpus=2)
+    assert not ledger.by_device.on("GPU", 0)  # from here on leases are filed
+    lease = take(ledger, {"GPU": 1}, {"GPU": 0.5})
+    assert [list(ledger.by_device.on("GPU", at)) for at in range(2)] == [[lease]] * 2
+    give_back_gang(ledger, lease)
+    assert not any(ledger.by_device.on("GPU", at) for at in range(2))
+    ledger.check()

@@ -184,6 +184,19 @@ def test_what_does_not_fit_is_not_held_against_what_stands_behind_it():
     assert w.waiting == {"stuck", "theirs"}
 
 
+def test_a_program_whose_first_task_fits_has_its_turn_by_that():
+    w = World(cpus=2, gpus=2)
+    w.join(1)
+    w.join(2)
+    w.submit("all", num_cpus=0, num_gpus=2, client=2)
+    w.submit("mine", num_cpus=0, num_gpus=1, client=1)
+    w.submit("mine too", num_cpus=0, num_gpus=0.5, client=1)
+    w.submit("theirs", num_cpus=0, num_gpus=1, client=2)
+    w.finish("all")
+    assert w.running == {"mine", "theirs"}
+    w.scheduler.check()
+
+
 def test_a_wide_task_is_not_starved_by_another_program():
     w = World(cpus=16, gpus=2, patience=Patience(reserve_after=1.0))
     w.join(1)

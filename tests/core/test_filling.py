@@ -174,17 +174,24 @@ def test_only_a_share_or_less_is_reserved_by_name():
     assert named_bytes(5_000, BY_SHARE) == 0
 
 
-def test_a_copy_is_moved_alone():
-    one = Filling([80])
-    one.move(0, 2_500, 10, 1)
-    other = one.copy()
+def test_a_device_alone_is_moved_alone():
+    two = Filling([40, 80])
+    two.move(1, 2_500, 10, 1)
+    other = two.alone(1)
+    assert (other.capacity, other.named_mask) == ((80,), 1)
+    assert other == other.alone(0)
+    other.move(0, 2_500, 10, 1)
+    assert (two.free_memory(1), other.free_memory(0)) == (70, 60)
+    assert (two.free, other.free) == ([10_000, 7_500], [5_000])
+    assert other.fullest(0, spread=False) == 0
+
+
+def test_fillings_are_alike_by_what_they_hold():
+    one, other = Filling([80]), Filling([80])
     assert one == other
     other.move(0, 2_500, 10, 1)
     assert one != other
     assert one != 1
-    assert (one.free_memory(0), other.free_memory(0)) == (70, 60)
-    assert (one.free, other.free) == ([7_500], [5_000])
-    assert one.fullest(0, spread=False) == 0
 
 
 @pytest.mark.parametrize("spoil", ["named", "capacity", "mask", "apart"])

@@ -591,3 +591,14 @@ def test_a_gang_whose_program_has_other_tasks_is_asked_whether_it_fits():
     assert "g" in w.gangs
     assert w.waiting == {"mine", "theirs"}
     w.scheduler.check()
+
+
+def test_a_bundle_tells_what_is_free_of_its_bytes():
+    w = GangWorld(cpus=2, gpus=1, gpu_memory=10)
+    w.gang("gang", {"GPU": 0.5, "gpu_memory": 6}, {"CPU": 1})
+    told = snapshot(w.scheduler, {}, w.now).placements[0].bundles
+    assert told[0].free["gpu_memory"] == 6
+    assert "gpu_memory" not in told[1].free
+    w.submit_in("gang", "m", 0, request=request_of({"GPU": 0.25}, gpu_memory=2))
+    told = snapshot(w.scheduler, {}, w.now).placements[0].bundles
+    assert told[0].free["gpu_memory"] == 4

@@ -16,8 +16,6 @@ OPENERS = {
 """What unpickles."""
 ALLOWED = {
     ("process.py", "marshal"),  # writes code of its own
-    ("plain.py", "pickle"),  # reads values that are no objects of any class
-    ("terms.py", "pickle"),  # writes them
     ("far.py", "unpack_failure"),  # of a refusal that the node itself has packed
 }
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import APART, Outgoing, collecting, refer, take_out
+from aiogpu.wire.outgoing import (
+    APART,
+    Outgoing,
+    attach,
+    collecting,
+    refer,
+    take_out,
+)
 from aiogpu.wire.payload import (
     NO_ARGUMENTS,
     Results,
@@ -169,3 +176,13 @@ def test_what_is_not_several_is_told(value):
     payload = carried(dump_arguments("f", (), {}, returns=2))
     with pytest.raises(TypeError, match=f"returned a {type(value).__name__}, but"):
         several(value, payload)
+
+
+def test_what_goes_along_goes_with_the_pickle_that_is_made():
+    one, other = Reference(1), Reference(2)
+    assert not attach(one), "nothing is sent"
+    with collecting() as first:
+        assert attach(one)
+        with collecting() as second:
+            assert attach(other)
+    assert (first, second) == ([one], [other])
