@@ -37,7 +37,6 @@ LACKS: Final = {
         "orderly close": "who leaves a Ray cluster ends the actors it has at once",
         "deadlocks": "Ray lets wait what can never run",
         "books": "Ray tells of what is free a moment later",
-        "withdrawn calls": "Ray loses an actor's order where its call is cancelled",
         "interrupts": "Ray interrupts between two steps of Python code only",
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",
@@ -45,7 +44,6 @@ LACKS: Final = {
         "told of": "Ray tells nobody that a placement group was removed",
         "listed actors": "Ray tells of its actors by its dashboard only",
         "detection": "Ray looks itself for the devices of its nodes",
-        "order of coroutines": "Ray may begin coroutines of an actor out of order",
     },
     "inline": {
         "processes": "all tasks are in this process, and none can be ended with it",

@@ -200,7 +200,6 @@ async def test_chunks_of_plain_methods_keep_their_order(
         assert sums == list(range(1, 11))
 
 
-@pytest.mark.needs("order of coroutines")
 @pytest.mark.parametrize("chunk", [3, "auto"])
 async def test_chunks_of_coroutines_keep_their_order(
     address: str, chunk: Chunk

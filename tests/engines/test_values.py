@@ -221,7 +221,6 @@ async def test_calls_behind_one_whose_argument_fails(node: aiogpu.Session) -> No
         assert await actor.all.remote() == [None, "last"]
 
 
-@pytest.mark.needs("withdrawn calls")
 async def test_calls_behind_one_that_is_cancelled(node: aiogpu.Session) -> None:
     async with keepers.Serial.remote() as actor:
         given_up = actor.keep.remote(v.give.remote("given up"))
