@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from inspect import iscoroutinefunction, signature
 from types import CoroutineType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.actor_host import (
@@ -26,12 +26,14 @@ from aiogpu.engines.cluster.failure import TaskFailure
 from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.engines.family import host_of_task
+from aiogpu.runtime.actor_end import died
 from aiogpu.wire.acting import DEFAULT_GROUP
-from aiogpu.wire.failure import RAISED, UNSENDABLE
+from aiogpu.wire.failure import RAISED, UNSENDABLE, pack_told
 from aiogpu.worker.context import ActorExit
 
 CLOSE_LIMIT: Final = 5.0
-"""Seconds for an object's `close()` when its last handle has gone."""
+"""Seconds for an object's `close()` when its last handle has gone, and for calls to
+end that are cancelled as another ends the actor."""
 
 
 class SoftHost(Stage):
@@ -42,6 +44,7 @@ class SoftHost(Stage):
         self._present = 0
         self._running: dict[bytes, _Visit] = {}
         self._quiet: asyncio.Event | None = None
+        self._ended: TaskFailure | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         limits = blueprint.limits.items()
@@ -74,19 +77,21 @@ class SoftHost(Stage):
         self._begin()
         await visit.room.acquire()
         visit.has_room = True
+        if self._ended is not None:
+            raise self._ended
         if self._cancels.has():
             raise self._stopped()
         self._running[visit.call] = visit
 
     def leave_call(self, visit: _Visit) -> TaskFailure:
-        """A call has ended; gives what is told of it if it was cancelled."""
+        """A call has ended; gives what is told of it if its code was cancelled."""
         self._running.pop(visit.call, None)
         if visit.has_room:
             visit.room.release()
         self._present -= 1
         if self._quiet is not None and not self._present:
             self._quiet.set()
-        return self._stopped()
+        return self._ended or self._stopped()
 
     def _visit(self, turn: tuple[str, int]) -> _Visit:
         self.listen()
@@ -104,7 +109,22 @@ class SoftHost(Stage):
                     value = await _awaited(value)
                 return self._returned(value, payload)
         except ActorExit:
-            leave_now()
+            await self._exit()
+
+    async def _exit(self) -> NoReturn:
+        """A call ends the actor: others are cancelled, and told so."""
+        error = died(self._name, "a call ended it by exit_actor().")
+        self._ended = TaskFailure(*pack_told(error))
+        for visit in list(self._running.values()):
+            visit.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._until_quiet(), CLOSE_LIMIT)
+        leave_now()
+
+    async def _until_quiet(self) -> None:
+        if self._present:
+            self._quiet = self._quiet or asyncio.Event()
+            await self._quiet.wait()
 
     async def pour(self, turn: tuple[str, int], *given: Any) -> AsyncIterator[Any]:
         """The same for a generator of either kind."""
@@ -125,9 +145,7 @@ class SoftHost(Stage):
     async def leave(self, number: int) -> None:
         """End, after all that was sent before, and the object's own `close()`."""
         await self._turns.come(number)
-        if self._present:
-            self._quiet = asyncio.Event()
-            await self._quiet.wait()
+        await self._until_quiet()
         await self._close()
         self._drop()
         leave_now()
