@@ -15,7 +15,7 @@ from aiogpu.api.blocking import handle_by
 from aiogpu.api.caller import host_beside_loop
 from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
-from aiogpu.errors import MisuseError
+from aiogpu.errors import AiogpuError, MisuseError
 from aiogpu.runtime.child import Carrying, Then
 from aiogpu.worker.context import kept, passing, take_kept
 
@@ -292,7 +292,10 @@ def _call_early(
     actor: ActorPort,
 ) -> None:
     if not handle.done():
-        handle.task_id = actor.call(method, payload, receiver)
+        try:
+            handle.task_id = actor.call(method, payload, receiver)
+        except AiogpuError as error:
+            handle.fail(error)  # the others go on
 
 
 def carrying(receiver: Receiver) -> Receiver:

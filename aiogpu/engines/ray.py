@@ -17,7 +17,7 @@ import ray
 from ray import exceptions
 from ray.experimental import internal_kv
 from ray.util import get_placement_group, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util import scheduling_strategies as strategies
 
 from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
@@ -48,6 +48,8 @@ NodeGone: Final = exceptions.NodeDiedError
 ObjectLost: Final = exceptions.ObjectLostError
 StoreFull: Final = exceptions.ObjectStoreFullError
 SetupFailed: Final = exceptions.RuntimeEnvSetupError
+Affinity: Final = strategies.NodeAffinitySchedulingStrategy
+"""The strategy that places a task on a node, `Affinity(id, soft=False)`."""
 Unschedulable: Final = (
     exceptions.TaskUnschedulableError,
     exceptions.ActorUnschedulableError,
@@ -143,10 +145,10 @@ def leave() -> None:
     ray.shutdown()
 
 
-def facts() -> tuple[str, str]:
-    """The ids of the node and the worker that this process is, in hexadecimal."""
+def facts() -> tuple[str, str, str]:
+    """The ids of the node, the worker and the actor that this process is, if it is."""
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_worker_id()
+    return context.get_node_id(), context.get_worker_id(), context.get_actor_id() or ""
 
 
 def task_id() -> str:
@@ -243,7 +245,7 @@ def remove_group(group: Any) -> None:
 
 def within(group: Any, bundle: int) -> Any:
     """The strategy that places a task in a bundle of a group, -1 for any of them."""
-    return PlacementGroupSchedulingStrategy(
+    return strategies.PlacementGroupSchedulingStrategy(
         group,
         placement_group_bundle_index=bundle,
         placement_group_capture_child_tasks=False,

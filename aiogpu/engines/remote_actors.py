@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.errors import ActorNameError
-from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.engines.acquaintance import site_of
+from aiogpu.runtime.actor_end import name_taken
 from aiogpu.runtime.claims import NUMBERS
 from aiogpu.wire.acting import (
     AFTER_ALL,
@@ -16,7 +14,6 @@ from aiogpu.wire.acting import (
     ENDED,
     READY,
     ROOM,
-    SERIAL,
     Ask,
     Find,
     Hold,
@@ -30,7 +27,7 @@ from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.call import Receiver, Site
 
 
 class RemoteActor:
@@ -89,10 +86,7 @@ class RemoteActors:
             return found
         if found is not None and key is not None:
             self.release(found.id)
-            raise ActorNameError(
-                f"an actor named {key[1]!r} lives already. Give another name, or say "
-                f"get_if_exists=True to have that one."
-            )
+            raise name_taken(key[1])
         namespace, name = key or ("", "")
         identity = -((engine.client << NUMBERS) + engine.new_number())
         engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
@@ -105,13 +99,13 @@ class RemoteActors:
         if isinstance(answer, ChildFailed):
             return None
         identity, of_class, face = load_result(answer.payload)
-        return RemoteActor(self._engine, identity, _site(of_class, face))
+        return RemoteActor(self._engine, identity, site_of(of_class, face))
 
     def held(self, actor: int, name: str = "actor") -> RemoteActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
         self._engine.check_open()
         self._engine.send(Hold(actor))
-        return RemoteActor(self._engine, actor, _site(name, None))
+        return RemoteActor(self._engine, actor, site_of(name))
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """Tell how many of its kind can live at once; see `ActorsPort.tell_room`."""
@@ -137,10 +131,3 @@ class RemoteActors:
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
         self._engine.send(Stop(actor, AFTER_ALL))
-
-
-def _site(name: str, face: Any) -> Site:
-    """What is known of the class of an actor that somebody else has made."""
-    spec = TaskSpec(name, Shape(Request()))
-    terms = ActorTerms(SERIAL, {}, {}, face=face)
-    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

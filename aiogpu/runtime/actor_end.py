@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.errors import ActorDiedError, NodeClosedError
+from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
 from aiogpu.wire.failure import DIED
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ def leaving(name: str) -> ActorDiedError:
         f"{name} takes no more calls: it ends when it has answered those that it was "
         f"sent.",
         name,
+    )
+
+
+def name_taken(name: str) -> ActorNameError:
+    """The error for a name that a living actor has."""
+    return ActorNameError(
+        f"an actor named {name!r} lives already. Give another name, or say "
+        f"get_if_exists=True to have that one."
     )
 
 

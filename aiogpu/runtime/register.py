@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from aiogpu.errors import ActorDiedError, ActorNameError
+from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_end import name_taken
 from aiogpu.runtime.actor_state import ActorState
 
 
@@ -25,10 +26,7 @@ class Register:
     def check_name(self, key: tuple[str, str] | None) -> None:
         """Raise `ActorNameError` if a living actor has that name."""
         if key is not None and key in self._named:
-            raise ActorNameError(
-                f"an actor named {key[1]!r} lives already. Give another name, or say "
-                f"get_if_exists=True to have that one."
-            )
+            raise name_taken(key[1])
 
     def name(self, actor: Actor) -> None:
         """Let it be found by its name, if it has one."""

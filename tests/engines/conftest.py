@@ -32,6 +32,9 @@ LACKS: Final = {
         "leases": "a cluster's devices are handed to nobody but Ray's own",
         "device memory": "Ray reserves no memory of devices",
         "ledger": "what nodes of Ray lack is told in other words",
+        "placing CPUs": "an actor on Ray that asks for more is placed without a CPU",
+        "orphans": "an actor on Ray ends with the process that has made it",
+        "orderly close": "who leaves a Ray cluster ends the actors it has at once",
         "deadlocks": "Ray lets wait what can never run",
         "books": "Ray tells of what is free a moment later",
         "withdrawn calls": "Ray loses an actor's order where its call is cancelled",
@@ -51,6 +54,7 @@ LACKS: Final = {
         "priority": "tasks run in the order of submission",
         "threads": "all code runs in the thread of the loop",
         "interrupts": "code that blocks has the loop's thread, so nobody else acts",
+        "blocking": "code that blocks has the loop's thread, so nobody else acts",
     },
 }
 """What an engine lacks by its nature, and why. `@pytest.mark.needs(...)` names it."""

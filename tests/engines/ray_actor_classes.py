@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiogpu
+from tests.gate import pass_gate
 
 
 @aiogpu.remote
@@ -64,3 +67,54 @@ class Grouped:
 def pid_of(actor: aiogpu.ActorHandle[Adder]) -> int:
     """The process of an actor, asked by plain code."""
     return int(aiogpu.get(actor.pid.remote()))
+
+
+@aiogpu.remote(concurrency_groups={"narrow": 1}, max_concurrency=2)
+class ThreadGroups:
+    """Plain, in threads, some of them in a group of their own."""
+
+    def wait(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    @aiogpu.method(concurrency_group="narrow")
+    def narrow(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    def numbers(self) -> Iterator[int]:
+        yield 1
+
+
+@aiogpu.remote
+def call_narrow(actor: aiogpu.ActorHandle[ThreadGroups], path: str, name: str) -> str:
+    """Call a method of a group by a handle that has come."""
+    return str(aiogpu.get(actor.narrow.remote(path, name)))
+
+
+@aiogpu.remote
+class Keeper:
+    """Notes in which thread it is called, and what it was told."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.told: list[int] = []
+
+    def is_in_its_thread(self) -> bool:
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and self.thread == threading.get_ident()
+
+    def gated(self, path: str, name: str) -> str:
+        return pass_gate(path, name)
+
+    def tell(self, what: int) -> None:
+        self.told.append(what)
+
+    def all_told(self) -> list[int]:
+        return self.told
+
+
+@aiogpu.remote
+def tell_and_cancel(keeper: aiogpu.ActorHandle[Keeper], many: int) -> None:
+    """Send calls and cancel each second one, in plain code, whose loop does not run."""
+    calls = [keeper.tell.remote(number) for number in range(many)]
+    for call in calls[1::2]:
+        call.cancel()

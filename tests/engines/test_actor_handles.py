@@ -106,8 +106,18 @@ async def test_made_by_an_actor_and_given_away() -> None:
         pid = await counter.pid.remote()
         await holder.drop.remote()
         assert await counter.add.remote() == 10
+        assert lives(pid)
+
+
+@pytest.mark.needs("orphans")
+async def test_one_outlives_the_actor_that_has_made_it() -> None:
+    async with aiogpu.init(num_cpus=2):
+        holder = await handed_on.Holder.remote()
+        await holder.make.remote(7)
+        counter = await holder.give.remote()
+        pid = await counter.pid.remote()
         aiogpu.kill(holder)
-        assert await counter.add.remote() == 11
+        assert await counter.add.remote() == 8
         assert lives(pid)
 
 

@@ -254,7 +254,7 @@ async def test_gpus_are_held_for_life_and_known_before_the_class(
                 await asyncio.sleep(0)
 
 
-@pytest.mark.needs("interrupts")
+@pytest.mark.needs("blocking", "placing CPUs")
 async def test_a_cpu_is_needed_to_be_placed_and_not_held(gate: Gate) -> None:
     """[B30]"""
 
@@ -320,7 +320,7 @@ async def test_a_constructor_that_fails_is_not_tried_again(tmp_path: Path) -> No
     assert runs.read_text() == "x"
 
 
-@pytest.mark.needs("interrupts")
+@pytest.mark.needs("blocking")
 async def test_a_constructor_that_never_returns(gate: Gate) -> None:
     async with aiogpu.init(num_cpus=1):
         slow = Slow.remote(gate.path)
@@ -366,6 +366,7 @@ async def test_an_actor_that_an_opening_node_cannot_have() -> None:
     await aiogpu.shutdown()
 
 
+@pytest.mark.needs("holders")
 async def test_actors_that_wait_say_why(gate: Gate) -> None:
     """[B23]"""
     async with aiogpu.init(num_cpus=1, num_gpus=1):

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 import aiogpu
-from tests.engines.ray_actor_classes import Adder, Grouped, pid_of
+from aiogpu.engines import ray
+from tests.engines.ray_actor_classes import (
+    Adder,
+    Grouped,
+    Keeper,
+    ThreadGroups,
+    call_narrow,
+    pid_of,
+    tell_and_cancel,
+)
+from tests.gate import Gate
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("rayed")]
 
@@ -74,3 +84,66 @@ async def test_an_actor_with_gpus_holds_no_cpu() -> None:
         # On four CPUs, if each held one, the fifth would never be made.
         async with asyncio.timeout(30):
             await asyncio.gather(*holders)
+
+
+async def test_groups_of_threads_hold_wherever_a_handle_has_come(gate: Gate) -> None:
+    async with node():
+        actor = await ThreadGroups.options(name="grouped").remote()
+        sent = call_narrow.remote(actor, gate.path, "task")
+        await gate.entered("task")
+        by_name = aiogpu.get_actor("grouped").narrow.remote(gate.path, "name")
+        others = [actor.wait.remote(gate.path, name) for name in "ab"]
+        # Two more than the group has room for, and both places of the other one.
+        await gate.entered("a", "b")
+        assert gate.inside == {"task", "a", "b"}
+        gate.release("task")
+        await gate.entered("name")
+        gate.release("name", "a", "b")
+        assert await asyncio.gather(sent, by_name, *others) == [
+            *("task", "name", "a", "b")
+        ]
+
+
+async def test_a_plain_actor_has_the_main_thread_from_its_constructor_on() -> None:
+    async with node():
+        assert await Keeper.remote().is_in_its_thread.remote()
+
+
+async def test_calls_of_plain_code_that_were_cancelled_never_run(gate: Gate) -> None:
+    async with node():
+        keeper = await Keeper.remote()
+        busy = keeper.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        await tell_and_cancel.remote(keeper, 40)
+        gate.release("busy")
+        await busy
+        told = await keeper.all_told.remote()
+        assert told == sorted(told)
+        assert not [number for number in told if number % 2]
+
+
+async def test_who_waits_for_its_place_says_so() -> None:
+    async with node():
+        held = await Adder.options(num_gpus=2).remote()
+        waits = Adder.options(num_gpus=1).remote()
+        call = waits.add.remote(1)
+        async with asyncio.timeout(30):
+            # Ray tells what waits a moment later.
+            while (why := await call.why()).state != "waiting":
+                await asyncio.sleep(0)
+        assert why.name == "Adder.add"
+        assert [reason.resource for reason in why.reasons] == ["GPU"]
+        aiogpu.kill(held)
+        assert await call == 1
+
+
+async def test_an_actors_stream_is_refused_by_ray_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with node():
+        actor = await ThreadGroups.remote()
+        with monkeypatch.context() as patched:
+            patched.setattr(ray, "is_far", lambda: True)
+            with pytest.raises(aiogpu.MisuseError, match=r"\.numbers.*ray:"):
+                actor.numbers.remote()
+        assert [number async for number in actor.numbers.remote()] == [1]

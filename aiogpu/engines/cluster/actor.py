@@ -1,40 +1,41 @@
 """One actor of a cluster: how it is called, and how its begin and its end are heard.
 
 Ray tells of neither by itself. Whether the constructor has returned says a first call;
-that the process has ended, a call that fails.
+that the process has ended, a call that fails. Calls that are made before the first one
+has its answer are held back here, so that those that are cancelled are never sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.actor_watch import NONE, Ended, Made
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import failed_as
 from aiogpu.engines.cluster.payload import Carried
-from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray
-from aiogpu.errors import MisuseError
-from aiogpu.runtime.actor_end import not_made
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray, check_near
+from aiogpu.engines.cluster.telling import telling
+from aiogpu.engines.cluster.terms import CALLS
+from aiogpu.engines.cluster.turns import Numbers
+from aiogpu.errors import ActorDiedError, MisuseError
+from aiogpu.runtime.actor_end import ActorEnd, leaving, not_made
+from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 from aiogpu.wire.outgoing import attach
-from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
+    from aiogpu.core.resources import Request
+    from aiogpu.engines.cluster.actor_host import Place
     from aiogpu.engines.cluster.engine import RayEngine
+    from aiogpu.engines.cluster.payload import Terms
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.wire.messages import Failed
-
-NONE: Final = dump_whole(None)
-"""The payload of None."""
-AGAIN: Final = 0.05
-"""Seconds between two looks at whether an actor has ended that was told to."""
-SELDOM: Final = 0.5
-"""The same for one that was not."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -46,32 +47,41 @@ class ClusterActor:
         site: its class.
         handle: Ray's own.
         engine: carries its calls.
+        terms: how its calls are run.
         is_made_here: whether it ends with this program at the latest.
-        is_ending: whether this process has told it to end.
-        is_soft: whether its methods interleave. Only then a call can be stopped: Ray
-            2.60 loses an actor's order where a call of a plain method is cancelled,
-            and the actor answers nothing any more.
+        end: why it is dead or takes no calls, as far as this process has ended it.
         why_failed: why its constructor did not return, once that is known.
+        is_left: whether it was told to end after what it was sent.
         needs: the values that its constructor is given, until that has returned.
+        place: where it was when it was last asked.
     """
 
     id: int
     site: Site
     handle: Any
     engine: RayEngine
+    terms: Terms
     is_made_here: bool = False
-    is_ending: bool = False
+    end: ActorEnd | None = None
+    is_left: bool = False
     why_failed: Failed | None = None
     needs: tuple[Shared, ...] = ()
-    is_soft: bool = field(init=False)
+    place: Place = ("", 0)
+    _numbers: Numbers = field(default_factory=Numbers)
+    _ways: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+    _held: list[Callable[[], object]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.handle, Nobody):
             self.why_failed = self.handle.why
-        self.is_soft = hasattr(self.handle, "interleaves")
 
     def __repr__(self) -> str:
-        return f"<ClusterActor {self.site.spec.name} {self.id}>"
+        return f"<ClusterActor {self.name} {self.id}>"
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return self.site.spec.name
 
     def pass_on(self) -> None:
         """A handle to it is being pickled: Ray's goes along.
@@ -79,82 +89,172 @@ class ClusterActor:
         Raises:
             MisuseError: what is pickled is no call, and no result.
         """
-        if not attach(Carried(self.id, self.handle)):
+        if not attach(Carried(self.id, self.handle, self.terms)):
             raise MisuseError(
-                f"on a Ray cluster the handle of {self.site.spec.name} can only be "
-                f"pickled as a part of what a task or an actor is given, or of what it "
-                f"returns. Give it as an argument."
+                f"on a Ray cluster the handle of {self.name} can only be pickled as a "
+                f"part of what a task or an actor is given, or of what it returns. "
+                f"Give it as an argument."
             )
 
     def _live(self, receiver: Receiver) -> Live:
-        spec = self.site.spec
-        live = Live(spec.name, receiver, self.engine.loop.time(), is_of_actor=True)
-        live.within = spec.shape.request.gang
+        live = Live(self.name, receiver, self.engine.loop.time(), actor=self.id)
+        live.within = self.site.spec.shape.request.gang
+        live.knows = self._knows
         return live
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; gives the call's number."""
-        engine, terms = self.engine, self.site.actor
-        assert terms is not None, self
+        """Call a method; gives the call's number.
+
+        Raises:
+            MisuseError: it is a stream, which this program cannot have.
+        """
+        engine = self.engine
+        engine.check_open()
+        if _window_of(receiver):
+            check_near(f"{self.name}.{method}")
         live = self._live(receiver)
-        live.goes_on, live.knows = not self.is_soft, self._knows
         number = engine.calls.begin(live)
         if self.why_failed is not None:
             engine.refuse(number, self.why_failed)
-            return number
-        engine.send(number, payload, partial(self._send, number, method))
+        elif self.end is not None:
+            engine.calls.end(number, self.end.tell)
+        else:
+            send = partial(engine.send, number, payload)
+            self._when_ready(partial(send, partial(self._send, number, method)))
         return number
 
+    def _when_ready(self, do: Callable[[], object]) -> None:
+        """Do what is to be done after all that is held back, or now."""
+        # Plain code's loop does not run while nobody waits.
+        if self._held is not None and asyncio._get_running_loop() is not None:
+            self._held.append(do)
+            self.engine.actors.starting.add(self)
+        else:
+            do()
+
+    def hold(self, request: Request) -> None:
+        """It is being made: hold back its calls until that is done."""
+        self._held = []
+        live = self._ask(Made(self))
+        live.told_as, live.request = None, request
+
+    def begin(self) -> None:
+        """It was made, or never will be: what was held back may go."""
+        held, self._held = self._held or (), None
+        for do in held:
+            do()
+        self.engine.actors.starting.discard(self)
+
     def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
-        calls, terms = self.engine.calls, self.site.actor
+        calls, (mode, _, groups) = self.engine.calls, self.terms
         live = calls.live.get(number)
-        assert terms is not None, self
         if live is None:
             return
+        if self.why_failed is not None:
+            self.engine.refuse(number, self.why_failed)
+            return
         options: dict[str, Any] = {}
-        group = terms.groups.get(method, DEFAULT_GROUP)
-        if group and terms.mode != ASYNC:
-            options["concurrency_group"] = group
-        window = _window_of(live)
+        called: Any = method
+        if mode == ASYNC:
+            # Who waits for its arguments is waited for by nobody.
+            called = [method, 0 if len(given) > 3 else self._numbers.take()]
+        elif mode == THREADED:
+            options["concurrency_group"] = groups.get(method, DEFAULT_GROUP) or CALLS
+        window = _window_of(live.receiver)
         if window:
             options["num_returns"] = "streaming"
             options["_generator_backpressure_num_objects"] = ahead_at_ray(window)
-            items = self.handle.pour.options(**options).remote(method, *given)
-            Inflow(calls, number, live, items, window).begin()
+            items = self.handle.pour.options(**options).remote(called, *given)
+            stop = None if mode == ASYNC else self._cancel
+            Inflow(calls, number, live, items, window).begin(stop)
             return
         returns = given[2] if len(given) > 2 else 0
         if returns > 1:
             options["num_returns"] = returns
-        call = self.handle.call.options(**options) if options else self.handle.call
-        made = call.remote(method, *given)
-        calls.watch(number, made if returns > 1 else (made,))
+        made = self._way(tuple(options.items())).remote(called, *given)
+        refs = made if returns > 1 else (made,)
+        live.stop = partial(self._cancel, refs[0])
+        calls.watch(number, refs)
+
+    def _way(self, options: tuple[tuple[str, Any], ...]) -> Any:
+        """What Ray is called by, which it makes anew each time that it is asked."""
+        way = self._ways.get(options)
+        if way is None:
+            call = self.handle.call
+            way = self._ways[options] = call.options(**dict(options))
+        return way
+
+    def _cancel(self, call: Any) -> None:
+        """Nobody wants a call's answer any more: it does not begin, or is stopped."""
+        if self.why_failed is None and (self.end is None or self.is_left):
+            identity = ray.id_of(self.handle)
+            telling.tell(identity, call.task_id().binary(), self.place[0])
+
+    def kill(self, *, may_restart: bool) -> None:
+        """End its process at once."""
+        if self.why_failed is not None:
+            return
+        if not may_restart:
+            killed = ActorDiedError(f"{self.name} was killed.", self.name)
+            self.end, self.is_left = ActorEnd(killed), False
+        ray.kill(self.handle, may_restart=may_restart)
+
+    def evict(self, failed: Failed) -> None:
+        """Its placement was removed: it ends at once, and calls are told why."""
+        self.why_failed = failed
+        ray.kill(self.handle, may_restart=False)
+
+    def leave(self) -> None:
+        """Have it end after what it was sent."""
+        if self.why_failed is not None:
+            return
+        if self.end is None:
+            self.end, self.is_left = ActorEnd(leaving(self.name)), True
+        self._when_ready(self._leave)
+
+    def _leave(self) -> None:
+        mode, limits, _ = self.terms
+        leave = self.handle.leave
+        if mode == ASYNC:
+            leave.remote(self._numbers.take())
+        elif mode == THREADED:
+            for group in limits:
+                leave.options(concurrency_group=group or CALLS).remote(len(limits))
+        else:
+            leave.remote(1)
 
     def await_ready(self, receiver: Receiver) -> None:
         """Tell it when the constructor has returned, or why it never will."""
-        self._ask(receiver, self.handle.ready)
-
-    def _ask(self, receiver: Receiver, method: Any) -> None:
-        engine = self.engine
-        live = self._live(receiver)
-        number = engine.calls.begin(live)
-        if self.why_failed is not None:
-            engine.refuse(number, self.why_failed)
+        if self.end is not None and not self.is_left:
+            self.end.tell(receiver)
         else:
-            live.told_as, live.knows = NONE, self._knows
-            engine.calls.watch(number, (method.remote(),))
+            self._ask(receiver)
 
     def await_end(self, receiver: Receiver) -> None:
         """Tell it when the actor's process has ended."""
         if self.why_failed is not None:
             receiver.receive(NONE)
         else:
-            self._ask(_Ended(self, receiver), self.handle.ready)
+            self._ask(Ended(self, receiver)).told_as = None
+
+    def _ask(self, receiver: Receiver) -> Live:
+        engine = self.engine
+        engine.check_open()
+        live = self._live(receiver)
+        live.goes_on, live.told_as = True, NONE
+        number = engine.calls.begin(live)
+        if self.why_failed is not None:
+            engine.refuse(number, self.why_failed)
+        else:
+            engine.calls.watch(number, (self.handle.ready.remote(),))
+        return live
 
     def fail(self, failed: Failed) -> None:
         """Its constructor has failed: nobody need ask it, and its process may go."""
         self.why_failed = failed
+        self.begin()
         # After what it was sent already, which is told the same.
-        self.handle.leave.remote()
+        self._leave()
 
     def _knows(self, error: BaseException) -> Failed | None:
         """Why the constructor never ran, if an argument of it is to blame.
@@ -169,22 +269,22 @@ class ClusterActor:
         return self.why_failed
 
     def _failed_need(self) -> Failed | None:
-        name = self.site.spec.name
         for given in [one.ref for one in self.needs if one.ref is not None]:
             try:
                 ray.fetched(given, 0)
             except ray.TimedOut:
                 continue  # it is there, but elsewhere
             except Exception as error:  # noqa: BLE001 - whatever it has failed with
-                return not_made(name, failed_as(f"an argument of {name}", error))
+                what = f"an argument of {self.name}"
+                return not_made(self.name, failed_as(what, error))
         return None
 
 
-def _window_of(live: Live) -> int:
+def _window_of(receiver: Receiver | None) -> int:
     """How far a stream's consumer lets it be ahead; 0 if it is no stream."""
     # What is carried along has a receiver of its own around it.
-    receiver = getattr(live.receiver, "receiver", live.receiver)
-    window = getattr(receiver, "window", None)
+    inner = getattr(receiver, "receiver", receiver)
+    window = getattr(inner, "window", None)
     return 0 if window is None else int(window.size)
 
 
@@ -195,52 +295,6 @@ class Nobody:
         why: what is told to whoever calls it.
     """
 
-    ready = None
-
     def __init__(self, why: Failed) -> None:
         self._actor_id = secrets.token_bytes(16)
         self.why = why
-
-
-class _Ended:
-    """Asks an actor again and again, until it does not answer any more."""
-
-    def __init__(self, actor: ClusterActor, receiver: Receiver) -> None:
-        self._actor = actor
-        self._receiver = receiver
-
-    def receive(self, _payload: bytes) -> None:
-        """It lives."""
-        actor = self._actor
-        again = partial(actor.await_end, self._receiver)
-        actor.engine.loop.call_later(AGAIN if actor.is_ending else SELDOM, again)
-
-    def reject(self, _failed: Failed) -> None:
-        """Its constructor has failed."""
-        self._receiver.receive(NONE)
-
-    def fail(self, _error: Exception) -> None:
-        """It has ended."""
-        self._receiver.receive(NONE)
-
-
-class Made:
-    """Hears whether an actor's constructor has returned."""
-
-    def __init__(self, actor: ClusterActor) -> None:
-        self._actor = ref(actor)
-
-    def receive(self, _payload: bytes) -> None:
-        """It has."""
-        actor = self._actor()
-        if actor is not None:
-            actor.needs = ()
-
-    def reject(self, failed: Failed) -> None:
-        """It has not."""
-        actor = self._actor()
-        if actor is not None:
-            actor.fail(failed)
-
-    def fail(self, _error: Exception) -> None:
-        """Its process has ended first; whoever calls is told so by Ray."""

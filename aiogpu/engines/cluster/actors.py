@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiogpu.core.gangs import REMOVED
-from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.actor import ClusterActor, Made, Nobody
-from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost, SoftHost
+from aiogpu.engines.acquaintance import site_of
+from aiogpu.engines.cluster.actor import ClusterActor, Nobody
+from aiogpu.engines.cluster.actor_host import Blueprint, PlainHost
 from aiogpu.engines.cluster.failure import died_of
-from aiogpu.engines.cluster.shared import met
-from aiogpu.engines.cluster.terms import options_of_actor
-from aiogpu.errors import ActorDiedError, ActorNameError
-from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.engines.cluster.shared import met, terms_met
+from aiogpu.engines.cluster.soft_host import SoftHost
+from aiogpu.engines.cluster.terms import options_of_actor, request_of_actor, terms_of
+from aiogpu.errors import ActorDiedError
+from aiogpu.runtime.actor_end import name_taken
+from aiogpu.runtime.call import Site
 from aiogpu.runtime.placements import removed
-from aiogpu.wire.acting import ASYNC, SERIAL
+from aiogpu.wire.acting import ASYNC
 from aiogpu.wire.failure import pack_told
 from aiogpu.wire.payload import dump_whole, load_result
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Gang
     from aiogpu.engines.cluster.engine import RayEngine
+    from aiogpu.engines.cluster.payload import Terms
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
 
@@ -37,9 +39,14 @@ _sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()
 
 
 class ClusterActors:
-    """All actors that this process can reach; see `ActorsPort`."""
+    """All actors that this process can reach; see `ActorsPort`.
+
+    Attributes:
+        starting: those of which calls are held back until they are made.
+    """
 
     def __init__(self, engine: RayEngine) -> None:
+        self.starting: set[ClusterActor] = set()
         self._engine = engine
         self._actors: WeakValueDictionary[int, ClusterActor] = WeakValueDictionary()
 
@@ -57,15 +64,18 @@ class ClusterActors:
         engine = self._engine
         if site.checked_by is not engine.mark:
             engine.admit(site)
+        assert site.actor is not None, site
+        terms = terms_of(site.actor)
         found = None if key is None else self.find(key)
         if found is not None and get_if_exists:
             return found
         if found is not None and key is not None:
-            raise _taken(key)
+            raise name_taken(key[1])
         try:
             refused = engine.placements.refusal(site)
             if refused is not None:
-                return self._note(Nobody(_death(site.spec.name, refused)), site)
+                nobody = Nobody(_death(site.spec.name, refused))
+                return self._note(nobody, site, terms)
             handle = self._made(site, payload, key)
         except ValueError as error:
             if key is None:
@@ -73,15 +83,14 @@ class ClusterActors:
             again = self.find(key)
             if again is not None and get_if_exists:
                 return again
-            raise _taken(key) from error
-        actor = self._note(handle, site)
+            raise name_taken(key[1]) from error
+        actor = self._note(handle, site, terms)
         actor.is_made_here = not site.spec.is_detached
         actor.needs = getattr(payload, "needs", ())
         if key is not None:
-            assert site.actor is not None, site
-            told = dump_whole((site.spec.name, site.actor.packed_face()))
+            told = dump_whole((site.spec.name, site.actor.packed_face(), terms))
             ray.remember(f"{actor.id}", told)
-        actor.await_ready(Made(actor))
+        actor.hold(request_of_actor(site))
         return actor
 
     def _made(self, site: Site, payload: bytes, key: tuple[str, str] | None) -> Any:
@@ -94,13 +103,14 @@ class ClusterActors:
         made = ray.actor(host, options)
         return made.remote(blueprint, *self._engine.given(payload))
 
-    def _note(self, handle: Any, site: Site) -> ClusterActor:
+    def _note(self, handle: Any, site: Site, terms: Terms) -> ClusterActor:
         identity = identity_of(handle)
         handle = met.setdefault(identity, handle)
         _sites.setdefault(handle, site)
+        terms = terms_met.setdefault(handle, terms)
         actor = self._actors.get(identity)
         if actor is None:
-            actor = ClusterActor(identity, site, handle, self._engine)
+            actor = ClusterActor(identity, site, handle, self._engine, terms)
             self._actors[identity] = actor
         return actor
 
@@ -113,8 +123,8 @@ class ClusterActors:
         told = ray.recall(f"{identity_of(handle)}")
         if told is None:
             return None  # somebody else's than aiogpu's
-        of_class, face = load_result(told)
-        return self._note(handle, _site(of_class, face))
+        of_class, face, terms = load_result(told)
+        return self._note(handle, site_of(of_class, face), terms)
 
     def held(self, actor: int, name: str = "actor") -> ClusterActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
@@ -124,14 +134,14 @@ class ClusterActors:
         handle = met.get(actor)
         if handle is None:
             raise ActorDiedError(f"{name} is dead: nobody holds it any more.", name)
-        return self._note(handle, _site(name, None))
+        return self._note(handle, site_of(name), terms_met[handle])
 
     def known(self, actor: int) -> ClusterActor:
         """An actor that somebody of this process holds, maybe another thread."""
         found = self._actors.get(actor)
         if found is None:
             handle = met[actor]
-            found = self._note(handle, _sites[handle])
+            found = self._note(handle, _sites[handle], terms_met[handle])
         return found
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
@@ -153,17 +163,13 @@ class ClusterActors:
 
     def kill(self, actor: int, no_restart: bool = True) -> None:
         """End its process at once, and the actor unless it may restart."""
-        known = self.known(actor)
-        known.is_ending |= no_restart
-        if self._engine.lost is None and known.why_failed is None:
-            ray.kill(known.handle, may_restart=not no_restart)
+        if self._engine.is_open:
+            self.known(actor).kill(may_restart=not no_restart)
 
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
-        known = self.known(actor)
-        known.is_ending = True
-        if self._engine.lost is None and known.why_failed is None:
-            known.handle.leave.remote()
+        if self._engine.is_open:
+            self.known(actor).leave()
 
     def evict(self, gang: Gang) -> None:
         """A placement was removed: who lives in it ends."""
@@ -172,8 +178,7 @@ class ClusterActors:
             if within is None or within.key != gang.key or actor.why_failed:
                 continue
             name = actor.site.spec.name
-            actor.why_failed = _death(name, removed(gang.name, name, REMOVED))
-            ray.kill(actor.handle, may_restart=False)
+            actor.evict(_death(name, removed(gang.name, name, REMOVED)))
 
     def lose(self, failed: Failed) -> None:
         """The cluster has gone: who calls one of them is told so, and Ray nothing."""
@@ -186,6 +191,7 @@ class ClusterActors:
             if actor.is_made_here and actor.why_failed is None:
                 ray.kill(actor.handle, may_restart=False)
         self._actors.clear()
+        self.starting.clear()
 
 
 def identity_of(handle: Any) -> int:
@@ -195,17 +201,3 @@ def identity_of(handle: Any) -> int:
 
 def _death(name: str, error: Exception) -> Failed:
     return pack_told(died_of(name, error))
-
-
-def _taken(key: tuple[str, str]) -> ActorNameError:
-    return ActorNameError(
-        f"an actor named {key[1]!r} lives already. Give another name, or say "
-        f"get_if_exists=True to have that one."
-    )
-
-
-def _site(name: str, face: Any) -> Site:
-    """What is known of the class of an actor that somebody else has made."""
-    spec = TaskSpec(name, Shape(Request()))
-    terms = ActorTerms(SERIAL, {}, {}, face=face)
-    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)

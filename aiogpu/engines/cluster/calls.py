@@ -38,7 +38,7 @@ class Live:
         refs: the objects that it makes; empty while it waits to be sent.
         waitables: what Ray can wait for in its stead, if it makes no objects yet.
         receiver: who is told of its end; None once nobody wants to know.
-        is_of_actor: whether it is a call of an actor's method.
+        actor: the number of the actor whose method it calls; 0 if it is a task.
         is_borrowed: whether what it waits for is made by somebody else.
         goes_on: whether it cannot be stopped, though nobody wants its answer.
         timer: rings when its time is up.
@@ -55,10 +55,10 @@ class Live:
     """
 
     __slots__ = (
+        "actor",
         "came",
         "goes_on",
         "is_borrowed",
-        "is_of_actor",
         "knows",
         "name",
         "needed_by",
@@ -83,7 +83,7 @@ class Live:
         receiver: Receiver,
         since: float,
         *,
-        is_of_actor: bool = False,
+        actor: int = 0,
         request: Request | None = None,
     ) -> None:
         self.name = name
@@ -92,7 +92,7 @@ class Live:
         self.on_end: Callable[[], object] | None = None
         self.receiver: Receiver | None = receiver
         self.refs: Sequence[Ref] = ()
-        self.is_of_actor = is_of_actor
+        self.actor = actor
         self.is_borrowed = self.goes_on = False
         self.waitables: Sequence[Any] = ()
         self.timer: asyncio.TimerHandle | None = None
@@ -158,6 +158,11 @@ class Calls:
         number = next(_numbers)
         self.live[number] = live
         return number
+
+    def of_actor(self, actor: int) -> int:
+        """The number of the first call of an actor; its own if there is none."""
+        found = (number for number, one in self.live.items() if one.actor == actor)
+        return next(found, actor)
 
     def watch(self, number: int, refs: Sequence[Ref]) -> None:
         """It was sent, and makes these objects; told when all have come."""

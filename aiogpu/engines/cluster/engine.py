@@ -24,6 +24,7 @@ from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
+from aiogpu.engines.cluster.shared import outlive
 from aiogpu.engines.cluster.streams import Inflow, check_near
 from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
@@ -202,10 +203,8 @@ class RayEngine(Questions):
         sent = self._functions.of(site)
         if site.window:
             Inflow(self.calls, number, live, sent.remote(*given), site.window).begin()
-            return
-        returns = given[2] if len(given) > 2 else 0
-        if returns > 1:
-            refs = sent.options(num_returns=returns).remote(*given)
+        elif len(given) > 2 and given[2] > 1:
+            refs = sent.options(num_returns=given[2]).remote(*given)
             self.calls.watch(number, refs)
         else:
             self.calls.watch(number, (sent.remote(*given),))
@@ -260,23 +259,23 @@ class RayEngine(Questions):
         elif live.refs:
             self.calls.uptake.ensure(live.place)
             cancelling.cancel(live.refs[0])
-            if not live.is_of_actor:
-                self.calls.ring(task, self.grace, partial(self._insist, task))
+            self.calls.ring(task, self.grace, partial(self._insist, task))
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""
         live = self.calls.ending.get(task)
-        if live is not None and live.refs and not live.is_of_actor:
+        if live is not None and live.refs and not live.actor:
             cancelling.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        return await self.placements.why(task) or await super().why(task)
+        number = self.calls.of_actor(task)
+        return await self.placements.why(number) or await super().why(number)
 
     def end_children(self) -> None:
-        """The task has ended whose code made these calls; they end with it."""
-        for number in list(self.calls.live):
-            self.cancel(number)
+        """The task has ended whose calls these are; all but those of actors end."""
+        for number, live in list(self.calls.live.items()):
+            (self.calls.let_go if live.actor and live.refs else self.cancel)(number)
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""
@@ -329,8 +328,7 @@ class RayEngine(Questions):
             async with asyncio.timeout_at(until):
                 await gone
         except TimeoutError:
-            for task in list(self.calls.ending):
-                self._insist(task)
+            self.hasten()
         finally:
             self.calls.on_delivered = None
 
@@ -347,4 +345,5 @@ class RayEngine(Questions):
     def disown(self) -> None:
         """This process is a fork of the program: Ray's threads did not come along."""
         self.is_open = False
+        outlive()
         self._membership.disown()

@@ -136,6 +136,8 @@ def _died(message: str) -> ActorDiedError:
         # Ray ends it in the same words at the end of an `async with`.
         why = "its block has ended, or a call ended it by exit_actor()."
         return ActorDiedError(f"{name} is dead: {why}", name)
+    if "killed by `ray.kill`" in message:
+        return ActorDiedError(f"{name} was killed.", name)
     # Ray says this of a call that was lost where another process takes over.
     is_restarting = "is temporarily unavailable" in message
     return ActorDiedError(message, name, is_restarting)

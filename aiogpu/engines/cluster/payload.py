@@ -7,7 +7,7 @@ whose handles it sees, so that it counts who holds what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Handle, Ref
 
+Terms = tuple[str, Mapping[str, int], Mapping[str, str]]
+"""How the calls of an actor are run: `mode`, `limits`, `groups` of `ActorTerms`."""
+Passed = tuple[int, "Handle", Terms]
+"""An actor of which a handle goes along: its id, Ray's handle, and how it is called."""
 IN_STORE: Final = 1
 """In place of a segment's id: the pickle and its buffers are in Ray's store."""
 
@@ -29,7 +33,7 @@ class Stored:
         stream: the pickle.
         buffers: what was left out of it.
         references: the values to which it holds handles, by their ids.
-        actors: the same for actors.
+        actors: the same for actors, with what it takes to call them.
     """
 
     __slots__ = ("actors", "buffers", "references", "stream")
@@ -39,7 +43,7 @@ class Stored:
         stream: bytes,
         buffers: Sequence[Any] = (),
         references: tuple[tuple[int, Ref], ...] = (),
-        actors: tuple[tuple[int, Handle], ...] = (),
+        actors: tuple[Passed, ...] = (),
     ) -> None:
         self.stream = stream
         self.buffers = buffers
@@ -76,13 +80,15 @@ class Carried:
     Attributes:
         id: of the actor.
         handle: Ray's own.
+        terms: how it is called.
     """
 
-    __slots__ = ("handle", "id")
+    __slots__ = ("handle", "id", "terms")
 
-    def __init__(self, identity: int, handle: Handle) -> None:
+    def __init__(self, identity: int, handle: Handle, terms: Terms) -> None:
         self.id = identity
         self.handle = handle
+        self.terms = terms
 
     def __repr__(self) -> str:
         return f"<Carried {self.id}>"
@@ -151,5 +157,5 @@ def stored(payload: bytes) -> Any:
         return payload
     contents = payload.contents  # type: ignore[attr-defined]
     references = tuple((one.id, one.as_ref()) for one in kept.references)
-    actors = tuple((one.id, one.handle) for one in kept.actors)
+    actors = tuple((one.id, one.handle, one.terms) for one in kept.actors)
     return Stored(contents.stream, contents.buffers, references, actors)

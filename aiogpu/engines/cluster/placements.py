@@ -147,9 +147,11 @@ class Placements:
         for number, live in list(engine.calls.live.items()):
             if live.within is None or live.within.key != gang.key:
                 continue
+            if number not in engine.calls.live:
+                continue  # its actor has told it by now
             receiver = live.receiver
             error: Exception = removed(gang.name, live.name, REMOVED)
-            if live.is_of_actor:
+            if live.actor:
                 error = died_of(live.name, error)
             engine.cancel(number)
             if number in engine.calls.ending:

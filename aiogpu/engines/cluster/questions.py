@@ -68,7 +68,7 @@ class Questions:
         if self.lost is not None:
             raise NodeDiedError(self.lost)
         if not self.is_open:
-            raise NodeClosedError("this program has left its cluster.")
+            raise NodeClosedError("this program has shut down its tie to the cluster.")
 
     def _check_asked(self, what: str) -> None:
         if self.is_inside:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import OWN_FRAMES
@@ -19,6 +19,7 @@ from aiogpu.engines.cluster.payload import (
     Broken,
     Carried,
     Stored,
+    Terms,
     kept_in,
     made,
     stored,
@@ -187,13 +188,22 @@ def _arrived(identity: int, ref: Ref) -> Shared:
     return shared
 
 
-def meet(identity: int, handle: Handle) -> Carried:
+def meet(identity: int, handle: Handle, terms: Terms) -> Carried:
     """A handle of Ray's has come to this process, before one of ours is unpickled."""
-    return Carried(identity, met.setdefault(identity, handle))
+    handle = met.setdefault(identity, handle)
+    return Carried(identity, handle, terms_met.setdefault(handle, terms))
+
+
+def outlive() -> None:
+    """This process is a fork: what it lets go of here, Ray must not hear of."""
+    _kept_by_forks.extend(met.values())
 
 
 met: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
 """Ray's handles of actors that have come to this process, by the actors' ids."""
+terms_met: Final[WeakKeyDictionary[Any, Terms]] = WeakKeyDictionary()
+"""How these are called, as far as their handles have brought it along."""
+_kept_by_forks: Final[list[Any]] = []
 
 
 def failure_in(found: Any) -> Failed | None:

@@ -7,6 +7,7 @@ taken out of Ray only as the consumer takes them here.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.engines import ray
@@ -45,6 +46,7 @@ class Inflow:
         self._items = items
         self._taken = 0
         self._window = window
+        self._stop: Callable[[Any], object] | None = None
         self._limit = window
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -57,8 +59,9 @@ class Inflow:
         """Whether its consumer has to take items before more are taken out of Ray."""
         return self._taken >= self._limit - self._window + step_of(self._window)
 
-    def begin(self) -> None:
-        """Take items as they come."""
+    def begin(self, stop: Callable[[Any], object] | None = None) -> None:
+        """Take items as they come; `stop` ends the generator, where Ray is not to."""
+        self._stop = stop
         self._live.stop, self._live.waitables = self, (self._items,)
         self._live.tell_sent()
         self._task = self._calls.loop.create_task(self._take())
@@ -70,8 +73,13 @@ class Inflow:
 
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
-        self._calls.uptake.ensure(self._live.place)
-        cancelling.cancel(self._items)
+        if self._stop is None:
+            self._calls.uptake.ensure(self._live.place)
+            cancelling.cancel(self._items)
+        else:
+            # Ray holds no generator of which nobody takes the items any more.
+            self._stop(self._items.completed())
+        self._items, self._live.waitables = None, ()
         self._calls.ending.pop(self._number, None)
         if self._task is not None:
             self._task.cancel()

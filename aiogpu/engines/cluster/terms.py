@@ -7,6 +7,7 @@ that 0.57 would be 0.5699. What it is given is the float that it truncates right
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.types import AWS_NEURON_CORE
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from aiogpu.core.gang import Bundle
     from aiogpu.core.resources import Request
     from aiogpu.core.specs import TaskSpec
-    from aiogpu.runtime.call import Site
+    from aiogpu.engines.cluster.payload import Terms
+    from aiogpu.runtime.call import ActorTerms, Site
 
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""
@@ -27,6 +29,8 @@ NEURON: Final = "neuron_cores"
 """Ray's name, and ours, for the cores of AWS Neuron."""
 WAITING: Final = 10_000
 """Calls of an actor with coroutines that wait in it for a place in their group."""
+CALLS: Final = "aiogpu calls"
+"""To Ray, the group of those methods of a threaded actor that name none."""
 
 
 def check_possible(site: Site) -> None:
@@ -143,6 +147,22 @@ def options_of_task(site: Site) -> dict[str, Any]:
     return options
 
 
+def terms_of(terms: ActorTerms) -> Terms:
+    """What others need to know who are given a handle."""
+    return terms.mode, dict(terms.limits), dict(terms.groups)
+
+
+def request_of_actor(site: Site) -> Request:
+    """What must be free for an actor to be placed, as Ray is told."""
+    request, terms = site.spec.shape.request, site.actor
+    assert terms is not None, site
+    others = tuple(one for one in request.scalars if one[0] != CPU)
+    if terms.keeps_cpus or not (others or request.devices):
+        return request
+    # Ray would hold the CPU for life of an actor that asks for more than that.
+    return replace(request, scalars=others)
+
+
 def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     """All that Ray is told of an actor, but for where it is placed.
 
@@ -152,25 +172,20 @@ def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     """
     spec, terms = site.spec, site.actor
     assert terms is not None, site
-    options = resources_of(spec.shape.request)
-    if not terms.keeps_cpus:
-        if options["num_cpus"] and not {"num_gpus", "resources"} & options.keys():
-            # Ray takes one CPU then to place it, and none while it runs.
-            del options["num_cpus"]
-        else:
-            # Of one that asks for more it would hold the CPU for life as well.
-            options["num_cpus"] = 0
+    options = resources_of(request_of_actor(site))
+    if not terms.keeps_cpus and options["num_cpus"]:
+        # Ray takes one CPU then to place it, and none while it runs.
+        del options["num_cpus"]
     options |= {
         "max_restarts": spec.max_retries,
         "max_task_retries": terms.max_task_retries,
     }
     groups = {name: limit for name, limit in terms.limits.items() if name}
-    if terms.mode in (THREADED, ASYNC):
-        options["max_concurrency"] = terms.limits[DEFAULT_GROUP]
-    if terms.mode == THREADED and groups:
-        options["concurrency_groups"] = groups
-    elif groups:
-        # Ray gives each group a loop of its own; the host keeps them apart on one.
+    if terms.mode == THREADED:
+        # Ray keeps no order of what runs at once in its own default group.
+        options["concurrency_groups"] = {CALLS: terms.limits[DEFAULT_GROUP], **groups}
+    elif terms.mode == ASYNC:
+        # The host keeps them in order, and their groups apart on one loop.
         options["max_concurrency"] = sum(terms.limits.values()) + WAITING
     if key is not None:
         options["name"] = key[1]

@@ -56,8 +56,10 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
         notes = (HELD,) if is_held else ()
         return Why(live.name, task, "sent", seconds, told, notes=notes)
     alike = [number for number, one in calls.items() if one.request == request]
-    # At best so many run, and these are the first ones.
-    running = min(at_once(survey.nodes, amounts(request)), len(alike))
+    # At best so many run, and these are the first ones. An actor is noted here only
+    # for as long as it waits.
+    room = 0 if live.actor else at_once(survey.nodes, amounts(request))
+    running = min(room, len(alike))
     position = alike.index(task) + 1 - running
     waiting = demand_of(request, survey)
     is_waiting = waiting > 0 and position > 0

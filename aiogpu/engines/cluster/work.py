@@ -167,7 +167,7 @@ def take_place(
             os.environ[variable] = ""
     if not _is_left_alone(HIDDEN["GPU"]):
         os.environ.setdefault(ORDER, "PCI_BUS_ID")
-    node, worker = ray.facts()
+    node, worker, _ = ray.facts()
     current.node, current.worker = node, int(worker[:12], 16)
     current.name = name
     current.resources, current.accelerators = resources, found

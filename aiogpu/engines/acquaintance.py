@@ -1,0 +1,20 @@
+"""Actors that another process has made, as an engine of this one knows them."""
+
+from __future__ import annotations
+
+from aiogpu.core.resources import Request
+from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.wire.acting import SERIAL
+
+
+def site_of(name: str, face: object = None) -> Site:
+    """What is known of the class of such an actor.
+
+    Args:
+        name: how errors call it.
+        face: what handles are made of, None where they have come.
+    """
+    spec = TaskSpec(name, Shape(Request()))
+    terms = ActorTerms(SERIAL, {}, {}, face=face)
+    return Site(0, Function(0, b""), spec, {}, {}, False, False, actor=terms)
