@@ -297,11 +297,9 @@ class Handle(asyncio.Future[T]):
     def exception(self) -> BaseException | None:
         """The task's error, or the one of unpickling its result; None without."""
         error = _exception(self)
-        if error is not None:
-            return error
-        if self._payload is not None:
+        if error is None and self._payload is not None:
             self._decode()
-        return self._error
+        return self._error if error is None else error
 
     def _decode(self) -> None:
         assert self._payload is not None, self

@@ -33,14 +33,20 @@ CLAIMS = {
 }
 TOGETHER = ["aiogpu", "executor"]
 """They are always here, and asked in one run."""
+DAILY = ("call", "argument-1KB", "actor-call", "stream")
+"""What they are asked with every change; all the rest takes a minute."""
+
+
+def slow(names: list[str], called: str, *marks: pytest.MarkDecorator) -> object:
+    return pytest.param(names, marks=[pytest.mark.slow, *marks], id=called)
 
 
 def others() -> Iterator[object]:
     for name in sorted(set(ENVIRONMENTS) - set(TOGETHER)):
-        marks = [pytest.mark.slow, *([pytest.mark.ray] if name == "ray" else [])]
+        marks = [pytest.mark.ray] if name == "ray" else []
         if why := missing(name):
             marks.append(pytest.mark.skip(reason=f"{why}: pip install 'aiogpu[bench]'"))
-        yield pytest.param([name], marks=marks, id=name)
+        yield slow([name], name, *marks)
 
 
 def run(questions: list[Question], *names: str) -> list[Entry]:
@@ -56,9 +62,17 @@ def test_every_system_has_its_claims() -> None:
     assert all(claims <= set(QUESTIONS) for claims in CLAIMS.values())
 
 
-@pytest.mark.parametrize("names", [TOGETHER, *others()])
+def test_who_is_always_here_answers_what_it_claims() -> None:
+    check_claims(TOGETHER, DAILY)
+
+
+@pytest.mark.parametrize("names", [slow(TOGETHER, "together"), *others()])
 def test_a_system_answers_what_it_claims(names: list[str]) -> None:
-    for entry in run(list(QUESTIONS.values()), FLOOR, *names):
+    check_claims(names, tuple(QUESTIONS))
+
+
+def check_claims(names: list[str], asked: tuple[str, ...]) -> None:
+    for entry in run([QUESTIONS[name] for name in asked], FLOOR, *names):
         question, where = QUESTIONS[entry.question], (entry.question, entry.contestant)
         if question.needs and find_spec(question.needs) is None:
             assert entry.why == f"{question.needs} is not installed", where

@@ -21,8 +21,8 @@ def counted() -> dict[str, Count]:
         env=environment(),
         text=True,
         capture_output=True,
-        check=True,
     )
+    assert ran.returncode == 0, ran.stderr
     return {name: Count(*each) for name, each in json.loads(ran.stdout).items()}
 
 
