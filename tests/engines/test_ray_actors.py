@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.engines import ray
 from tests.engines.ray_actor_classes import (
     Adder,
     Grouped,
@@ -143,7 +142,7 @@ async def test_an_actors_stream_is_refused_by_ray_client(
     async with node():
         actor = await ThreadGroups.remote()
         with monkeypatch.context() as patched:
-            patched.setattr(ray, "is_far", lambda: True)
+            patched.setattr("aiogpu.engines.ray.is_far", lambda: True)
             with pytest.raises(aiogpu.MisuseError, match=r"\.numbers.*ray:"):
                 actor.numbers.remote()
         assert [number async for number in actor.numbers.remote()] == [1]

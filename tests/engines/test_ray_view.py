@@ -34,7 +34,8 @@ def survey(*nodes: Node, demands: Any = (), **more: Any) -> Survey:
 
 
 def call(request: Request | None = GPU_1, name: str = "train", **more: Any) -> Any:
-    rest: dict[str, Any] = {"refs": (object(),), "stop": None, "since": 1.0, **more}
+    known: dict[str, Any] = {"refs": (object(),), "stop": None, "actor": 0}
+    rest = {"since": 1.0, **known, **more}
     return SimpleNamespace(name=name, request=request, **rest)
 
 
