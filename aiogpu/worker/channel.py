@@ -13,6 +13,7 @@ import time
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.wire.connection import WORKER, Connection, greeting
@@ -53,6 +54,7 @@ class Channel:
         self._lock = allocate_lock()
         self._reading = allocate_lock()
         self._has_guests = False
+        self._waking = -1
         self._main = get_ident()
         self._socket: socket.socket
         # One object is for one thread at a time: this one for the main one.
@@ -165,9 +167,28 @@ class Channel:
             self._has_guests = are_admitted
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until there may be something to read, or for so long."""
+        """Wait until there may be something to read, or for so long.
+
+        In the main thread also until `waker` is called.
+        """
         poll = self._poll if get_ident() == self._main else self._new_poll()
-        poll.poll(None if seconds is None else max(seconds, 0) * 1000)
+        for descriptor, _ in poll.poll(
+            None if seconds is None else max(seconds, 0) * 1000
+        ):
+            if descriptor == self._waking:
+                os.eventfd_read(descriptor)
+
+    def waker(self) -> Callable[[], object]:
+        """What ends a `wait` of the main thread, whichever thread calls it.
+
+        For threads that read: what another has read before it wakes keeps the main
+        thread asleep, though it may be for it.
+        """
+        if self._waking < 0:
+            # Closed with the process: a thread may call at any time.
+            self._waking = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poll.register(self._waking, select.POLLIN)
+        return partial(os.eventfd_write, self._waking, 1)
 
     @property
     def is_busy(self) -> bool:

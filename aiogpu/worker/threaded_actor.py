@@ -40,6 +40,9 @@ class ThreadedActor:
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
+        if current.children is not None:
+            # A method that waits for its task reads what may be for this thread.
+            current.children.wake = self._channel.waker()
         is_over = False
         while not is_over:
             self._channel.wait(None)

@@ -1,0 +1,76 @@
+"""An actor whose methods run in threads, of which any may read what comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aiogpu.wire.acting import DEFAULT_GROUP, THREADED, Create, Invoke, Leave
+from aiogpu.wire.messages import Done
+from aiogpu.wire.payload import dump_arguments
+from aiogpu.worker.actor import Stage
+from aiogpu.worker.channel import Channel
+from aiogpu.worker.children import Children
+from aiogpu.worker.context import current
+from aiogpu.worker.threaded_actor import ThreadedActor
+from tests.worker.driver_end import DriverEnd
+
+
+class Quiet:
+    """Has printed nothing, imported nothing, and run nothing."""
+
+    found = ()
+    has_left = False
+
+    def end_lines(self) -> None: ...
+
+
+class Echo:
+    def say(self, word: int) -> int:
+        return word
+
+
+@pytest.fixture
+def children(channel: Channel) -> Iterator[Children]:
+    current.children = Children(channel)
+    channel.admit_guests(True)
+    yield current.children
+    current.children = None
+
+
+def test_what_a_method_has_read_for_others_is_begun(
+    driver: DriverEnd, channel: Channel, children: Children
+) -> None:
+    """The kernel lets a thread sleep on whose bytes another reads before it wakes."""
+    is_asleep, has_read = threading.Event(), threading.Event()
+    wait = channel.wait
+
+    def wait_for_bytes_that_a_method_reads(seconds: float | None) -> None:
+        if not has_read.is_set():
+            is_asleep.set()
+            assert has_read.wait(60)
+        wait(seconds)
+
+    channel.wait = wait_for_bytes_that_a_method_reads  # type: ignore[method-assign]
+    answers: list[Any] = []
+
+    def read_for_it() -> None:
+        assert is_asleep.wait(60)
+        driver.send(Invoke(1, "say", dump_arguments("say", (7,), {})))
+        wait(None)
+        children.read()
+        has_read.set()
+        answers.append(driver.next())
+        driver.send(Leave())
+
+    method = threading.Thread(target=read_for_it)
+    method.start()
+    quiet: Any = Quiet()
+    stage = Stage(channel, quiet, quiet, quiet, quiet, quiet)
+    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 2}, {})
+    ThreadedActor(stage, Echo(), creation).play()
+    method.join(60)
+    assert [type(one) for one in answers] == [Done]
