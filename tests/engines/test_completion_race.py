@@ -2,7 +2,7 @@
 
 2 500 for each loop and each kind of task if all is run, else a fifth of that. When to
 cancel is drawn by a seeded hand and counted out by a busy loop, from before the task
-begins to after it has ended.
+begins to after it has ended; for how long it counts follows what was met so far.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ async def test_each_ends_as_a_result_or_as_cancelled(
             (end,) = await asyncio.gather(handle, return_exceptions=True)
             assert end == number or type(end) is asyncio.CancelledError, (SEED, end)
             ends[type(end).__name__] += 1
+            # A machine that is busy now was not when the call was measured.
+            longest = int(longest * (0.9 if end == number else 1.05)) + 1
             # A stray interrupt would be found in this one.
             assert await task.remote(-number, hand.randrange(LONGEST)) == -number, SEED
         assert await tasks.pid.remote() == pid, "the worker was reused"
