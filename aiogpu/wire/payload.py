@@ -280,19 +280,20 @@ def _cloud_dumps(value: object) -> bytes:
 def _unpicklable(
     what: str, roots: Mapping[str, object], error: Exception
 ) -> SerializationError:
-    # Only a failure pays for the import.
+    # Only a failure pays for the imports.
+    from contextlib import nullcontext
+
     from aiogpu.wire.culprit import find_culprit
     from aiogpu.wire.pickler import measure
 
-    with collecting():  # handles are not to blame
+    # An error of ours is about a handle, and says itself what to do instead.
+    is_of_handle = isinstance(error, MisuseError)
+    with nullcontext() if is_of_handle else collecting():  # else none is to blame
         path = find_culprit(roots, measure)
     told = _described(error).rstrip(".")
-    # An error of ours says itself what to do instead.
-    advice = (
-        ""
-        if isinstance(error, MisuseError)
-        else " Create it inside the task, or pass what it is made from."
-    )
+    advice = " Create it inside the task, or pass what it is made from."
+    if is_of_handle:
+        advice = ""
     return SerializationError(f"{what} cannot be pickled: {path}: {told}.{advice}")
 
 

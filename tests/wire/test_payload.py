@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.wire.outgoing import refer
 from aiogpu.wire.payload import (
     NOTHING,
     dump_arguments,
@@ -351,6 +352,26 @@ def test_a_function_that_cannot_be_pickled_is_refused_with_the_path():
     )
     assert text.endswith("pass what it is made from.")
     assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Referring:
+    """As a handle is: a part of what is sent, and of nothing else."""
+
+    def __reduce__(self):
+        return int, (refer("train", lambda: None),)
+
+
+def test_a_function_that_holds_a_handle_is_refused_with_the_path():
+    handle = Referring()
+
+    def work():
+        return handle
+
+    with pytest.raises(SerializationError) as caught:
+        dump_function("work", work)
+    told = str(caught.value)
+    assert "work.__closure__.handle (a Referring): MisuseError" in told
+    assert told.endswith("Await it, and pickle the value.")
 
 
 def test_an_argument_that_cannot_be_pickled_is_refused_with_the_path():
