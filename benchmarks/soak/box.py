@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
-from benchmarks.soak import shares
+from benchmarks.soak import shares, stacks
 from benchmarks.soak.node import SERVICE
 from benchmarks.soak.processes import Process, belonging
 
+LIMITING: Final = "AIOGPU_SOAK_LIMIT"
+"""The variable that says after how many seconds an operation hangs."""
 LOOK_EVERY: Final = 0.1
 ENDS_WITHIN: Final = 30.0
 """Seconds after which nothing is left; two are promised, on a box that is idle."""
@@ -45,6 +47,7 @@ class Box:
         self.environ = {
             **kept,
             **shares.environment(f"{directory}/locks"),
+            stacks.PLACE: self.runtime,
             "XDG_RUNTIME_DIR": self.runtime,
             "TMPDIR": self._spill,
             "PYTHONPATH": path.rstrip(os.pathsep),
@@ -107,7 +110,7 @@ class Box:
 
 
 def _is_told_apart(name: str) -> bool:
-    return name.startswith(("AIOGPU_", "CUDA_"))
+    return name.startswith(("AIOGPU_", "CUDA_")) and name != LIMITING
 
 
 @contextmanager

@@ -20,6 +20,8 @@ ENDS: Final = "each program ends by itself, and leaves nothing in its process"
 NOTHING_LEFT: Final = "no process and no file is left"
 NO_COMPLAINT: Final = "no program complains of aiogpu"
 COMPLAINTS: Final = ("was not carried out", "never awaited", "Warning: ")
+COMPLAINTS_TOLD: Final = 2000
+"""Lines of their stderr that are printed where something has hung, the last ones."""
 STORM: Final = (5.0, 30.0)
 """Seconds from one rest to the next, at least and at most."""
 RESTS: Final = 8
@@ -58,6 +60,8 @@ def hear_complaints(record: Record, box: Box) -> None:
     found = [index for index, line in enumerate(lines) if _is_complaint(line)]
     told = ["\n".join(lines[max(0, index - 3) : index + 40]) for index in found]
     record.look(NO_COMPLAINT, told)
+    if (claim := record.claims.get(NONE_HANGS)) and claim.failures:
+        print("\n".join(lines[-COMPLAINTS_TOLD:]), flush=True)
 
 
 def _is_complaint(line: str) -> bool:

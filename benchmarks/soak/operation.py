@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import aiogpu
+from benchmarks.soak import stacks
+from benchmarks.soak.box import LIMITING
 
-LIMIT: Final = float(os.environ.get("AIOGPU_SOAK_LIMIT", "120"))
+LIMIT: Final = float(os.environ.get(LIMITING, "120"))
 """Seconds that any handle may take; what is drawn takes a few at most."""
 TOLD: Final = 20
 """Wrong ends that are told one by one."""
@@ -151,7 +153,7 @@ class Operation:
             self.note("the operation", error, ())
 
     async def _hanging(self) -> str:
-        told = []
+        told, hanging = [], []
         for what, reference in self._open:
             handle = reference()
             is_done = getattr(handle, "done", None)
@@ -162,8 +164,11 @@ class Operation:
                 except Exception as error:  # noqa: BLE001
                     why = repr(error)
                 told.append(f"{what} {handle!r}: {why}")
-                if hasattr(handle, "cancel"):
-                    handle.cancel()
+                hanging.append(handle)
+        await stacks.asked()
+        for handle in hanging:
+            if hasattr(handle, "cancel"):
+                handle.cancel()
         left = "; ".join(told) or "no handle is open, but it does not end"
         return f"{self} has not ended in {LIMIT:g} s: {left}"
 

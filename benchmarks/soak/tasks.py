@@ -13,7 +13,10 @@ from typing import Final
 from zlib import crc32
 
 import aiogpu
+from benchmarks.soak import stacks
 from benchmarks.soak.shares import held
+
+stacks.tell_when_asked()
 
 _kept: Final[dict[str, tuple[memoryview, int]]] = {}
 STEP: Final = 4096
