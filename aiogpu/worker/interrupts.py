@@ -2,8 +2,8 @@
 
 A signal carries no task id, and it may arrive when its task is over. So the cancel
 names its task in a word of a page that driver and worker share; the signal only
-says "look". The handler raises inside the named task's user code and nowhere else:
-never in a frame of the worker's own, never while a frame is being sent.
+says "look". The handler raises once, inside the named task's user code and nowhere
+else: never in a frame of the worker's own, never while a frame is being sent.
 """
 
 from __future__ import annotations
@@ -82,13 +82,18 @@ class Interrupts:
         """How many calls were dropped that this process was sent."""
         return self._page.dropped(self._slot)
 
+    def _has_heard(self, task: int) -> bool:
+        return self._page.heard(self._slot) == task
+
     def hear(self, task: int) -> None:
         """Tell the driver that the task knows; it sends no further signal."""
         self._page.hear(self._slot, task)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         task = self.entered
-        if task == 0 or not self.is_asked(task):
+        # The driver may have sent it again just before it saw that the first was heard:
+        # whatever ends a task's code is not to be cut short.
+        if task == 0 or not self.is_asked(task) or self._has_heard(task):
             return
         if self.is_shielded:
             self._is_pending = True

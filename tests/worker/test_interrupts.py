@@ -38,6 +38,29 @@ def test_the_named_task_is_interrupted(
     assert page.heard(3) == 7
 
 
+def test_what_ends_its_code_is_not_cut_short(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    page.ask(3, 7)
+    interrupts.entered = 7
+    steps = []
+
+    def user_code() -> None:
+        try:
+            interrupt()
+        finally:
+            interrupt()  # sent before the driver saw that the first was heard
+            steps.append("to its end")
+
+    with pytest.raises(KeyboardInterrupt):
+        user_code()
+    assert steps == ["to its end"]
+    page.ask(3, 8)
+    interrupts.entered = 8
+    with pytest.raises(KeyboardInterrupt, match="task 8"):
+        interrupt()
+
+
 @pytest.mark.parametrize(
     ("asked", "entered", "slot"),
     [(7, 0, 3), (7, 8, 3), (0, 7, 3), (0, 0, 3), (7, 7, 2)],
@@ -98,6 +121,8 @@ def test_an_error_under_a_shield_goes_with_it(
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted_and_failing()
     assert isinstance(caught.value.__context__, BrokenPipeError)
+    page.ask(3, 8)
+    interrupts.entered = 8
     with pytest.raises(KeyboardInterrupt):
         interrupt()
 
