@@ -91,7 +91,9 @@ async def test_the_other_ways_to_end_it_early(
         else:
             del stream
             gc.collect()
-        await gate.entered("exit", "closed")
+        await gate.entered("closed")
+        # On Ray one more may wait there, and it is ended amid its code for that one.
+        assert "exit" in gate.pids or ("begun-2" in gate.pids and address == "ray")
         await idle(1.0)
 
 
