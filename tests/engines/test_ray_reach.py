@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from aiogpu.engines.cluster import reach
-from aiogpu.engines.cluster.reach import GREETING, answers, check_reachable, place_of
+from aiogpu.engines.cluster.reach import (
+    GREETING,
+    answers,
+    check_reachable,
+    place_of,
+    with_port,
+)
 from aiogpu.errors import NodeError
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -122,3 +128,17 @@ def test_ports_have_defaults():
     assert place_of("head:6379") == ("head", 6379)
     with pytest.raises(NodeError, match="names no host and port"):
         place_of("ray://head:many")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("ray://head", "ray://head:10001"),
+        ("ray://head:", "ray://head:10001"),
+        ("ray://[::1]", "ray://[::1]:10001"),
+        ("ray://head:7", "ray://head:7"),
+        ("head:6379", "head:6379"),
+    ],
+)
+def test_ray_is_given_the_port(given, asked):
+    assert with_port(given) == asked

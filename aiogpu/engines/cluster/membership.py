@@ -19,7 +19,13 @@ from typing import Any, Final, TypeVar
 from aiogpu.engines import ray
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
-from aiogpu.engines.cluster.reach import CLUSTER_PORT, TOKENS, check_reachable, place_of
+from aiogpu.engines.cluster.reach import (
+    CLUSTER_PORT,
+    TOKENS,
+    check_reachable,
+    place_of,
+    with_port,
+)
 from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
@@ -76,7 +82,7 @@ class Membership:
         named = os.environ.get("RAY_ADDRESS") or None
         if address is None and named is not None and ":" in named:
             address = None if _for_start(options) else named
-        self._named = address
+        self._named = None if address is None else with_port(address)
 
     def __repr__(self) -> str:
         return f"<Membership {self._address or 'local'}>"

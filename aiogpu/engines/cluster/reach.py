@@ -56,6 +56,19 @@ def place_of(address: str) -> tuple[str, int]:
     return host, port or CLIENT_PORT
 
 
+def with_port(address: str) -> str:
+    """The same with a port: Ray's own client tries for long where there is none.
+
+    Raises:
+        NodeError: it names no host.
+    """
+    host, port = place_of(address)
+    if "://" not in address or urlsplit(address).port is not None:
+        return address
+    written = f"[{host}]" if ":" in host else host
+    return f"{urlsplit(address).scheme}://{written}:{port}"
+
+
 async def check_reachable(address: str) -> None:
     """Make sure that a cluster answers there, in a bounded time.
 
