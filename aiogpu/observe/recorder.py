@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
+from aiogpu.core.devices import Share
 from aiogpu.core.lease import Lease
 from aiogpu.core.records import TaskRecord, WorkerRecord
 
@@ -48,7 +49,10 @@ class Span(NamedTuple):
     outcome: str
 
 
-_Ended = tuple[int, str, int, int, int, Lease | None, float, float, float, str]
+_Held = tuple[tuple[tuple[str, int], ...], tuple[tuple[Share, ...], ...]]
+"""The devices of a lease: `Request.devices` and `Lease.shares`. The lease is not kept:
+by it one comes to its worker, its program and all that these have."""
+_Ended = tuple[int, str, int, int, int, _Held | None, float, float, float, str]
 
 
 class _Row(NamedTuple):
@@ -61,7 +65,7 @@ class _Row(NamedTuple):
     client: int
     worker: int
     pid: int
-    lease: Lease | None
+    held: _Held | None
     now: float
     outcome: str
     tasks: array[int]
@@ -71,10 +75,10 @@ class _Row(NamedTuple):
 
     def ended(self) -> Iterator[_Ended]:
         """Each by itself."""
-        client, worker, pid, lease, now, outcome, *columns = self
+        client, worker, pid, held, now, outcome, *columns = self
         for task, name, since, took in zip(*columns, strict=True):
             whose = task, name, client, worker, pid
-            yield *whose, lease, since, now - took, now, outcome
+            yield *whose, held, since, now - took, now, outcome
 
 
 class Recorder:
@@ -121,9 +125,9 @@ class Recorder:
         # What was sent ahead begins when what was before it has ended.
         known[0] = now
         self.outcomes[outcome] += 1
-        name, client, lease = record.spec.name, record.client, worker.lease
+        name, client, held = record.spec.name, record.client, _held(worker.lease)
         whose = record.id, name, client, number, known[1]
-        self._keep((*whose, lease, record.since, begun, now, outcome), 1)
+        self._keep((*whose, held, record.since, begun, now, outcome), 1)
 
     def end_row(
         self,
@@ -138,7 +142,14 @@ class Recorder:
         known[0] = now
         self.outcomes[outcome] += len(records)
         row = _Row(
-            *(records[0].client, worker.id, known[1], worker.lease, now, outcome),
+            *(
+                records[0].client,
+                worker.id,
+                known[1],
+                _held(worker.lease),
+                now,
+                outcome,
+            ),
             array("q", [record.id for record in records]),
             tuple([record.spec.name for record in records]),
             array("d", [record.since for record in records]),
@@ -178,7 +189,8 @@ class Recorder:
                 continue
             begun, pid = self._begun[worker.id]
             whose = record.id, record.spec.name, record.client, worker.id, pid
-            told.append((*whose, worker.lease, record.since, begun, now, RUNNING))
+            held = _held(worker.lease)
+            told.append((*whose, held, record.since, begun, now, RUNNING))
         spans = [_span(one, epoch) for one in told]
         return sorted(spans, key=lambda span: span.started)
 
@@ -188,16 +200,22 @@ def _size_of(ended: _Ended | _Row) -> int:
 
 
 def _span(ended: _Ended, epoch: float) -> Span:
-    task, name, client, worker, pid, lease, queued, started, last, outcome = ended
+    task, name, client, worker, pid, held, queued, started, last, outcome = ended
     return Span(
-        *(task, name, client, worker, pid, tuple(_devices(lease))),
+        *(task, name, client, worker, pid, tuple(_devices(held))),
         *(queued + epoch, started + epoch, last + epoch, outcome),
     )
 
 
-def _devices(lease: Lease | None) -> Iterator[tuple[str, int]]:
-    if lease is None:
+def _held(lease: Lease | None) -> _Held | None:
+    if lease is None or not lease.shares:
+        return None
+    return lease.request.devices, lease.shares
+
+
+def _devices(held: _Held | None) -> Iterator[tuple[str, int]]:
+    if held is None:
         return
-    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=False):
+    for (kind, _), shares in zip(*held, strict=False):
         for index, _amount in shares:
             yield kind, index

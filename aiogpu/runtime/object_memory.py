@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.memory.spilling import spill_directory
 from aiogpu.runtime.memory_bounds import MemoryBounds
 
 if TYPE_CHECKING:
@@ -49,10 +50,7 @@ class ObjectMemory:
     def directory(self) -> str:
         """Where values are written that have no room in memory."""
         if self._directory is None:
-            # Seldom needed, and not cheap.
-            from tempfile import gettempdir
-
-            self._directory = gettempdir()
+            self._directory = spill_directory()
         return self._directory
 
     @property

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from aiogpu.memory.spilling import spill_directory
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
 from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
@@ -291,12 +292,7 @@ class Loans:
         return self._warm
 
     def _directory(self) -> str:
-        if self._spill:
-            return self._spill
-        # Seldom needed, and not cheap.
-        from tempfile import gettempdir
-
-        return gettempdir()
+        return self._spill or spill_directory()
 
     def _recycle(self, segments: tuple[int, ...]) -> None:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from aiogpu.core.ids import ClientId, LeaseId, TaskId, WorkerId
@@ -102,3 +104,21 @@ def test_the_oldest_of_a_row_go_first(worker: WorkerRecord) -> None:
     assert [span.task for span in recorder.spans([], 99.0, 0.0)] == [7, 8, 9, 10, 11]
     assert repr(recorder) == "<Recorder 5 spans>"
     assert recorder.outcomes["finished"] == 12
+
+
+def test_nobody_is_kept_by_what_he_has_run(worker: WorkerRecord) -> None:
+    assert worker.lease is not None
+    worker.lease.holder = worker
+    recorder = Recorder()
+    recorder.end(worker, record(1), "failed", 4.0)
+    recorder.end_row(worker, [record(2)], [1.0], "finished", 5.0)
+    reached: dict[int, object] = {}
+    ahead: list[object] = [recorder]
+    while ahead:
+        one = ahead.pop()
+        if id(one) not in reached and not isinstance(one, type):
+            reached[id(one)] = one
+            ahead += gc.get_referents(one)
+    kept = [one for one in reached.values() if isinstance(one, WorkerRecord | Lease)]
+    assert kept == []
+    assert all(span.devices == (("GPU", 3),) for span in recorder.spans([], 9.0, 0.0))
