@@ -14,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from logging import getLogger
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import GPU, device_quantity
 
-from .nvml_survey import Survey, type_of
-from .nvml_watch import NvmlWatch
 from .visible import VISIBLE, Inventory, entries, require, resolve
+
+if TYPE_CHECKING:
+    from .nvml_watch import NvmlWatch
 
 ORDER: Final = "CUDA_DEVICE_ORDER"
 BY_BUS: Final = "PCI_BUS_ID"
@@ -118,10 +119,14 @@ class Nvidia:
         "NVIDIA A100-SXM4-40GB" is "A100", as are its MIG instances; "NVIDIA GeForce
         RTX 5090" is "GeForce-RTX-5090"; no name has no type.
         """
+        from .nvml_survey import type_of
+
         return type_of(name)
 
     def watch(self) -> NvmlWatch:
         """Make what asks NVML which processes and how much memory are on a GPU."""
+        from .nvml_watch import NvmlWatch  # only where there is a GPU
+
         return NvmlWatch()
 
 
@@ -171,6 +176,8 @@ def inventory() -> Inventory:
         if "No such file" not in str(error):
             _warn(problem)
         return Inventory(problem=problem)
+    from .nvml_survey import Survey
+
     there = Survey().run()
     if there.problem is not None:
         _warn(there.problem)

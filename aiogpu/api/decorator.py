@@ -106,11 +106,11 @@ def remote(function: Any = None, /, **options: Any) -> Any:
 
 def _check_any(options: dict[str, Any]) -> None:
     """Refuse what neither a task nor an actor takes, before it is known which it is."""
-    from aiogpu.api.actor_options import ACTOR_CHECKS, check_actor_options
-
     try:
         check_options(options)
     except OptionError:
+        from aiogpu.api.actor_options import ACTOR_CHECKS, check_actor_options
+
         if not set(options) <= set(ACTOR_CHECKS):
             raise
         check_actor_options(options)

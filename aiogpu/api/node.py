@@ -67,6 +67,9 @@ class Opening:
             )
         session = self._mine = start_session(self._address, self._options, loop)
         try:
+            await asyncio.sleep(0)  # a process is on its way, which takes longer
+            from aiogpu.api import submission  # noqa: F401
+
             await session.opened()
         except asyncio.CancelledError:
             await session.shutdown()

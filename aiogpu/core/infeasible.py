@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.resources import (
@@ -52,7 +51,7 @@ def find_infeasible(
                 return _no_such_type(device_sets[kinds[0]], wanted)
             given, had = (written(name, number(parts)) for parts in (asked, there))
             known = {*capacity, *device_sets} if not there else ()
-            near = get_close_matches(name, known, 1)
+            near = _like(name, known)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             return f"it lacks {name} {given} of {had}{hint}"
     for kind, amount in request.devices:
@@ -117,10 +116,17 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
     )
 
 
+def _like(name: str, known: Iterable[str]) -> list[str]:
+    """What was meant, maybe, by a name that nobody knows."""
+    from difflib import get_close_matches
+
+    return get_close_matches(name, list(known), 1)
+
+
 def _no_such_type(devices: DeviceSet, wanted: str) -> str:
     kind = devices.kind
     types = sorted({device.type for device in devices.devices if device.type})
-    near = get_close_matches(wanted.lower(), {t.lower(): t for t in types}, 1)
+    near = _like(wanted.lower(), [each.lower() for each in types])
     hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in near)
     if devices.devices and not types:
         hint = '; say so with init(accelerator_type="...") if they are'

@@ -108,6 +108,8 @@ class Membership:
         try:
             greeted = greeting(CLIENT, self.client, os.getpid())
             self._line.connect(self._path, greeted, join_of(self._options))
+            if not self._options.only_looks:
+                _prepare()
             limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
             async with asyncio.timeout(limit):
                 welcome = await self._welcome
@@ -309,6 +311,13 @@ class Membership:
 def _again(error: NodeError) -> NodeError:
     """The same for one more who hears of it, with a traceback of his own."""
     return type(error)(*error.args)
+
+
+def _prepare() -> None:
+    """Import what a first call needs, while the node starts a zygote for it."""
+    import aiogpu.engines.admission
+    import aiogpu.engines.hosting
+    import aiogpu.wire.pickler  # noqa: F401
 
 
 def _nothing() -> None:

@@ -48,10 +48,16 @@ class DeviceEyes:
 
         Devices without a vendor's id are logical, and nobody is asked about them.
         """
-        watches = {vendor.kind: vendor.watch() for vendor in accelerators}
+        sets = list(device_sets)
+        there = {held.kind for held in sets if held.devices}
+        watches = {
+            vendor.kind: vendor.watch()
+            for vendor in accelerators
+            if vendor.kind in there
+        }
         devices = {
             (held.kind, index): device
-            for held in device_sets
+            for held in sets
             for index, device in enumerate(held.devices)
             if held.kind in watches and watches[held.kind].knows(device)
         }

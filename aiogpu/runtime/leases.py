@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -89,7 +89,7 @@ class Leases:
         self._held: dict[WorkerId, Held] = {}
         self._placements = Placements(calls)
         self.standing = StandingPlacements()
-        self._token = secrets.token_hex(8)
+        self._token = os.urandom(8).hex()
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Granted: self._grant,
             effects.Reclaim: self._reclaim,

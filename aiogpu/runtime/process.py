@@ -6,14 +6,16 @@ its end is seen on a pidfd, without a thread and without touching SIGCHLD.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeStartError
+
+if TYPE_CHECKING:
+    import asyncio
 
 _FLAGS: Final = (("optimize", "O"), ("dont_write_bytecode", "B"), ("no_user_site", "s"))
 _CARRIED: Final = frozenset(
@@ -29,7 +31,8 @@ _EMBEDS: Final = (
     "interpreter that can import aiogpu."
 )
 _BOOT: Final = (
-    "import marshal, os, sys; fields = marshal.loads(os.read(0, 1 << 24)); "
+    "import gc, marshal, os, sys; gc.disable(); "
+    "fields = marshal.loads(os.read(0, 1 << 24)); "
     "sys.path[:] = fields['sys_path']; "
     "from aiogpu.worker.__main__ import main; main(fields)"
 )

@@ -177,6 +177,9 @@ class Supervisor:
         self._passage = Passage(
             self._loop, descriptor_path(self._parts.directory), store
         )
+        if not self._parts.zygotes.are_ready:
+            # A program's first function needs it, and now there is time.
+            import aiogpu.wire.pickler  # noqa: F401
         await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)

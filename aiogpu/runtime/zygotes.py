@@ -78,6 +78,11 @@ class Zygotes:
         """Listen to the plain one, which is on its way."""
         self.plain.start(launched)
 
+    @property
+    def are_ready(self) -> bool:
+        """Whether the plain one may be asked to fork, as far as was read."""
+        return self.plain.current.ready is not None
+
     async def ready(self) -> None:
         """Wait until the plain one may be asked to fork; see `Lineage.ready`."""
         await self.plain.ready()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Final, NamedTuple
 
 from aiogpu.errors import ProtocolError
@@ -30,6 +29,8 @@ class Grant(NamedTuple):
 
     def pack(self) -> bytes:
         """The grant as bytes."""
+        import json  # few programs hold leases
+
         return json.dumps(self).encode()
 
     @classmethod
@@ -39,6 +40,8 @@ class Grant(NamedTuple):
         Raises:
             ProtocolError: it is something else.
         """
+        import json
+
         try:
             environ, accelerators, gpu_memory, cpus = json.loads(data)
             return cls(

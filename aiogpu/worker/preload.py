@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -62,6 +63,7 @@ class Preload:
         with _guarded():
             if not all(self._import_named(module) for module in NEEDED):
                 return None
+            gc.enable()  # until here there was nothing but modules, which stay
             before = _top_level()
             with recorded_reads() as names:
                 if not self._import_asked():

@@ -48,7 +48,7 @@ async def main():
     start = perf_counter_ns()
     async with init():
         await noop.remote(1)
-        print(perf_counter_ns() - start)
+        print(perf_counter_ns() - start, flush=True)
 
 run(main())
 """

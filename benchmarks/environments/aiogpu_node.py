@@ -25,9 +25,10 @@ from aiogpu import init, remote, run
 def noop(number):
     return None
 
-async def main(path):
+async def main(path, began):
     async with init(address=path):
         await noop.remote(1)
+        print(perf_counter_ns() - began, flush=True)
 
 with TemporaryDirectory(prefix="agb-") as place:
     path = f"{place}/node.sock"
@@ -35,8 +36,7 @@ with TemporaryDirectory(prefix="agb-") as place:
     began = perf_counter_ns()
     options = ["--head", "--num-cpus=1", "--num-gpus=0", f"--socket={path}"]
     start([*aiogpu, "start", *options], capture_output=True, check=True)
-    run(main(path))
-    print(perf_counter_ns() - began, flush=True)
+    run(main(path, began))
     start([*aiogpu, "stop", f"--socket={path}", "--drain=0"], capture_output=True)
 """
 
