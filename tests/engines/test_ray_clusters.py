@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 import pytest
 
 import aiogpu
 from tests import program
-from tests.engines import spread_tasks, tasks
+from tests.engines import spread_tasks, tasks, value_tasks
 from tests.engines.clusters import Cluster
 
 pytestmark = [
@@ -189,6 +190,34 @@ async def test_a_cancel_goes_by_that_way_too(cluster, gate):
         assert (await spinning.why()).state == "sent"
         spinning.cancel()
         await gate.entered("spin-interrupted")
+
+
+async def test_what_is_cancelled_at_once_ends_no_server(cluster, gate, monkeypatch):
+    """Ray's server for the program would end, as soon as the argument comes."""
+    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
+        from aiogpu.engines import ray
+
+        loop_thread, asked_in = threading.get_ident(), set[int]()
+        monkeypatch.setattr(ray, "cancel", noting(asked_in, ray.cancel))
+        for number in range(4):
+            slow = value_tasks.gated.remote(gate.path, f"slow-{number}", number)
+            for _ in range(25):
+                value_tasks.give.remote(slow).cancel()
+            await gate.entered(f"slow-{number}")
+            gate.release(f"slow-{number}")
+            assert await slow == number
+        assert asked_in
+        assert loop_thread not in asked_in
+
+
+def noting(threads: set[int], call: Callable[..., object]) -> Callable[..., object]:
+    """The call, which notes the thread in which it is made."""
+
+    def noted(*args: object, **kwargs: object) -> object:
+        threads.add(threading.get_ident())
+        return call(*args, **kwargs)
+
+    return noted
 
 
 async def test_a_server_that_is_not_there_is_named(cluster):
