@@ -188,7 +188,7 @@ class ClusterActor:
         """Nobody wants a call's answer any more: it does not begin, or is stopped."""
         if self.why_failed is None and (self.end is None or self.is_left):
             identity = ray.id_of(self.handle)
-            telling.tell(identity, call.task_id().binary(), self.place[0])
+            telling.tell(identity, call, self.place[0])
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""
