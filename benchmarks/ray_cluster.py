@@ -1,7 +1,7 @@
 """What does aiogpu's face cost on a Ray cluster, over Ray's own interface?
 
-Whatever the environment: a cluster is started here, and the same calls are made on it
-by `ray.remote` from asyncio and by aiogpu, in turn.
+Whatever the environment: a cluster is started here, and the same calls of a task and of
+actors are made on it by `ray.remote` from asyncio and by aiogpu, in turn.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from benchmarks.method import (
 )
 from benchmarks.port import Environment, UnsupportedError
 from benchmarks.rows import US, Goal, Row, judge, spread
-from benchmarks.tasks import noop
+from benchmarks.tasks import Interleaved, Plain, noop
 
 OVERHEAD: Final = Goal(1.15, "x Ray's own")
 CALLS: Final = 10
 """A call on Ray takes so many times as long as one of ours, so there are fewer."""
+ACTORS: Final[tuple[tuple[str, type, dict[str, int]], ...]] = (
+    ("an actor", Plain, {"num_cpus": 0}),
+    ("a threaded actor", Plain, {"num_cpus": 0, "max_concurrency": 2}),
+    ("an actor's coroutine", Interleaved, {"num_cpus": 0}),
+)
+"""By the name of its rows, a class and its options; without a CPU, all have a place."""
 
 
 async def measure(_environment: Environment, scale: Scale) -> list[Row]:
@@ -33,23 +39,33 @@ async def measure(_environment: Environment, scale: Scale) -> list[Row]:
         import ray
     except ModuleNotFoundError:
         raise UnsupportedError("ray is not installed") from None
-    calls, gathered = max(scale.calls // CALLS, 2), max(scale.gathered // CALLS, 2)
+    remote: Any = aiogpu.remote
     async with aiogpu.init(address="ray", num_cpus=2, log_to_driver=False):
-        theirs: Any = ray.remote(noop).remote
-        ours = aiogpu.remote(noop).remote
-        one = await alternate(
-            partial(one_at_a_time, theirs, calls),
-            partial(one_at_a_time, ours, calls),
-            scale.blocks,
-        )
-        many = await alternate(
-            partial(all_at_once, theirs, gathered),
-            partial(all_at_once, ours, gathered),
-            scale.gathers,
-        )
+        rows = await _compared("", ray.remote(noop).remote, remote(noop).remote, scale)
+        for name, cls, options in ACTORS:
+            ours = await remote(**options)(cls).remote()
+            theirs = ray.remote(**options)(cls).remote()
+            called = theirs.noop.remote, ours.noop.remote
+            rows += await _compared(f", {name}", *called, scale)
+            del ours, theirs, called
+    return rows
+
+
+async def _compared(what: str, theirs: Any, ours: Any, scale: Scale) -> list[Row]:
+    calls, gathered = max(scale.calls // CALLS, 2), max(scale.gathered // CALLS, 2)
+    one = await alternate(
+        partial(one_at_a_time, theirs, calls),
+        partial(one_at_a_time, ours, calls),
+        scale.blocks,
+    )
+    many = await alternate(
+        partial(all_at_once, theirs, gathered),
+        partial(all_at_once, ours, gathered),
+        scale.gathers,
+    )
     return [
-        _row("ray: one call", one, 1, scale),
-        _row("ray: gathered", many, gathered, scale),
+        _row(f"ray: one call{what}", one, 1, scale),
+        _row(f"ray: gathered{what}", many, gathered, scale),
     ]
 
 

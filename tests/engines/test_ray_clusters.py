@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 import pytest
 
 import aiogpu
 from tests import program
-from tests.engines import spread_tasks, tasks
+from tests.engines import actor_classes, spread_tasks, tasks, value_tasks
 from tests.engines.clusters import Cluster
 
 pytestmark = [
@@ -189,6 +190,113 @@ async def test_a_cancel_goes_by_that_way_too(cluster, gate):
         assert (await spinning.why()).state == "sent"
         spinning.cancel()
         await gate.entered("spin-interrupted")
+
+
+async def test_what_is_cancelled_at_once_ends_no_server(cluster, gate, monkeypatch):
+    """Ray's server for the program would end, as soon as the argument comes."""
+    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
+        from aiogpu.engines import ray
+
+        loop_thread, asked_in = threading.get_ident(), set[int]()
+        monkeypatch.setattr(ray, "cancel", noting(asked_in, ray.cancel))
+        for number in range(4):
+            slow = value_tasks.gated.remote(gate.path, f"slow-{number}", number)
+            for _ in range(25):
+                value_tasks.give.remote(slow).cancel()
+            await gate.entered(f"slow-{number}")
+            gate.release(f"slow-{number}")
+            assert await slow == number
+        assert asked_in
+        assert loop_thread not in asked_in
+
+
+def noting(threads: set[int], call: Callable[..., object]) -> Callable[..., object]:
+    """The call, which notes the thread in which it is made."""
+
+    def noted(*args: object, **kwargs: object) -> object:
+        threads.add(threading.get_ident())
+        return call(*args, **kwargs)
+
+    return noted
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors are taken for another machine's, though all nodes are on this one."""
+    from aiogpu.engines.cluster.telling import Telling
+
+    monkeypatch.setattr(Telling, "reaches", lambda *_: False)
+
+
+async def test_an_actor_elsewhere_hears_of_cancelled_calls(joined, gate, elsewhere):
+    """A task of Ray's tells it, which has a place beside it though no CPU is free."""
+    beside = {"resources": {"license": 0.1}}
+    counter = await actor_classes.Counter.options(num_cpus=0, **beside).remote()
+    soft = await actor_classes.Async.options(num_cpus=0, **beside).remote()
+    assert counter._link._actor.place[0] == joined.nodes[1]
+    holding = spread_tasks.gated_node.options(num_cpus=1, **beside)
+    held = [holding.remote(gate.path, f"h{i}") for i in range(2)]
+    await gate.entered("h0", "h1")
+
+    busy = counter.spin.remote(gate.path, "busy")
+    await gate.entered("busy")
+    calls = [counter.note.remote(number) for number in range(40)]
+    for call in calls[1::2]:
+        call.cancel()
+    # It is told after the others, and in their order.
+    busy.cancel()
+    await gate.entered("busy-interrupted")
+    await asyncio.gather(*calls[::2])
+    assert await counter.notes.remote() == [*range(0, 40, 2)]
+
+    waiting = soft.wait.remote(gate.path, "soft")
+    await gate.entered("soft")
+    waiting.cancel()
+    await gate.entered("soft-cancelled")
+    assert await soft.later.remote() == 1
+    gate.release("h0", "h1")
+    await asyncio.gather(*held)
+
+
+async def test_where_an_actor_is_need_not_be_known(joined, gate, elsewhere):
+    beside = {"resources": {"license": 0.1}}
+    counter = await actor_classes.Counter.options(num_cpus=0, **beside).remote()
+    counter._link._actor.place = "", 0
+    for name in ("a", "b"):
+        busy = counter.spin.remote(gate.path, name)
+        await gate.entered(name)
+        busy.cancel()
+        await gate.entered(f"{name}-interrupted")
+
+
+async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
+    spot = f"doomed{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    on_it = actor_classes.Counter.options(num_cpus=0, resources={spot: 1})
+    doomed, living = await on_it.remote(), actor_classes.Counter.options(num_cpus=0)
+    living = await living.options(resources={"license": 0.1}).remote()
+    dying = threading.Event()
+
+    def reaches(_: object, actor: str, *_calls: object) -> bool:
+        """The first question is of the node that dies, and it dies of it."""
+        if not dying.is_set():
+            dying.set()
+            joined.kill(node)
+        return False
+
+    from aiogpu.engines.cluster.telling import Telling
+
+    lost, runs = doomed.spin.remote(gate.path, "lost"), living.spin
+    await gate.entered("lost")
+    runs = runs.remote(gate.path, "runs")
+    await gate.entered("runs")
+    monkeypatch.setattr(Telling, "reaches", reaches)
+    lost.cancel()
+    runs.cancel()
+    await gate.entered("runs-interrupted")
+    with pytest.raises(aiogpu.ActorDiedError):
+        await doomed.add.remote()
+    assert await living.add.remote() == 1
 
 
 async def test_a_server_that_is_not_there_is_named(cluster):

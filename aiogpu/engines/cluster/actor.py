@@ -19,6 +19,7 @@ from aiogpu.engines.cluster.actor_watch import NONE, Ended, Made
 from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import failed_as
 from aiogpu.engines.cluster.payload import Carried
+from aiogpu.engines.cluster.spoken import spoken
 from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray, check_near
 from aiogpu.engines.cluster.telling import telling
 from aiogpu.engines.cluster.terms import CALLS
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.wire.messages import Failed
+
+_Way = tuple[bytes, Callable[..., Any]]
+"""The name of a method, encoded, and what has Ray call it."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -68,7 +72,7 @@ class ClusterActor:
     needs: tuple[Shared, ...] = ()
     place: Place = ("", 0)
     _numbers: Numbers = field(default_factory=Numbers)
-    _ways: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+    _ways: dict[tuple[str, int, int], _Way] = field(default_factory=dict)
     _held: list[Callable[[], object]] | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +123,11 @@ class ClusterActor:
         elif self.end is not None:
             engine.calls.end(number, self.end.tell)
         else:
-            send = partial(engine.send, number, payload)
-            self._when_ready(partial(send, partial(self._send, number, method)))
+            send = partial(self._send, number, method)
+            if self._held is None and type(payload) is bytes:
+                send((payload,))
+            else:
+                self._when_ready(partial(engine.send, number, payload, send))
         return number
 
     def _when_ready(self, do: Callable[[], object]) -> None:
@@ -146,49 +153,54 @@ class ClusterActor:
         self.engine.actors.starting.discard(self)
 
     def _send(self, number: int, method: str, given: tuple[Any, ...]) -> None:
-        calls, (mode, _, groups) = self.engine.calls, self.terms
+        calls, is_async = self.engine.calls, self.terms[0] == ASYNC
         live = calls.live.get(number)
         if live is None:
             return
         if self.why_failed is not None:
             self.engine.refuse(number, self.why_failed)
             return
-        options: dict[str, Any] = {}
-        called: Any = method
-        if mode == ASYNC:
-            # Who waits for its arguments is waited for by nobody.
-            called = [method, 0 if len(given) > 3 else self._numbers.take()]
-        elif mode == THREADED:
-            options["concurrency_group"] = groups.get(method, DEFAULT_GROUP) or CALLS
+        # Who waits for its arguments is waited for by nobody.
+        place = self._numbers.take() if is_async and len(given) <= 3 else 0
         window = _window_of(live.receiver)
-        if window:
-            options["num_returns"] = "streaming"
-            options["_generator_backpressure_num_objects"] = ahead_at_ray(window)
-            items = self.handle.pour.options(**options).remote(called, *given)
-            stop = None if mode == ASYNC else self._cancel
-            Inflow(calls, number, live, items, window).begin(stop)
-            return
         returns = given[2] if len(given) > 2 else 0
-        if returns > 1:
-            options["num_returns"] = returns
-        made = self._way(tuple(options.items())).remote(called, *given)
+        way = self._ways.get((method, returns, window))
+        if way is None:
+            way = self._find_way(method, returns, window)
+        name, remote = way
+        if len(given) == 1:
+            made = remote(spoken(place, name, given[0]))
+        else:
+            made = remote(spoken(place, name), *given)
+        if window:
+            stop = None if is_async else self._cancel
+            Inflow(calls, number, live, made, window).begin(stop)
+            return
         refs = made if returns > 1 else (made,)
         live.stop = partial(self._cancel, refs[0])
         calls.watch(number, refs)
 
-    def _way(self, options: tuple[tuple[str, Any], ...]) -> Any:
-        """What Ray is called by, which it makes anew each time that it is asked."""
-        way = self._ways.get(options)
-        if way is None:
-            call = self.handle.call
-            way = self._ways[options] = call.options(**dict(options))
+    def _find_way(self, method: str, returns: int, window: int) -> _Way:
+        """What Ray is called by, which it would make anew each time."""
+        mode, _, groups = self.terms
+        options: dict[str, Any] = {}
+        if mode == THREADED:
+            options["concurrency_group"] = groups.get(method, DEFAULT_GROUP) or CALLS
+        if window:
+            options["num_returns"] = "streaming"
+            options["_generator_backpressure_num_objects"] = ahead_at_ray(window)
+        elif returns > 1:
+            options["num_returns"] = returns
+        called = self.handle.pour if window else self.handle.call
+        remote = (called.options(**options) if options else called).remote
+        way = self._ways[method, returns, window] = method.encode(), remote
         return way
 
     def _cancel(self, call: Any) -> None:
         """Nobody wants a call's answer any more: it does not begin, or is stopped."""
         if self.why_failed is None and (self.end is None or self.is_left):
             identity = ray.id_of(self.handle)
-            telling.tell(identity, call.task_id().binary(), self.place[0])
+            telling.tell(identity, call, self.place[0])
 
     def kill(self, *, may_restart: bool) -> None:
         """End its process at once."""

@@ -18,6 +18,7 @@ from aiogpu.engines.cluster.cancels import Cancels
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
 from aiogpu.engines.cluster.host import ClusterHost
 from aiogpu.engines.cluster.loops import TaskLoop
+from aiogpu.engines.cluster.spoken import understood
 from aiogpu.engines.cluster.work import (
     NeedFailedError,
     adopt,
@@ -113,14 +114,20 @@ class Stage:
         if self._failure is not None:
             raise self._failure
 
-    def _called(self, method: str, given: Sequence[Any]) -> tuple[Any, bytes]:
+    def _called(
+        self, method: str, payload: bytes, given: Sequence[Any]
+    ) -> tuple[Any, bytes]:
         """Call a method; gives what it has given, and the arguments' payload."""
         kind = UNREADABLE
         try:
-            head, places, returns, *values = (*given, (), 0)[: max(3, len(given))]
-            payload = arguments(head, places, returns, values)
-            found = self._methods[method]
-            args, kwargs = self._host.opened(found, payload, load_arguments)
+            if given:
+                head, places, returns, *values = given
+                payload = arguments(head, places, returns, values)
+                found = self._methods[method]
+                args, kwargs = self._host.opened(found, payload, load_arguments)
+            else:
+                found = self._methods[method]
+                args, kwargs = load_arguments(payload)
             kind = RAISED
             return found(*args, **kwargs), payload
         except ActorExit:
@@ -161,9 +168,10 @@ class PlainHost(Stage):
         self._begin()
         return self._place
 
-    def call(self, method: str, *given: Any) -> Any:
+    def call(self, said: bytes, *given: Any) -> Any:
         """Call a method of the object."""
         self._begin()
+        _, method, payload = understood(said)
         if self._is_threaded:
             # Ray's threads have no names of their own, which logs would show.
             group = self._groups.get(method, DEFAULT_GROUP)
@@ -173,7 +181,7 @@ class PlainHost(Stage):
             raise self._stopped()
         try:
             with cancels.heard():
-                value, payload = self._called(method, given)
+                value, payload = self._called(method, payload, given)
             return self._returned(value, payload)
         except ActorExit:
             leave_now()
@@ -182,12 +190,13 @@ class PlainHost(Stage):
                 raise self._stopped() from None
             raise
 
-    def pour(self, method: str, *given: Any) -> Iterator[Any]:
+    def pour(self, said: bytes, *given: Any) -> Iterator[Any]:
         """The same for a generator."""
         self._begin()
+        _, method, payload = understood(said)
         if self._cancels.has():
             raise self._stopped()
-        items, _ = self._called(method, given)
+        items, _ = self._called(method, payload, given)
         kind = RAISED
         try:
             for place, item in enumerate(items, 1):

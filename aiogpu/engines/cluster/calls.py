@@ -14,9 +14,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.cancelling import Cancelling
 from aiogpu.engines.cluster.failure import tell
 from aiogpu.engines.cluster.shared import arrived, failure_in
-from aiogpu.engines.cluster.uptake import Uptake
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class Live:
         knows: asked what is known of an error of Ray's beyond its words; may be None.
         shares: its results, as others know them who were given its handles.
         needed_by: calls that were sent and need results of it, and which of these.
-        place: among the calls that were sent with results as arguments; see `Uptake`.
     """
 
     __slots__ = (
@@ -64,7 +63,6 @@ class Live:
         "needed_by",
         "on_end",
         "on_sent",
-        "place",
         "receiver",
         "refs",
         "request",
@@ -104,7 +102,6 @@ class Live:
         self.knows: Callable[[BaseException], Failed | None] | None = None
         self.shares: list[Shared] = []
         self.needed_by: list[tuple[int, int]] = []
-        self.place = 0
 
     def __repr__(self) -> str:
         return f"<Live {self.name}>"
@@ -137,12 +134,12 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
-        uptake: which of them Ray can be told to cancel.
+        cancelling: how Ray is told to cancel them.
         loop: that loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.uptake = Uptake()
+        self.cancelling = Cancelling()
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
@@ -181,8 +178,6 @@ class Calls:
 
     def note_needs(self, number: int, needs: Sequence[Shared]) -> None:
         """A call is sent, and needs these: it is told if one of them is forsaken."""
-        if needs and number in self.live:
-            self.live[number].place = self.uptake.note()
         for one in needs:
             live = self.live.get(one.task)
             if live is not None:

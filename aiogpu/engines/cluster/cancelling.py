@@ -1,79 +1,90 @@
-"""Cancels of Ray's, done where they cannot meet the end of what they cancel.
+"""Cancels of Ray's, done where they do no harm, and where no event loop waits for them.
 
 Ray's core ends a process in which a task is cancelled in the moment between its reply
 and its completion (seen in 2.60, a failed check "it != submissible_tasks_.end()"): the
 core takes in replies in a thread of its own, and lets go of its lock in between. Who
-cancels many short tasks meets that moment soon; in that very thread nobody does. Ray
-calls back there when an object has come, so cancels wait for one that is on its way.
+cancels many short tasks meets that moment soon; in that very thread nobody does. So
+cancels are done there, when it says that it has taken up what is cancelled (`uptake`).
+
+By `ray://` it is a server of Ray's that cancels, and says when it has done so. That is
+waited for in a thread of ours.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.asking import OneThread
+from aiogpu.engines.cluster.uptake import Uptake
 
-ATTEMPTS: Final = 100
-"""Objects that are made until one has not come before it is asked for."""
 LOST_AFTER: Final = 1.0
-"""Seconds after which Ray calls back no more: this process has left the cluster."""
+"""Seconds after which what was posted is taken for lost, and others are posted."""
 
 _log: Final = logging.getLogger(__name__)
 
 
 class Cancelling:
-    """See above; one for each process."""
+    """See above; one for each event loop, and for whichever threads."""
 
     def __init__(self) -> None:
-        self._waiting: deque[partial[None]] = deque()
-        self._posted_at: float | None = None
+        self._uptake = Uptake()
+        self._lock = threading.Lock()
+        self._asked: list[partial[None]] = []
+        self._lost_at = 0.0
+        self._thread: OneThread | None = None
 
     def __repr__(self) -> str:
-        return f"<Cancelling {len(self._waiting)}>"
+        return f"<Cancelling {len(self._asked)}>"
 
     def cancel(self, ref: ray.Ref, *, at_once: bool = False) -> None:
         """Have it cancelled soon; see `ray.cancel`."""
-        cancel = partial(ray.cancel, ref, at_once=at_once)
-        if ray.is_far():
-            cancel()
-            return
-        self._waiting.append(cancel)
-        posted, now = self._posted_at, time.monotonic()
-        if posted is not None and now < posted + LOST_AFTER:
-            return
-        self._posted_at = now
-        here = threading.get_ident()
-        for _ in range(ATTEMPTS):
-            if self._post(here):
+        one = partial(ray.cancel, ref, at_once=at_once)
+        with self._lock:
+            self._asked.append(one)
+        self._post(time.monotonic())
+
+    def _post(self, now: float) -> None:
+        """Have done together what was asked for, unless something is on its way."""
+        with self._lock:
+            if now < self._lost_at or not self._asked:
                 return
-        self._do_all()
+            asked, self._asked = self._asked, []
+            self._lost_at = now + LOST_AFTER
+        if ray.is_far():
+            self._thread = self._thread or OneThread("aiogpu-cancel")
+            self._thread.submit(partial(self._do_far, asked))
+        else:
+            self._uptake.then(partial(self._do, asked))
 
-    def _post(self, here: int) -> bool:
-        """Have all of it done in Ray's thread; False if that was this one."""
-        was_here = []
+    def _do_far(self, asked: list[partial[None]]) -> None:
+        self._uptake.wait()
+        self._do(asked)
 
-        def come(_: object) -> None:
-            if threading.get_ident() == here:
-                was_here.append(True)
-            else:
-                self._do_all()
-
-        ray.when_done(ray.keep(None), come)
-        return not was_here
-
-    def _do_all(self) -> None:
-        self._posted_at = None
-        while self._waiting:
+    def _do(self, asked: list[partial[None]]) -> None:
+        for one in asked:
+            if not ray.is_connected():
+                return  # to ask would have Ray start a cluster
             try:
-                self._waiting.popleft()()
+                one()
             except Exception:  # noqa: BLE001 - one that fails must not lose the others
                 _log.exception("! a cancel was not heard")
+        with self._lock:
+            self._lost_at = 0.0
+        # What was sent since, Ray need not have taken up.
+        self._post(time.monotonic())
 
-
-cancelling: Final = Cancelling()
-"""Those of this process."""
+    async def close(self) -> None:
+        """Ask for no more; what was asked for has a moment in which it is done."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            done = asyncio.wrap_future(thread.submit(bool))
+            thread.end()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done, LOST_AFTER)

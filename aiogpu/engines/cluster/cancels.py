@@ -51,6 +51,7 @@ class Cancels:
         self._lock = threading.Lock()
         self._is_heard = False
         self._socket: socket.socket | None = None
+        self._glance = select.poll()
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         opened.setblocking(False)
@@ -60,6 +61,7 @@ class Cancels:
             opened.close()  # a process of the same actor has not quite ended
         else:
             self._socket = opened
+            self._glance.register(opened, select.POLLIN)
 
     def __repr__(self) -> str:
         return f"<Cancels {len(self._ids)}>"
@@ -117,6 +119,9 @@ class Cancels:
         """Whether the call that is to begin was cancelled."""
         if self._socket is None:
             return False
+        with self._lock:
+            if not self._ids and not self._glance.poll(0):
+                return False
         self.take()
         return bool(self._ids) and self._is_running()
 

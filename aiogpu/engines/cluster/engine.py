@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Calls, Live
-from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
 from aiogpu.engines.cluster.membership import Membership
@@ -257,15 +256,14 @@ class RayEngine(Questions):
         elif live.stop is not None:
             live.stop()
         elif live.refs:
-            self.calls.uptake.ensure(live.place)
-            cancelling.cancel(live.refs[0])
+            self.calls.cancelling.cancel(live.refs[0])
             self.calls.ring(task, self.grace, partial(self._insist, task))
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""
         live = self.calls.ending.get(task)
         if live is not None and live.refs and not live.actor:
-            cancelling.cancel(live.refs[0], at_once=True)
+            self.calls.cancelling.cancel(live.refs[0], at_once=True)
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
@@ -294,6 +292,7 @@ class RayEngine(Questions):
                     error = f"the node was shut down before {live.name} had ended."
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
+            await self.calls.cancelling.close()
             self.placements.close()
         await self._membership.leave()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.cluster.loops import TaskLoop, has_loop, task_loop
+from aiogpu.engines.cluster.payload import kept_in
 from aiogpu.wire.parcel import has_handles
 from aiogpu.worker.execute import is_coroutine
 
@@ -153,8 +154,6 @@ class ClusterHost:
 
 def has_references(payload: bytes) -> bool:
     """Whether unpickling it makes handles."""
-    from aiogpu.engines.cluster.payload import kept_in
-
     kept = kept_in(payload)
     if kept is None:
         return has_handles(payload)

@@ -10,6 +10,8 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from contextvars import copy_context
+from functools import cached_property
 from inspect import iscoroutinefunction, signature
 from types import CoroutineType
 from typing import Any, Final, NoReturn
@@ -23,6 +25,7 @@ from aiogpu.engines.cluster.actor_host import (
     leave_now,
 )
 from aiogpu.engines.cluster.failure import TaskFailure
+from aiogpu.engines.cluster.spoken import understood
 from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.engines.family import host_of_task
@@ -42,7 +45,7 @@ class SoftHost(Stage):
     def __init__(self, blueprint: Blueprint, *given: Any) -> None:
         super().__init__(blueprint, given)
         self._present = 0
-        self._running: dict[bytes, _Visit] = {}
+        self._running: set[_Visit] = set()
         self._quiet: asyncio.Event | None = None
         self._ended: TaskFailure | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,10 +68,10 @@ class SoftHost(Stage):
                 self._loop.add_reader(self._cancels.fileno(), self._hear)
 
     def _hear(self) -> None:
-        for call in self._cancels.take():
-            visit = self._running.get(call)
-            if visit is not None and self._cancels.forget(call):
-                visit.cancel()
+        if self._cancels.take():
+            for visit in list(self._running):
+                if self._cancels.forget(visit.call):
+                    visit.cancel()
 
     async def enter(self, visit: _Visit) -> None:
         """Wait until a call may begin; raises `TaskFailure` if it never may."""
@@ -81,11 +84,11 @@ class SoftHost(Stage):
             raise self._ended
         if self._cancels.has():
             raise self._stopped()
-        self._running[visit.call] = visit
+        self._running.add(visit)
 
     def leave_call(self, visit: _Visit) -> TaskFailure:
         """A call has ended; gives what is told of it if its code was cancelled."""
-        self._running.pop(visit.call, None)
+        self._running.discard(visit)
         if visit.has_room:
             visit.room.release()
         self._present -= 1
@@ -93,18 +96,17 @@ class SoftHost(Stage):
             self._quiet.set()
         return self._ended or self._stopped()
 
-    def _visit(self, turn: tuple[str, int]) -> _Visit:
+    def _visit(self, number: int, method: str) -> _Visit:
         self.listen()
-        method, number = turn
-        return _Visit(
-            self, number, self._rooms[self._groups.get(method, DEFAULT_GROUP)]
-        )
+        room = self._rooms[self._groups.get(method, DEFAULT_GROUP)]
+        return _Visit(self, number, room)
 
-    async def call(self, turn: tuple[str, int], *given: Any) -> Any:
+    async def call(self, said: bytes, *given: Any) -> Any:
         """Call a method of the object."""
+        number, method, payload = understood(said)
         try:
-            async with self._visit(turn):
-                value, payload = self._called(turn[0], given)
+            async with self._visit(number, method):
+                value, payload = self._called(method, payload, given)
                 if type(value) is CoroutineType:
                     value = await _awaited(value)
                 return self._returned(value, payload)
@@ -115,7 +117,7 @@ class SoftHost(Stage):
         """A call ends the actor: others are cancelled, and told so."""
         error = died(self._name, "a call ended it by exit_actor().")
         self._ended = TaskFailure(*pack_told(error))
-        for visit in list(self._running.values()):
+        for visit in list(self._running):
             visit.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._until_quiet(), CLOSE_LIMIT)
@@ -126,12 +128,13 @@ class SoftHost(Stage):
             self._quiet = self._quiet or asyncio.Event()
             await self._quiet.wait()
 
-    async def pour(self, turn: tuple[str, int], *given: Any) -> AsyncIterator[Any]:
+    async def pour(self, said: bytes, *given: Any) -> AsyncIterator[Any]:
         """The same for a generator of either kind."""
+        number, method, payload = understood(said)
         kind = RAISED
         try:
-            async with self._visit(turn):
-                items, _ = self._called(turn[0], given)
+            async with self._visit(number, method):
+                items, _ = self._called(method, payload, given)
                 place = 0
                 async for item in _each(items):
                     kind, place = UNSENDABLE, place + 1
@@ -179,17 +182,21 @@ class _Visit:
         number: its caller's; see `turns`.
         room: has a place for each call of its group that may run.
         has_room: whether it has one of these.
-        call: Ray's id of it.
     """
 
     def __init__(self, host: SoftHost, number: int, room: asyncio.Semaphore) -> None:
         self.number = number
         self.room = room
         self.has_room = False
-        self.call = bytes.fromhex(ray.task_id())
         self._host = host
+        self._context = copy_context()
         self._task = asyncio.current_task()
         self._is_cancelled = False
+
+    @cached_property
+    def call(self) -> bytes:
+        """Ray's id of it, which is asked for when one was cancelled."""
+        return bytes.fromhex(self._context.run(ray.task_id))
 
     def cancel(self) -> None:
         """Have its code cancelled where it waits."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.shared import arrived
 from aiogpu.errors import MisuseError
 
@@ -74,8 +73,7 @@ class Inflow:
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
         if self._stop is None:
-            self._calls.uptake.ensure(self._live.place)
-            cancelling.cancel(self._items)
+            self._calls.cancelling.cancel(self._items)
         else:
             # Ray holds no generator of which nobody takes the items any more.
             self._stop(self._items.completed())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.calls import Live
-from aiogpu.engines.cluster.cancelling import cancelling
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
@@ -161,12 +160,9 @@ class ClusterValues:
 
     def discard(self, value: int) -> None:
         """Nobody wants a value any more: stop whoever makes it."""
-        shared, calls = known(value), self._engine.calls
-        if shared.ref is None:
-            return
-        live = calls.live.get(shared.task)
-        calls.uptake.ensure(0 if live is None else live.place)
-        cancelling.cancel(shared.ref)
+        shared = known(value)
+        if shared.ref is not None:
+            self._engine.calls.cancelling.cancel(shared.ref)
 
     def cancel(self, task: int) -> None:
         """Nobody wants an answer any more."""

@@ -1,0 +1,21 @@
+"""What a call of an actor on a Ray cluster says comes out as it went in."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiogpu.engines.cluster.spoken import spoken, understood
+
+
+@given(
+    number=st.integers(0, 2**63 - 1),
+    method=st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
+    payload=st.binary(max_size=50),
+)
+def test_it_comes_out_as_it_went_in(number: int, method: str, payload: bytes) -> None:
+    assert understood(spoken(number, method.encode(), payload)) == (
+        *(number, method, payload),
+    )
+
+
+def test_arguments_may_come_beside_it() -> None:
+    assert understood(spoken(0, b"add")) == (0, "add", b"")
