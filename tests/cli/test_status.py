@@ -268,6 +268,16 @@ def test_a_view_starts_no_node(
     )
 
 
+@pytest.mark.parametrize("address", ["ray", "ray://host:10001"])
+def test_a_ray_cluster_is_not_taken_for_a_socket(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", address)
+    result = ran("status")
+    assert result.exit_code == 1
+    assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
+
+
 def test_what_is_no_socket_is_said(tmp_path: object) -> None:
     result = ran("status", "--address", str(tmp_path))
     assert f"{tmp_path} is no socket" in result.stderr
