@@ -204,12 +204,24 @@ def test_what_is_listed_can_be_chosen(
     assert told["left_out"] == left_out
 
 
+@pytest.mark.parametrize(
+    ("what", "state", "first"),
+    [("tasks", "wating", "waiting, expecting"), ("gpus", "idle", "free, shared")],
+)
+def test_a_state_that_there_is_not_is_bad_input(
+    what: str, state: str, first: str
+) -> None:
+    result = ran("list", what, "--state", state)
+    assert result.exit_code == 2
+    assert f"{what} are never {state!r}. There are: {first}" in result.stderr
+
+
 @pytest.mark.usefixtures("busy")
 def test_what_is_not_listed_is_said_beside_the_list() -> None:
     result = ran("list", "tasks", "--limit", "3")
     assert len(result.stdout.splitlines()) == 4
     assert result.stderr == "and 3 more\n"
-    result = ran("list", "workers", "--state", "odd")
+    result = ran("list", "workers", "--state", "ending")
     assert (result.stdout, result.stderr) == ("", "There are no workers that fit.\n")
 
 
