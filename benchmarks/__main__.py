@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import click
 import uvloop
@@ -28,6 +29,11 @@ from benchmarks.report import (
 from benchmarks.rows import Row
 from benchmarks.workloads import WORKLOADS
 
+OTHERS: Final = (
+    "Others, each with its own --help: `python -m benchmarks field`, and "
+    "`python -m benchmarks.` followed by soak, simulation or counts."
+)
+
 
 class Commands(click.Group):
     """Whatever does not begin with the name of a command is for `workloads`."""
@@ -44,7 +50,7 @@ def main() -> None:
     """What aiogpu costs, beside what the machine allows."""
 
 
-@main.command("workloads")
+@main.command("workloads", epilog=OTHERS)
 @click.argument("workloads", nargs=-1, type=click.Choice(list(WORKLOADS)))
 @click.option(
     "--environment",

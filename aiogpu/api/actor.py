@@ -277,6 +277,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
     Raises:
         ActorNameError: no actor has that name.
+        NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
     if current.children is not None:
@@ -287,7 +288,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.caller import session_of_caller
 
-    session = session_of_caller()
+    session = session_of_caller("aiogpu.get_actor()")
     actors = session.actors()
     actor = actors.find((namespace or "", name))
     if actor is None:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from aiogpu.engines.family import Host
 
 
-def session_of_caller() -> Session:
+def session_of_caller(what: str = ".remote()") -> Session:
     """The session of the program to which the code belongs that asks.
+
+    Args:
+        what: what it calls, for the message.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
@@ -26,14 +29,14 @@ def session_of_caller() -> Session:
     """
     host = host_of_task.get()
     if host is None:
-        return current_session()
+        return current_session(what)
     loop = asyncio._get_running_loop() or host.program
     session = session_of(loop)
     if session is None:
         from aiogpu.api.attached import session_beside
 
         session = session_beside(host, loop) or session_of(host.program)
-    return session or current_session()
+    return session or current_session(what)
 
 
 def host_beside_loop() -> Host | None:

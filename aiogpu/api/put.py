@@ -10,7 +10,7 @@ from aiogpu.api.packing import packed
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result
+from aiogpu.wire.payload import PUT, dump_result
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def put(value: T) -> Putting[T]:
         ObjectMemoryError: there is no room for it.
         NoLoopError: no event loop is running here, and this is no task.
     """
-    payload = dump_result(value, "the value given to put()")
+    payload = dump_result(value, PUT)
     if isinstance(payload, Outgoing):
         payload = packed(payload)
     if current.loans is None:

@@ -35,9 +35,14 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     program = presses.heard(main) if asyncio.iscoroutine(main) else main
     try:
         return runner.run(program)
-    except RuntimeError:
+    except RuntimeError as error:
         if presses.has_stopped:
             raise KeyboardInterrupt from None
+        if asyncio._get_running_loop() is not None:
+            error.add_note(
+                "aiogpu.run() begins an event loop of its own, and one runs here "
+                "already, as in a notebook: write `await main()`."
+            )
         raise
     finally:
         presses.are_over = True

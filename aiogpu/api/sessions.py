@@ -30,8 +30,11 @@ def start_session(
     return session
 
 
-def current_session() -> Session:
+def current_session(what: str = ".remote()") -> Session:
     """The running loop's session; one is opened if there is none.
+
+    Args:
+        what: who needs it, for the message.
 
     Raises:
         NoLoopError: no event loop is running in this thread.
@@ -46,8 +49,8 @@ def current_session() -> Session:
             if inherited.is_forked:
                 raise inherited.unusable()
         raise NoLoopError(
-            ".remote() needs a running event loop, and there is none in this thread. "
-            "Call it inside an `async def` that runs by aiogpu.run(main())."
+            f"{what} needs a running event loop, and there is none in this thread. "
+            f"Call it inside an `async def` that runs by aiogpu.run(main())."
         )
     return start_session(default_address(), NodeOptions(), loop)
 

@@ -101,6 +101,11 @@ def check_there(address: str) -> None:
     Raises:
         ClickException: there is no socket.
     """
+    if address == "ray" or address.startswith("ray://"):
+        raise click.ClickException(
+            f"{address!r} is a Ray cluster, which Ray's own `ray status` tells of; "
+            f"give the --address of a node that `aiogpu start` has started."
+        )
     path = where(address)
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)

@@ -13,6 +13,7 @@ import aiogpu
 from aiogpu.cli import data, joining, tables
 from aiogpu.cli.grid import Table
 from aiogpu.cli.screen import print_table
+from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.report import held_tasks, state_of
 
 Status = aiogpu.NodeStatus
@@ -26,7 +27,8 @@ class Kind(NamedTuple):
         count: how many there are, listed or not.
         table: shows them.
         data: tells a program of one.
-        state: its state, None where it has none.
+        state: its state.
+        states: all that there are.
         names: the names by which it may be meant.
     """
 
@@ -35,6 +37,7 @@ class Kind(NamedTuple):
     table: Callable[[Sequence[Any], Status], Table]
     data: Callable[[Any, Status], data.Data]
     state: Callable[[Any], str]
+    states: Sequence[str]
     names: Callable[[Any], Sequence[str | None]]
 
 
@@ -45,6 +48,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=tables.task_table,
         data=lambda one, _: data.task_data(one),
         state=state_of,
+        states=(*(s.value for s in TaskState if s is not TaskState.ENDED), "leased"),
         names=lambda task: (task.name,),
     ),
     "actors": Kind(
@@ -53,6 +57,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=tables.actor_table,
         data=lambda one, _: data.actor_data(one),
         state=lambda actor: str(actor.state),
+        states=("pending", "alive", "leaving"),
         names=lambda actor: (actor.name, tables.full_name(actor), actor.class_name),
     ),
     "placements": Kind(
@@ -61,6 +66,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=tables.placement_table,
         data=lambda one, _: data.placement_data(one),
         state=lambda placement: str(placement.state),
+        states=("waiting", "ready", "removing"),
         names=lambda placement: (placement.name, placement.id),
     ),
     "workers": Kind(
@@ -69,6 +75,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=lambda them, _: tables.worker_table(them),
         data=lambda one, _: data.worker_data(one),
         state=lambda worker: str(worker.state),
+        states=[s.value for s in WorkerState if s is not WorkerState.GONE],
         names=lambda worker: (worker.task,),
     ),
     "gpus": Kind(
@@ -77,6 +84,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=lambda them, _: tables.device_table(them),
         data=lambda one, _: data.device_data(one),
         state=tables.device_state,
+        states=("free", "shared", "full", "set aside"),
         names=lambda one: (one.name, one.type, str(one.id), tables.device_name(one)),
     ),
     "clients": Kind(
@@ -85,6 +93,7 @@ KINDS: Final[dict[str, Kind]] = {
         table=lambda them, _: tables.client_table(them),
         data=lambda one, _: data.client_data(one),
         state=lambda one: "left" if one.has_left else "there",
+        states=("there", "left"),
         names=lambda one: (one.name, str(one.pid)),
     ),
 }
@@ -164,6 +173,11 @@ def list_command(  # noqa: PLR0913, PLR0917 - each an option of its own
       2  bad input
     """  # noqa: D301 - click's mark for lines to be left as they are
     kind = KINDS[what]
+    if state is not None and state not in kind.states:
+        raise click.BadParameter(
+            f"{what} are never {state!r}. There are: {', '.join(kind.states)}.",
+            param_hint="'--state'",
+        )
     status = joining.ask(address, lambda node: node.status())
     found = find(kind, status, state, name, limit)
     if as_json:

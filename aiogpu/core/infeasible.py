@@ -50,8 +50,8 @@ def find_infeasible(
             if kinds and wanted is not None and name == TYPE_PREFIX + wanted:
                 return _no_such_type(device_sets[kinds[0]], wanted)
             given, had = (written(name, number(parts)) for parts in (asked, there))
-            known = {*capacity, *device_sets} if not there else ()
-            near = _like(name, known)
+            known = {*capacity, *device_sets} if not there else set()
+            near = _like(name, known - {name})
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             return f"it lacks {name} {given} of {had}{hint}"
     for kind, amount in request.devices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeError, OptionError
@@ -45,7 +46,7 @@ def create_engine(
     if address == "ray" or address.startswith("ray://"):
         return _cluster(None if address == "ray" else address, options, loop)
     raise OptionError(
-        f"init(address={address!r}): no node is known by that. Give 'auto' to join the "
+        f"{_said(address)}: no node is known by that. Give 'auto' to join the "
         f"node that `aiogpu start --head` has started, or the path of its socket; or "
         f"leave address out for a node inside this program, or give 'inline' to have "
         f"tasks run in this very process, or 'ray' or 'ray://host:10001' for a Ray "
@@ -62,7 +63,7 @@ def _cluster(
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise NodeError(
-            f"init(address={address or 'ray'!r}): Ray is not installed here. Install "
+            f"{_said(address or 'ray')}: Ray is not installed here. Install "
             f"it by: pip install 'aiogpu[ray]' (or 'ray[client]' beside this aiogpu)."
         ) from error
     return RayEngine(address, options, loop)
@@ -75,7 +76,14 @@ def _check_joining(address: str, options: NodeOptions) -> None:
         if name in OF_PROGRAMS or getattr(options, name) == default:
             continue
         raise OptionError(
-            f"init(address={address!r}, {name}=...): a node that runs has what it has. "
+            f"{_said(address, f'{name}=...')}: a node that runs has what it has. "
             f"Leave {name} out here, and give it where the node is started, as "
             f"`aiogpu start --head` does."
         )
+
+
+def _said(address: str, option: str = "") -> str:
+    """Who has named an address: a program that does not say it may not know."""
+    if os.environ.get("AIOGPU_ADDRESS") == address:
+        return f"AIOGPU_ADDRESS={address!r}{option and f', init({option})'}"
+    return f"init(address={address!r}{option and f', {option}'})"

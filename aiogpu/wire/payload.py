@@ -24,6 +24,8 @@ NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
 NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
 """The payload of a call without any."""
+RESULT: Final = ("the result", "result", "Return what it is made from.")
+PUT: Final = ("the value given to put()", "value", "Put what it is made from.")
 HEAVY: Final = 1 << 20
 """Bytes above which a warning is due for what is sent more than once."""
 
@@ -102,12 +104,14 @@ def load(payload: bytes) -> Any:
     return pickle.loads(stream, buffers=buffers)
 
 
-def dump_result(value: object, what: str = "the result") -> bytes | Outgoing:
+def dump_result(
+    value: object, wording: tuple[str, str, str] = RESULT
+) -> bytes | Outgoing:
     """Pickle a task's result.
 
     Args:
         value: the result.
-        what: how errors call it.
+        wording: how errors call it: what it is, its name in paths, what to do.
 
     Raises:
         SerializationError: with the path to what cannot be pickled.
@@ -126,7 +130,8 @@ def dump_result(value: object, what: str = "the result") -> bytes | Outgoing:
             kept = value.before_culprit(dump_result)
             if kept is not value:
                 return dump_result(kept)
-        raise _unpicklable(what, {"result": value}, error) from error
+        what, name, advice = wording
+        raise _unpicklable(what, {name: value}, error, advice) from error
     return outgoing.stream if outgoing.is_plain else outgoing
 
 
@@ -278,7 +283,10 @@ def _cloud_dumps(value: object) -> bytes:
 
 
 def _unpicklable(
-    what: str, roots: Mapping[str, object], error: Exception
+    what: str,
+    roots: Mapping[str, object],
+    error: Exception,
+    advice: str = "Create it inside the task, or pass what it is made from.",
 ) -> SerializationError:
     # Only a failure pays for the imports.
     from contextlib import nullcontext
@@ -291,10 +299,8 @@ def _unpicklable(
     with nullcontext() if is_of_handle else collecting():  # else none is to blame
         path = find_culprit(roots, measure)
     told = _described(error).rstrip(".")
-    advice = " Create it inside the task, or pass what it is made from."
-    if is_of_handle:
-        advice = ""
-    return SerializationError(f"{what} cannot be pickled: {path}: {told}.{advice}")
+    after = "" if is_of_handle else f" {advice}"
+    return SerializationError(f"{what} cannot be pickled: {path}: {told}.{after}")
 
 
 def _unreadable(error: BaseException) -> str:

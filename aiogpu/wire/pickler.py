@@ -17,6 +17,8 @@ APART: Final = 65536
 """Bytes from which on one buffer stays beside the stream."""
 
 _PROTOCOL: Final = 5
+_SPAWNED: Final = "__mp_main__"
+"""What multiprocessing calls the program where it has spawned it anew."""
 _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 
 
@@ -171,4 +173,7 @@ def _pickler(
     torch = modules.get("torch")
     if torch is not None and torch is not _Pickler.dispatch_table.torch:
         _Pickler.dispatch_table.learn(torch)
+    if _SPAWNED in modules:
+        # cloudpickle takes it for a module that others could import.
+        cloudpickle.register_pickle_by_value(modules[_SPAWNED])
     return _Pickler(file, _PROTOCOL, is_kept)

@@ -50,12 +50,13 @@ class LineSender(io.BufferedIOBase):
         """Send what is complete, keep the rest."""
         fresh = bytes(data)
         with self._lock:
-            *lines, self.partial = (self.partial + fresh).split(b"\n")
+            *lines, rest = (self.partial + fresh).split(b"\n")
+            end = len(rest) - len(rest) % LONGEST
+            self.partial = rest[end:]
             for line in lines:
                 self._send(line)
-            while len(self.partial) >= LONGEST:
-                self._send(self.partial[:LONGEST])
-                self.partial = self.partial[LONGEST:]
+            for start in range(0, end, LONGEST):
+                self._send(rest[start : start + LONGEST])
         return len(fresh)
 
     def end_line(self) -> None:

@@ -78,6 +78,7 @@ def test_it_runs_coroutines_alone() -> None:
 
 async def test_it_begins_no_loop_within_another() -> None:
     coroutine = fail()
-    with pytest.raises(RuntimeError, match="running event loop"):
+    with pytest.raises(RuntimeError, match="running event loop") as raised:
         aiogpu.run(coroutine)
+    assert "write `await main()`" in raised.value.__notes__[0]
     coroutine.close()

@@ -424,8 +424,10 @@ async def test_each_loop_has_its_own(engine: PaperEngine) -> None:
 
 
 def test_without_a_loop_there_is_none() -> None:
-    with pytest.raises(NoLoopError, match=r"aiogpu\.run\(main\(\)\)"):
+    with pytest.raises(NoLoopError, match=r"^\.remote.*aiogpu\.run\(main\(\)\)"):
         current_session()
+    with pytest.raises(NoLoopError, match=r"^aiogpu\.get_actor\(\) needs a running"):
+        aiogpu.get_actor("model")
 
 
 async def test_a_worker_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:

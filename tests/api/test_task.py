@@ -284,6 +284,18 @@ def test_without_a_loop_it_stays_usable() -> None:
     asyncio.run(main())
 
 
+def test_globals_of_main_go_as_they_are_at_the_first_call() -> None:
+    source = "def scaled(number): return SCALE * number"
+    program: dict[str, Any] = {"__name__": "__main__", "SCALE": 2}
+    exec(source, program)
+    definition = Definition(program["scaled"])
+    assert load_function(definition.sent().payload)(1) == 2
+    program["SCALE"] = 5
+    assert load_function(definition.sent().payload)(1) == 2
+    exec(source, program)
+    assert load_function(Definition(program["scaled"]).sent().payload)(1) == 5
+
+
 def test_what_is_defined_in_main_goes_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("__main__", "__mp_main__"):
         monkeypatch.setattr(documented.__wrapped__, "__module__", name)

@@ -257,3 +257,10 @@ async def test_floor_and_workload_alternate_after_a_warm_up():
     found = await alternate(lambda: block("floor"), lambda: block("work"), 2)
     assert story == ["floor", "work"] * 3
     assert (found.floor, found.workload) == ([[3], [5]], [[4], [6]])
+
+
+def test_the_help_names_the_other_programs():
+    done = run("--help")
+    for name in ("field", "soak", "simulation", "counts"):
+        assert name in done.stdout
+        assert any(FOLDER.glob(f"{name}*"))

@@ -204,12 +204,24 @@ def test_what_is_listed_can_be_chosen(
     assert told["left_out"] == left_out
 
 
+@pytest.mark.parametrize(
+    ("what", "state", "first"),
+    [("tasks", "wating", "waiting, expecting"), ("gpus", "idle", "free, shared")],
+)
+def test_a_state_that_there_is_not_is_bad_input(
+    what: str, state: str, first: str
+) -> None:
+    result = ran("list", what, "--state", state)
+    assert result.exit_code == 2
+    assert f"{what} are never {state!r}. There are: {first}" in result.stderr
+
+
 @pytest.mark.usefixtures("busy")
 def test_what_is_not_listed_is_said_beside_the_list() -> None:
     result = ran("list", "tasks", "--limit", "3")
     assert len(result.stdout.splitlines()) == 4
     assert result.stderr == "and 3 more\n"
-    result = ran("list", "workers", "--state", "odd")
+    result = ran("list", "workers", "--state", "ending")
     assert (result.stdout, result.stderr) == ("", "There are no workers that fit.\n")
 
 
@@ -266,6 +278,16 @@ def test_a_view_starts_no_node(
         f"aiogpu/node.sock. Start one by `aiogpu start --head`, or give its "
         f"--address.\n"
     )
+
+
+@pytest.mark.parametrize("address", ["ray", "ray://host:10001"])
+def test_a_ray_cluster_is_not_taken_for_a_socket(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", address)
+    result = ran("status")
+    assert result.exit_code == 1
+    assert f"{address!r} is a Ray cluster, which Ray's own `ray" in result.stderr
 
 
 def test_what_is_no_socket_is_said(tmp_path: object) -> None:

@@ -58,6 +58,11 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             "it lacks CPUs 1 of 0 (did you mean 'CPU'?)",
         ),
         (
+            Ledger({"CPU": 0}, ()),
+            Request.of({"CPU": UNIT}, {}),
+            "it lacks CPU 1 of 0",
+        ),
+        (
             MIXED,
             asking(1, "A1000"),
             "there is no GPU of type 'A1000' (there are: 4 x A100, 2 x H100; did you "

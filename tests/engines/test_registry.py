@@ -49,6 +49,21 @@ async def test_what_only_the_start_of_a_node_can_say() -> None:
         create_engine("auto", NodeOptions(num_gpus=1), loop)
 
 
+async def test_the_variable_is_named_where_it_gave_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    monkeypatch.setenv("AIOGPU_ADDRESS", "nowhere")
+    with pytest.raises(OptionError, match=r"^AIOGPU_ADDRESS='nowhere': no node is"):
+        create_engine("nowhere", NodeOptions(), loop)
+    with pytest.raises(OptionError, match=r"^init\(address='elsewhere'\): no node is"):
+        create_engine("elsewhere", NodeOptions(), loop)
+    monkeypatch.setenv("AIOGPU_ADDRESS", "auto")
+    said = r"^AIOGPU_ADDRESS='auto', init\(num_gpus=\.\.\.\): a node that runs"
+    with pytest.raises(OptionError, match=said):
+        create_engine("auto", NodeOptions(num_gpus=1), loop)
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("address", ["ray", "ray://localhost:1"])
 async def test_a_ray_cluster(address: str) -> None:

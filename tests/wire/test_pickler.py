@@ -5,6 +5,7 @@ import functools
 import pickle
 import sys
 import threading
+import types
 from array import array
 from dataclasses import dataclass
 
@@ -384,6 +385,40 @@ def test_modules_sent_by_value_are_known():
         assert set(names_sent_by_value()) == {"threading"}
     finally:
         cloudpickle.unregister_pickle_by_value(threading)
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """The program, as a process has it that multiprocessing has spawned."""
+    program = types.ModuleType("__mp_main__")
+    exec(SPAWNED, vars(program))
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    yield program
+    if program.__name__ in names_sent_by_value():
+        sys.modules[program.__name__] = program
+        cloudpickle.unregister_pickle_by_value(program)
+
+
+SPAWNED = """
+class Pair:
+    def __init__(self, one, other):
+        self.one, self.other = one, other
+
+def twice(number):
+    return 2 * number
+
+def doubled(pair):
+    return Pair(twice(pair.one), twice(pair.other))
+"""
+
+
+def test_what_a_spawned_program_defines_goes_by_value(spawned, monkeypatch):
+    stream = dump_whole((spawned.doubled, spawned.Pair(1, 2)))
+    monkeypatch.delitem(sys.modules, "__mp_main__")  # as it is in a worker
+    doubled, pair = load(stream)
+    result = load(dump_whole(doubled(pair)))
+    assert (result.one, result.other) == (2, 4)
+    assert type(result) is spawned.Pair, "the program knows its own class again"
 
 
 # Sizes

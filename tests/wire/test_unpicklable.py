@@ -9,7 +9,13 @@ import pytest
 
 from aiogpu.errors import DeserializationError, SerializationError
 from aiogpu.wire.culprit import find_culprit
-from aiogpu.wire.payload import dump_arguments, dump_function, dump_result, load_result
+from aiogpu.wire.payload import (
+    PUT,
+    dump_arguments,
+    dump_function,
+    dump_result,
+    load_result,
+)
 from aiogpu.wire.pickler import APART, dump, dump_whole, measure
 from tests.wire.parcels import carried
 
@@ -75,8 +81,14 @@ def test_the_culprit_stands_in_the_message():
     ) as caught:
         dump_arguments("f", (LARGE,), {"bad": Bad(a=LARGE)})
     assert type(caught.value.__cause__) is ZeroDivisionError
-    with pytest.raises(SerializationError, match=r"result\[1\] \(a Bad\)"):
+    with pytest.raises(
+        SerializationError, match=r"result\[1\] \(a Bad\).* Return what it is made"
+    ):
         dump_result([LARGE, Bad()])
+    with pytest.raises(
+        SerializationError, match=r"put\(\) .*: value \(a lock\).* Put what it is made"
+    ):
+        dump_result(LOCK, PUT)
     bad = Bad()
     with pytest.raises(SerializationError, match=r"f\.__closure__\.bad \(a Bad\)"):
         dump_function("f", lambda: (LARGE, bad))
