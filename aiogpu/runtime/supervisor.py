@@ -80,6 +80,7 @@ class Supervisor:
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
+        self._is_over = False
 
     async def start_zygote(
         self,
@@ -110,6 +111,8 @@ class Supervisor:
         def accept() -> Peer:
             peer = Peer(pool.greeted, self._heard)
             peers.add(peer)
+            if self._is_over:
+                peer.abort()
             return peer
 
         parts.server = await self._loop.create_unix_server(
@@ -262,7 +265,9 @@ class Supervisor:
         # Before the zygote is asked to end: if we are killed now, it does this.
         remove_directory(parts.directory)
         await parts.zygotes.close()
-        # Whoever has connected and not said who it is, such as a late keeper.
+        # Whoever has connected and not said who it is, such as a late keeper; the loop
+        # may have let it in, and not have made its connection yet.
+        self._is_over = True
         for peer in list(self._peers):
             peer.abort()
         await parts.zygotes.cgroup.remove()

@@ -57,6 +57,7 @@ class Peer(asyncio.Protocol):
         self._waiting: list[Message] = []
         self._is_paused = False
         self._is_posting = False
+        self._is_aborted = False
 
     def __repr__(self) -> str:
         return f"<Peer {self._connection!r}>"
@@ -72,6 +73,8 @@ class Peer(asyncio.Protocol):
             stream.abort()
             return
         self._transport = stream
+        if self._is_aborted:
+            stream.abort()
 
     def data_received(self, data: bytes) -> None:
         """Pass on every message that is complete."""
@@ -257,7 +260,8 @@ class Peer(asyncio.Protocol):
         self.abort()
 
     def abort(self) -> None:
-        """Close without sending what is still buffered."""
+        """Close without sending what is still buffered; as soon as it is open."""
+        self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
 

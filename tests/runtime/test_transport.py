@@ -59,6 +59,16 @@ def test_messages_are_passed_on_in_order() -> None:
     assert "worker 3" in repr(peer)
 
 
+def test_one_that_is_given_up_before_its_connection_is_made() -> None:
+    """A node closes in the turn in which the loop lets somebody in."""
+    hall = Hall()
+    peer, transport = Peer(hall.greeted), PaperTransport()
+    peer.abort()
+    assert transport.calls == []
+    peer.connection_made(transport)
+    assert transport.calls == ["abort"]
+
+
 def test_another_user_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     hall = Hall()
     peer, transport = hall.connect(uid=os.geteuid() + 1)
