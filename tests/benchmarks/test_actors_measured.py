@@ -3,6 +3,8 @@
 import asyncio
 import os
 
+import pytest
+
 import aiogpu
 from benchmarks import coroutine_floor
 from benchmarks.census import descendants
@@ -13,6 +15,8 @@ from benchmarks.method import FULL, QUICK, Pair
 from benchmarks.rows import Goal, latency_row, rate_row
 from benchmarks.tasks import Interleaved, Plain
 from benchmarks.workloads import many_actors
+
+pytestmark = pytest.mark.either_loop
 
 GOAL = Goal(1.5, "x floor")
 

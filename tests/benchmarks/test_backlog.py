@@ -11,6 +11,8 @@ from benchmarks.environments import ENVIRONMENTS
 from benchmarks.method import FULL
 from benchmarks.workloads.backlog import _rows
 
+pytestmark = pytest.mark.either_loop
+
 MS = 1_000_000
 STAGES = [
     "submitting",

@@ -17,6 +17,8 @@ from benchmarks.field.questions import QUESTIONS
 from benchmarks.field.seat import LateError, OutError, Seat
 from benchmarks.port import UnsupportedError
 
+pytestmark = pytest.mark.either_loop
+
 CALLS = {"call", "gathered", "argument-1KB", "argument-100KB"}
 CALLS |= {"argument-10MB", "argument-100MB", "start", "waiting"}
 ACTORS = {"actor-call", "actor-gathered"}

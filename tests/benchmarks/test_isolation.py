@@ -21,6 +21,8 @@ from benchmarks.script import in_script
 from benchmarks.workloads import isolated, learning, turnover
 from tests.program import run
 
+pytestmark = pytest.mark.either_loop
+
 ROOT = Path(__file__).parents[2]
 MS = 1_000_000
 ALONE = Need(num_gpus=0.25, is_isolated=True)

@@ -11,6 +11,8 @@ from benchmarks.environments import ENVIRONMENTS
 from benchmarks.method import QUICK
 from benchmarks.workloads import values
 
+pytestmark = pytest.mark.either_loop
+
 LARGE = 64 << 20
 
 

@@ -15,6 +15,7 @@ from tests.core.test_scheduler_properties import (
     NodeMachine,
     lies_in_bundles,
 )
+from tests.drawing import examples
 
 BUNDLES = st.lists(
     st.sampled_from(
@@ -115,7 +116,7 @@ class GangMachine(SharedGangMachine):
 class TestGangs(GangMachine.TestCase):
     """The same stories each time, in some seconds."""
 
-    settings = settings(SETTINGS, max_examples=150)
+    settings = settings(SETTINGS, max_examples=examples(150))
 
 
 @pytest.mark.slow

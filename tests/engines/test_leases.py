@@ -14,7 +14,7 @@ import aiogpu
 from tests.engines import tasks
 from tests.until import LIMIT
 
-pytestmark = pytest.mark.needs("leases")
+pytestmark = [pytest.mark.needs("leases"), pytest.mark.either_loop]
 
 
 async def until_free(name: str, amount: float) -> None:

@@ -19,6 +19,7 @@ from aiogpu.errors import AiogpuError, ObjectMemoryError
 from aiogpu.memory import segment as segments
 from aiogpu.memory.segment import Segment, map_readonly
 from aiogpu.memory.warm import MOST_WARM, WarmSegments
+from tests.drawing import examples
 
 PAGE = mmap.PAGESIZE
 
@@ -279,7 +280,7 @@ def test_too_many_descriptors_is_what_the_system_says(
     warm.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     limit=st.integers(0, 12),
     steps=st.lists(st.tuples(st.sampled_from("tsgdr"), st.integers(1, 9)), max_size=40),
