@@ -17,7 +17,7 @@ from aiogpu.runtime.supervisor import Supervisor
 from tests.engines import tasks
 from tests.gate import Gate
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.fresh]
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def zygote_of(session: aiogpu.Session) -> Lineage:
