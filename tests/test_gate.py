@@ -10,9 +10,6 @@ import pytest
 from tests.gate import Gate
 
 
-# asyncio leaves to the collector what it accepts while its server is being closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_comes_at_the_last_moment_is_not_waited_for(turns: int) -> None:
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:

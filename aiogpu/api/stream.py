@@ -157,7 +157,8 @@ class Stream(AsyncIterator[T]):
                 f"queue."
             )
         try:
-            if not inflow.buffer and not inflow.is_over:
+            # Of two items that came for one wait the second wakes the next in vain.
+            while not inflow.buffer and not inflow.is_over:
                 await self._news()
             if inflow.buffer:
                 item: T = inflow.take()

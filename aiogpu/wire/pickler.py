@@ -173,7 +173,9 @@ def _pickler(
     torch = modules.get("torch")
     if torch is not None and torch is not _Pickler.dispatch_table.torch:
         _Pickler.dispatch_table.learn(torch)
-    if _SPAWNED in modules:
+    program = modules.get(_SPAWNED)
+    # Elsewhere multiprocessing has given that name to `__main__`, too.
+    if program is not None and program.__name__ == _SPAWNED:
         # cloudpickle takes it for a module that others could import.
-        cloudpickle.register_pickle_by_value(modules[_SPAWNED])
+        cloudpickle.register_pickle_by_value(program)
     return _Pickler(file, _PROTOCOL, is_kept)

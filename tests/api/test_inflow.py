@@ -92,6 +92,32 @@ def new_stream(source: PaperSource) -> Stream[int]:
     return Stream("train", source, 2, asyncio.get_running_loop())
 
 
+async def test_a_wake_that_comes_late_ends_nothing(source: PaperSource) -> None:
+    """Each item that another thread brings wakes the loop a moment later."""
+    stream = new_stream(source)
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+
+    def feed() -> None:
+        stream.inflow.receive_items(items(0))
+        stream.inflow.receive_items(items(1))
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    thread.join()  # both wakes are posted before the loop sees the first
+    assert await waiting == 0
+    assert await anext(stream) == 1
+    waiting = asyncio.ensure_future(anext(stream))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    stream.inflow.loop.call_soon(stream.inflow._set)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.inflow.receive_items(items(2))
+    assert await waiting == 2
+
+
 async def test_items_may_come_in_another_thread(source: PaperSource) -> None:
     stream = new_stream(source)
 
