@@ -78,7 +78,7 @@ class Gate:
             gate = cls(f"{place}/s")
             server = await asyncio.start_unix_server(gate._visit, gate.path)
             yield gate
-            # Nobody comes any more: asyncio loses whom it lets in while a server closes.
+            # Nobody comes any more: asyncio loses whom a server lets in as it closes.
             os.unlink(gate.path)
             gate._is_closed = True
             for _ in range(TURNS):

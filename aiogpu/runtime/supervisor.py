@@ -260,16 +260,18 @@ class Supervisor:
         parts.pool.autopsy.close()
         if self._passage is not None:
             self._passage.close()
-        if parts.server is not None:
-            parts.server.close()
-        # Before the zygote is asked to end: if we are killed now, it does this.
+        # Before the zygote is asked to end: if we are killed now, it does this. From
+        # here on nobody can come.
         remove_directory(parts.directory)
-        await parts.zygotes.close()
         # Whoever has connected and not said who it is, such as a late keeper; the loop
         # may have let it in, and not have made its connection yet.
         self._is_over = True
+        await parts.zygotes.close()
         for peer in list(self._peers):
             peer.abort()
+        # Not before: asyncio loses whom a server has let in as it closes.
+        if parts.server is not None:
+            parts.server.close()
         await parts.zygotes.cgroup.remove()
         await parts.console.drain(SLACK)
         parts.console.close()
