@@ -39,15 +39,17 @@ class Account:
         wrong: ends that are not legal, in words.
         hung: handles that have not ended, in words.
         is_mortal: whether the node may end meanwhile.
+        is_joined: whether other programs use it too.
     """
 
-    def __init__(self, is_mortal: bool = False) -> None:
+    def __init__(self, is_mortal: bool = False, is_joined: bool = False) -> None:
         self.begun = 0
         self.operations: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.hung: list[str] = []
         self.is_mortal = is_mortal
+        self.is_joined = is_joined
 
     def as_told(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -74,6 +76,11 @@ class Operation:
         self.hand = random.Random(f"{seed}/{number}")
         self._account = account
         self._open: list[tuple[str, weakref.ref[Any]]] = []
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether other programs use its node too."""
+        return self._account.is_joined
 
     def begin(self, what: str, handle: T) -> T:
         """Take note of a handle, which is then to end."""

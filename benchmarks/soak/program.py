@@ -88,7 +88,7 @@ def minding(account: Account) -> Any:
 async def main(address: str, seed: str, in_flight: int, is_mortal: bool) -> None:
     """Open or join, serve, and leave nothing."""
     channel = await Channel.open()
-    account = Account(is_mortal)
+    account = Account(is_mortal, is_joined=address != "local")
     asyncio.get_running_loop().set_exception_handler(minding(account))
     before = Traces.take()
     options = OPTIONS if address == "local" else {}

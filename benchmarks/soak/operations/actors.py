@@ -119,7 +119,8 @@ async def named(one: Operation) -> None:
         else:
             is_shared = hand.random() < 0.9
             # Another program may take the name in the very moment: its calls tell.
-            legal = () if is_shared else (aiogpu.ActorNameError,)
+            if one.is_joined and not is_shared:
+                legal = (aiogpu.ActorNameError,)
             named = kind.options(name=name, max_restarts=1, get_if_exists=is_shared)
             actor = named.remote()
     except aiogpu.ActorNameError as error:
