@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.mappings import Mappings
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
@@ -176,6 +177,7 @@ def medians(ways: dict[str, Timed], calls: int) -> dict[str, float]:
 
 def main() -> None:
     """Print both tables."""
+    keep_pages()
     source = memoryview(os.urandom(LARGE))
     for way, took in medians(memory_ways(source), 1).items():
         print(f"{way:33}{took / 1e3:8.2f} ms")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
+from aiogpu.memory.heap import keep_pages
 from aiogpu.runtime.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class LocalEngine:
     async def open(self) -> None:
         """Detect what there is while the zygote starts; see `Engine.open`."""
         options = self._options
+        keep_pages()
         try:
             await self._supervisor.start_zygote(
                 options.preload,

@@ -16,6 +16,7 @@ from aiogpu.engines.line import Line
 from aiogpu.engines.program import join_of, unreachable
 from aiogpu.engines.terminal import Terminal
 from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
+from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.acting import Release
 from aiogpu.wire.connection import CLIENT, greeting
@@ -315,6 +316,7 @@ def _again(error: NodeError) -> NodeError:
 
 def _prepare() -> None:
     """Import what a first call needs, while the node starts a zygote for it."""
+    keep_pages()
     import aiogpu.engines.admission
     import aiogpu.engines.hosting
     import aiogpu.wire.pickler  # noqa: F401

@@ -99,17 +99,14 @@ class Store:
             values=tuple(reference.id for reference in outgoing.references),
             returns=outgoing.returns,
         )
-        size = outgoing.size
         segment = shown = None
-        if size >= APART:
+        if outgoing.is_large:
             shown = self._shown(outgoing)
             if shown is not None:
                 segment = self._mapped[shown.segment]
                 contents = contents.placed(*shown)
             else:
                 segment, contents = self._write(outgoing, contents)
-        elif size:
-            contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
         parcel = Parcel.of(contents, (segment, *outgoing.references), self, values)
         parcel.is_shown = shown is not None
         return parcel
@@ -123,9 +120,7 @@ class Store:
     def _write(
         self, outgoing: Outgoing, contents: Contents
     ) -> tuple[SharedSegment | None, Contents]:
-        buffers = list(outgoing.buffers)
-        if len(outgoing.stream) >= APART:
-            buffers.insert(0, memoryview(outgoing.stream))
+        buffers = outgoing.laid_out()
         try:
             shared, spans = self._written(buffers)
         except OSError:

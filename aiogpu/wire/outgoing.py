@@ -9,15 +9,20 @@ from __future__ import annotations
 from _thread import _local
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from aiogpu.errors import MisuseError
+
+if TYPE_CHECKING:
+    from pickle import PickleBuffer
 
 HANDLE: Final = "__aiogpu_handle__"
 """What the classes of handles have, so that nobody here needs to import them."""
 APART: Final = 1 << 18
 """Bytes of buffers, or of a pickle, from which on they go into shared memory: below
 it, copying them through a socket costs less than passing and mapping a descriptor."""
+ALONG: Final = 1 << 16
+"""Bytes of a pickle from which on it goes along, where its buffers do."""
 
 
 class Reference(Protocol):
@@ -57,10 +62,43 @@ class Outgoing(NamedTuple):
         return len(self.stream) < APART and not any(self[1:])
 
     @property
-    def size(self) -> int:
-        """Bytes of the buffers and, if it is large, of the pickle."""
-        size = sum(buffer.nbytes for buffer in self.buffers)
-        return size + len(self.stream) if len(self.stream) >= APART else size
+    def is_large(self) -> bool:
+        """Whether it goes into shared memory: it has buffers, or a long pickle."""
+        return bool(self.buffers) or len(self.stream) >= APART
+
+    def laid_out(self) -> list[memoryview]:
+        """What of it goes there: the buffers, and before them the pickle if it is long.
+
+        One of the length of `buffers` is without the pickle.
+        """
+        is_long = len(self.stream) >= (ALONG if self.buffers else APART)
+        return [*([memoryview(self.stream)] if is_long else ()), *self.buffers]
+
+
+def keeping(apart: list[memoryview]) -> Callable[[PickleBuffer], bool]:
+    """What decides which of a value's buffers stay in its pickle, of protocol 5.
+
+    They do while there is room: copied along they cost less than memory that is to be
+    shared, mapped and given back.
+
+    Args:
+        apart: is given the others, flat, in their order.
+
+    Returns:
+        The `buffer_callback`, for one pickle.
+    """
+    room = APART
+
+    def is_kept(buffer: PickleBuffer) -> bool:
+        nonlocal room
+        view = buffer.raw()
+        if view.nbytes < room:
+            room -= view.nbytes
+            return True
+        apart.append(view)
+        return False
+
+    return is_kept
 
 
 class _Collecting(_local):

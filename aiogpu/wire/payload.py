@@ -13,12 +13,11 @@ from importlib import import_module
 from typing import Any, Final
 
 from aiogpu.errors import DeserializationError, MisuseError, SerializationError
+from aiogpu.wire.arrays import PROTOCOL, SCALARS, are_numbers, dump_numbers
 from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
 from aiogpu.wire.parcel import Parcel
 
-PROTOCOL: Final = 5
-_PLAIN: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _NO_NAMES: Final[dict[str, object]] = {}
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
@@ -47,11 +46,13 @@ def dump_arguments(
     Raises:
         SerializationError: with the path to what cannot be pickled.
     """
-    if not kwargs and not returns and _PLAIN.issuperset(map(type, args)):
+    if not kwargs and not returns and SCALARS.issuperset(map(type, args)):
         payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
         return payload if len(payload) < APART else Outgoing(payload)
-    handles, places = take_out(args, kwargs)
     named = dict(kwargs)
+    if not returns and are_numbers((*args, *named.values())):
+        return dump_numbers((args, named))
+    handles, places = take_out(args, kwargs)
     if handles:
         args, named = _without(args, named, places)
     try:
@@ -118,11 +119,13 @@ def dump_result(
     """
     if value is None:
         return NOTHING
-    if type(value) in _PLAIN:
+    if type(value) in SCALARS:
         payload = pickle.dumps(value, PROTOCOL)
         return payload if len(payload) < APART else Outgoing(payload)
     if type(value) is Results:
         return Outgoing(parts=tuple(map(dump_result, value)))
+    if are_numbers((value,)):
+        return dump_numbers(value)
     try:
         outgoing = _dump(value)
     except Exception as error:

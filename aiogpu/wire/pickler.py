@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Final
 
 import cloudpickle
 
-APART: Final = 65536
-"""Bytes from which on one buffer stays beside the stream."""
+from aiogpu.wire.outgoing import keeping
 
 _PROTOCOL: Final = 5
 _SPAWNED: Final = "__mp_main__"
@@ -23,7 +22,7 @@ _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 
 
 def dump(value: object) -> tuple[bytes, list[memoryview]]:
-    """Pickle an object, and leave its large buffers where they are.
+    """Pickle an object, and leave its large buffers where they are; see `keeping`.
 
     What was one object is one again when it is loaded; two arrays that share memory
     become two.
@@ -36,15 +35,7 @@ def dump(value: object) -> tuple[bytes, list[memoryview]]:
         Exception: whatever the reducers of the object's parts raise.
     """
     apart: list[memoryview] = []
-
-    def is_kept(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < APART:
-            return True
-        apart.append(view)
-        return False
-
-    return _pickled(value, is_kept), apart
+    return _pickled(value, keeping(apart)), apart
 
 
 def dump_whole(value: object) -> bytes:

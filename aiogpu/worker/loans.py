@@ -226,17 +226,14 @@ class Loans:
             values=tuple(reference.id for reference in outgoing.references),
             returns=outgoing.returns,
         )
-        size = outgoing.size
         loan = None
-        if size >= APART:
+        if outgoing.is_large:
             shown = self._shown(outgoing)
             if shown is not None:
                 contents = contents.placed(*shown)
                 loan = self._mapped[shown.segment]
             else:
                 contents = self._write(outgoing, contents)
-        elif size:
-            contents = contents._replace(buffers=tuple(map(bytes, outgoing.buffers)))
         holds = (*outgoing.handles, *outgoing.references, loan)
         parcel = Parcel.of(contents, holds, self)
         parcel.is_shown = loan is not None
@@ -251,9 +248,7 @@ class Loans:
         return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
-        buffers = list(outgoing.buffers)
-        if len(outgoing.stream) >= APART:
-            buffers.insert(0, memoryview(outgoing.stream))
+        buffers = outgoing.laid_out()
         try:
             segment, spans = self._written(buffers)
         except OSError:

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Final
 
+from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.forking import Check, Keep, Lost, Ready, Stale
@@ -101,6 +102,7 @@ class Zygote:
             remove_directory(self._setup.directory)
 
     def _serve(self, ready: Ready, files: Files) -> None:
+        keep_pages()
         self._threads.scan()
         self._threads.begin_with_one()
         if self._setup.learns:

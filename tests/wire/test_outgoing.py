@@ -9,6 +9,7 @@ import pytest
 
 from aiogpu.errors import MisuseError
 from aiogpu.wire.outgoing import (
+    ALONG,
     APART,
     Outgoing,
     attach,
@@ -113,7 +114,8 @@ def test_each_thread_lists_its_own():
 def test_large_buffers_stay_beside_the_pickle():
     outgoing = dump_arguments("f", (LARGE,), {"n": 1})
     assert isinstance(outgoing, Outgoing)
-    assert outgoing.size == LARGE.nbytes
+    assert outgoing.is_large
+    assert outgoing.laid_out() == [memoryview(LARGE).cast("B")]
     (args, kwargs) = load_arguments(carried(outgoing))
     assert (args[0] == LARGE).all()
     assert not args[0].flags.writeable
@@ -127,9 +129,30 @@ def test_a_large_pickle_is_no_plain_payload(value, dumped):
         dump_result(value) if dumped == "result" else dump_arguments("f", (value,), {})
     )
     assert isinstance(outgoing, Outgoing)
-    assert outgoing.size == len(outgoing.stream)
+    assert outgoing.is_large
+    assert outgoing.laid_out() == [memoryview(outgoing.stream)]
     found = load(carried(outgoing))
     assert (found if dumped == "result" else found[0][0]) == value
+
+
+def test_buffers_stay_in_the_pickle_while_there_is_room():
+    half, small = np.full(APART // 2, 1, np.uint8), np.full(100, 2, np.uint8)
+    outgoing = dump_result([half, half + 1, small, LARGE])
+    assert [each.nbytes for each in outgoing.buffers] == [APART // 2, LARGE.nbytes]
+    assert APART // 2 < len(outgoing.stream) < APART // 2 + 1000
+    found = load(carried(outgoing))
+    assert [int(each[0]) for each in found] == [1, 2, 2, 0]
+    assert [each.flags.writeable for each in found] == [True, False, True, False]
+
+
+def test_a_long_pickle_goes_along_with_its_buffers():
+    short, long = dump_result([b"x", LARGE]), dump_result([b"x" * ALONG, LARGE])
+    assert short.laid_out() == list(short.buffers)
+    assert long.laid_out() == [memoryview(long.stream), *long.buffers]
+    assert len(long.stream) < APART
+    alone = Outgoing(long.stream)
+    assert alone.is_plain
+    assert not alone.laid_out()
 
 
 @pytest.mark.parametrize("value", [1, "x", b"x", None, [1], np.arange(3)])

@@ -13,7 +13,8 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.wire import tensors
-from aiogpu.wire.pickler import APART, dump, dump_whole, load
+from aiogpu.wire.outgoing import APART
+from aiogpu.wire.pickler import dump, dump_whole, load
 
 torch = pytest.importorskip("torch", reason="its tensors are pickled here")
 EDGE = APART // 4

@@ -14,7 +14,8 @@ import pytest
 
 from aiogpu.errors import AiogpuWarning
 from aiogpu.wire import pickler, tensors
-from aiogpu.wire.pickler import APART, dump, dump_whole, load, measure
+from aiogpu.wire.outgoing import APART
+from aiogpu.wire.pickler import dump, dump_whole, load, measure
 
 EDGE = APART // 8
 READ_ONLY = (

@@ -9,6 +9,7 @@ import pytest
 
 from aiogpu.errors import DeserializationError, SerializationError
 from aiogpu.wire.culprit import find_culprit
+from aiogpu.wire.outgoing import APART
 from aiogpu.wire.payload import (
     PUT,
     dump_arguments,
@@ -16,7 +17,7 @@ from aiogpu.wire.payload import (
     dump_result,
     load_result,
 )
-from aiogpu.wire.pickler import APART, dump, dump_whole, measure
+from aiogpu.wire.pickler import dump, dump_whole, measure
 from tests.wire.parcels import carried
 
 LARGE = np.zeros(APART)

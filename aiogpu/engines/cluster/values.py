@@ -15,7 +15,7 @@ from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.failure import pack_told
-from aiogpu.wire.outgoing import APART, Outgoing
+from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class ClusterValues:
         kept = kept_in(payload)
         assert kept is not None, payload
         is_late = any(one.is_promised for one in kept.references)
-        if outgoing.size >= APART and self._engine.is_open and not is_late:
+        if outgoing.is_large and self._engine.is_open and not is_late:
             kept.ref = ray.keep(stored(payload))
             contents = payload.contents._replace(
                 stream=b"", buffers=(), segment=IN_STORE
