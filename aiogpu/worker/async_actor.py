@@ -18,7 +18,7 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
-from aiogpu.worker.channel import GLANCES, SHORT
+from aiogpu.worker.channel import SHORT
 from aiogpu.worker.context import current
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
@@ -47,7 +47,7 @@ class AsyncActor:
         self._is_over = False
         self._waits_since = 0.0
         self._is_awake = False
-        self._glances = 0
+        self._awake_until = 0.0
         self._loop = asyncio.new_event_loop()
 
     def play(self) -> None:
@@ -98,7 +98,7 @@ class AsyncActor:
         """Nothing runs; the next call may be on its way. See `Channel.next`."""
         self._waits_since = perf_counter()
         if self._is_awake:
-            self._glances = GLANCES
+            self._awake_until = self._waits_since + SHORT
             self._loop.call_soon(self._glance)
 
     def _glance(self) -> None:
@@ -110,8 +110,7 @@ class AsyncActor:
                 self._read()
                 return
             os.sched_yield()
-        self._glances -= TURN
-        if self._glances > 0:
+        if perf_counter() < self._awake_until:
             self._loop.call_soon(self._glance)
         else:
             self._is_awake = False

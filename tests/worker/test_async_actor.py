@@ -14,7 +14,7 @@ from aiogpu.wire.messages import Done
 from aiogpu.wire.payload import dump_arguments
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.async_actor import AsyncActor
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.channel import SHORT, Channel
 from tests.worker.driver_end import DriverEnd
 
 CALLS = 5
@@ -95,13 +95,12 @@ def test_after_a_moment_it_sleeps(
     clock: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One whole glance and no more; what is there by then comes as from sleep."""
-    monkeypatch.setattr("aiogpu.worker.async_actor.GLANCES", 1)
+    """Two glances and no more; what is there by then comes as from sleep."""
     monkeypatch.setattr(channel, "is_silent", lambda _: True)
     channel.may_stay_awake = True
-    clock(repeat(0.0))
+    clock(count(0.0, SHORT * 0.6))
     play(actor, driver)
-    assert 1 <= actor.glances <= CALLS
+    assert 1 <= actor.glances <= 2 * CALLS
 
 
 @pytest.mark.parametrize(

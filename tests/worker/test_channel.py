@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import count
 
 import pytest
 
@@ -22,7 +23,7 @@ from aiogpu.wire.messages import (
     Run,
 )
 from aiogpu.wire.printing import Log
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.channel import SHORT, Channel
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd
 
@@ -48,15 +49,15 @@ def test_messages_come_in_order(driver: DriverEnd, channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("may_stay_awake", [True, False])
-@pytest.mark.parametrize("glances", [0, 3])
+@pytest.mark.parametrize("short", [0.0, 1.0])
 def test_it_waits_awake_or_asleep(
-    glances: int,
+    short: float,
     may_stay_awake: bool,
     driver: DriverEnd,
     channel: Channel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiogpu.worker.channel.GLANCES", glances)
+    monkeypatch.setattr("aiogpu.worker.channel.SHORT", short)
     channel.may_stay_awake = may_stay_awake
     for task in range(50):
         speaker = threading.Thread(target=driver.send, args=(Cancel(task),))
@@ -68,7 +69,7 @@ def test_it_waits_awake_or_asleep(
 def test_a_moment_awake_follows_a_short_wait_alone(
     driver: DriverEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 100e-6, 1.0, 1.0 + 300e-6])
+    clock = iter([0.0, SHORT / 2, 0.5, 0.5, 1.0, 1.0 + SHORT * 2])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     channel.may_stay_awake = True
     driver.send(Cancel(1))
@@ -81,6 +82,27 @@ def test_a_moment_awake_follows_a_short_wait_alone(
     driver.send(Cancel(3))
     assert channel.next() == Cancel(3)
     assert not channel._is_awake
+
+
+def test_awake_it_looks_for_a_moment_and_then_sleeps(
+    driver: DriverEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(0.0, SHORT * 0.4)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    looks: list[None] = []
+
+    def speak_at_the_last_look() -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            driver.send(Cancel(2))
+
+    monkeypatch.setattr("os.sched_yield", speak_at_the_last_look)
+    channel._is_awake = True
+    driver.send(Cancel(1))
+    assert channel.next() == Cancel(1)
+    assert (looks, channel._is_awake) == ([], True)
+    assert channel.next() == Cancel(2)
+    assert (len(looks), channel._is_awake) == (2, False)
 
 
 def test_the_drivers_end_is_the_end(driver: DriverEnd, channel: Channel) -> None:
