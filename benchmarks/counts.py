@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple, cast
@@ -128,7 +129,7 @@ async def _least(
         with tally.counting():
             await way(call, number)
         found.append(Count.shared(tally.calls, number))
-    return min(found)
+    return min(found, key=itemgetter(0))
 
 
 def _task(**options: Any) -> Call:
@@ -196,7 +197,7 @@ async def _worker() -> Count:
         await begin.remote(0)
         await _await_each(call, FEW)
         found.append(Count.shared(await end.remote(0), FEW))
-    return min(found)
+    return min(found, key=itemgetter(0))
 
 
 class _Transport:
@@ -249,7 +250,7 @@ async def _on_the_wire(*names: str) -> Count:
         await _await_each(call, FEW)
         picked = Counter({name: _weights[0][name] for name in names})
         found.append(Count.shared(picked, FEW))
-    return min(found)
+    return min(found, key=itemgetter(0))
 
 
 async def _bytes() -> Count:

@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import Final
 
 import aiogpu
+from benchmarks.cores import one_core, running_on
 from benchmarks.environments.aiogpu_node import service
 from benchmarks.floor import open_floor
 from benchmarks.method import Scale, all_at_once, alternate, one_at_a_time, percentile
@@ -45,8 +46,10 @@ async def measure(_environment: Environment, scale: Scale) -> list[Row]:
 
 
 async def _one(call: Call[None], scale: Scale) -> Row:
-    async with open_relay() as relay, open_floor() as floor:
-        known = [await one_at_a_time(floor.call, scale.calls) for _ in range(2)][1:]
+    with running_on(one_core()):
+        async with open_floor() as floor:
+            known = [await one_at_a_time(floor.call, scale.calls) for _ in range(2)][1:]
+    async with open_relay() as relay:
         pair = await alternate(
             partial(one_at_a_time, relay.call, scale.calls),
             partial(one_at_a_time, call, scale.calls),

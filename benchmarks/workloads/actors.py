@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter_ns
 from typing import Final
 
 from benchmarks import coroutine_floor
 from benchmarks import floor as plain_floor
-from benchmarks.floor import open_floor
+from benchmarks.cores import floor_apart, one_core, running_on
+from benchmarks.floor import Floor, open_floor
 from benchmarks.method import (
     Block,
     Pair,
@@ -26,14 +29,20 @@ LATENCY: Final = Goal(1.5, "x floor")
 RATE: Final = Goal(0.5, "x floor", is_least=True)
 CREATION: Final = Goal(10, "ms")
 
+OpenFloor = Callable[[str], AbstractAsyncContextManager[Floor]]
+
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
     """Calls one at a time, calls gathered, and making one; plain and coroutines."""
+    with running_on(one_core()):
+        on_one = await _awaited_alone(environment, scale)
     await environment.open(num_cpus=2)
     try:
         creates = [environment.actor(cls) for cls in (Plain, Interleaved)]
         plain, interleaved = [await create() for create in creates]
-        rows = await _awaited(plain, interleaved, scale)
+        rows = _told(
+            await _awaited([plain, interleaved], floor_apart, scale), on_one, scale
+        )
         async with (
             open_floor() as floor,
             open_floor(coroutine_floor.__name__) as coroutines,
@@ -46,13 +55,23 @@ async def measure(environment: Environment, scale: Scale) -> list[Row]:
         await environment.close()
 
 
+async def _awaited_alone(environment: Environment, scale: Scale) -> list[Pair]:
+    """Both, on a node of its own."""
+    await environment.open(num_cpus=2)
+    try:
+        calls = [await environment.actor(cls)() for cls in (Plain, Interleaved)]
+        return await _awaited(calls, open_floor, scale)
+    finally:
+        await environment.close()
+
+
 async def _awaited(
-    plain: Call[None], interleaved: Call[None], scale: Scale
-) -> list[Row]:
-    """Each beside one floor alone: of two the kernel keeps one on the driver's core."""
+    calls: Sequence[Call[None]], opened: OpenFloor, scale: Scale
+) -> list[Pair]:
+    """Each beside its own floor alone."""
     pairs = []
-    for worker, call in ((plain_floor, plain), (coroutine_floor, interleaved)):
-        async with open_floor(worker.__name__) as floor:
+    for worker, call in zip((plain_floor, coroutine_floor), calls, strict=True):
+        async with opened(worker.__name__) as floor:
             pairs.append(
                 await alternate(
                     partial(one_at_a_time, floor.call, scale.calls),
@@ -60,10 +79,16 @@ async def _awaited(
                     scale.blocks,
                 )
             )
-    known, coroutines = pairs
+    return pairs
+
+
+def _told(apart: Sequence[Pair], on_one: Sequence[Pair], scale: Scale) -> list[Row]:
+    """What is measured on two cores, and on one; whether it was quiet says the last."""
+    known = on_one[0].floor
     return [
-        latency_row("actors: plain", known, LATENCY, scale),
-        latency_row("actors: coroutine", coroutines, LATENCY, scale, known.floor),
+        latency_row(f"actors: {name}{where}", pair, LATENCY, scale, known)
+        for pairs, where in ((apart, ""), (on_one, ", one core"))
+        for name, pair in zip(("plain", "coroutine"), pairs, strict=True)
     ]
 
 

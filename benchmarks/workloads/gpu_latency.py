@@ -11,4 +11,4 @@ from benchmarks.rows import Row
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
     """A task that does nothing, on a quarter of a GPU whose worker is kept."""
     need = Need(num_gpus=0.25)
-    return [await measure_latency("gpu_latency", environment, scale, need)]
+    return await measure_latency("gpu_latency", environment, scale, need)

@@ -10,4 +10,4 @@ from benchmarks.rows import Row
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
     """A task that does nothing, on one CPU."""
-    return [await measure_latency("noop_latency", environment, scale, Need())]
+    return await measure_latency("noop_latency", environment, scale, Need())
