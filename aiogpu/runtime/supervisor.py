@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
+from aiogpu.loading import Loading
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
@@ -123,10 +124,11 @@ class Supervisor:
 
     def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
         # Imported while the zygote starts, not before.
-        from aiogpu.runtime.console import Console
-        from aiogpu.runtime.descriptors import descriptor_limit
-        from aiogpu.runtime.pool import Pool
-        from aiogpu.runtime.zygotes import Zygotes
+        with Loading():
+            from aiogpu.runtime.console import Console
+            from aiogpu.runtime.descriptors import descriptor_limit
+            from aiogpu.runtime.pool import Pool
+            from aiogpu.runtime.zygotes import Zygotes
 
         directory = ground.around.directory
         slots = descriptor_limit.acquire()
@@ -158,12 +160,14 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
-        from aiogpu.runtime.clearance import Clearance
-        from aiogpu.runtime.device_monitor import DeviceMonitor
-        from aiogpu.runtime.device_thread import DeviceThread
-        from aiogpu.runtime.driver import Driver
-        from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
-        from aiogpu.runtime.nest import Nest
+        with Loading():
+            from aiogpu.runtime.clearance import Clearance
+            from aiogpu.runtime.device_monitor import DeviceMonitor
+            from aiogpu.runtime.device_thread import DeviceThread
+            from aiogpu.runtime.driver import Driver
+            from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+            from aiogpu.runtime.nest import Nest
+            from aiogpu.runtime.passage import Passage
 
         devices = scheduler.ledger.device_sets.values()
         # Before the zygote is ready: a driver may take seconds to start.
@@ -175,14 +179,13 @@ class Supervisor:
         self._devices = Devices(thread, clearance, monitor)
         pool = self._parts.pool
         pool.use(store)
-        from aiogpu.runtime.passage import Passage
-
         self._passage = Passage(
             self._loop, descriptor_path(self._parts.directory), store
         )
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
-            import aiogpu.wire.pickler  # noqa: F401
+            with Loading():
+                import aiogpu.wire.pickler  # noqa: F401
         await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
