@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
 from aiogpu.core.effects import Effect
@@ -34,9 +34,7 @@ from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
-from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
-from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.leases import Leases
 from aiogpu.runtime.memory_guard import MemoryGuard
@@ -46,6 +44,11 @@ from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.runtime.telling import Telling
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.clearance import Clearance
+    from aiogpu.runtime.device_monitor import DeviceMonitor
+    from aiogpu.runtime.unasked import Unasked
 
 _log: Final = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         assignment: Assignment,
-        clearance: Clearance,
+        clearance: Clearance | Unasked,
     ) -> None:
         self.scheduler = scheduler
         self.actors = Actors(loop, self, pool)
@@ -120,7 +123,6 @@ class Driver:
 
     def heed(self, monitor: DeviceMonitor) -> None:
         """Have the core told what is seen on devices, and owners what follows."""
-        self._clearance.on_begun = monitor.guard.begin
         self.telling.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
         monitor.lessees = self.leases.roots_of

@@ -17,6 +17,7 @@ from aiogpu.loading import Loading
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
+from aiogpu.runtime.unasked import Unasked
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Parts:
 
 @dataclass(slots=True, eq=False)
 class Devices:
-    """What a node has to see its devices with."""
+    """What a node that has devices sees them with."""
 
     thread: DeviceThread
     clearance: Clearance
@@ -161,22 +162,15 @@ class Supervisor:
         assert self._parts is not None
         # Imported while the zygote starts, not before.
         with Loading():
-            from aiogpu.runtime.clearance import Clearance
-            from aiogpu.runtime.device_monitor import DeviceMonitor
-            from aiogpu.runtime.device_thread import DeviceThread
             from aiogpu.runtime.driver import Driver
-            from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
             from aiogpu.runtime.nest import Nest
             from aiogpu.runtime.passage import Passage
 
-        devices = scheduler.ledger.device_sets.values()
-        # Before the zygote is ready: a driver may take seconds to start.
-        thread = DeviceThread(self._loop, devices, assignment.accelerators)
-        clearance = Clearance(self._loop, thread)
-        monitor = DeviceMonitor(
-            self._loop, thread, GpuMemoryGuard(scheduler, thread), self._roots
-        )
-        self._devices = Devices(thread, clearance, monitor)
+        clearance: Clearance | Unasked = Unasked()
+        if any(held.devices for held in scheduler.ledger.device_sets.values()):
+            # Before the zygote is ready: a driver may take seconds to start.
+            self._devices = self._watch(scheduler, assignment)
+            clearance = self._devices.clearance
         pool = self._parts.pool
         pool.use(store)
         self._passage = Passage(
@@ -189,10 +183,27 @@ class Supervisor:
         await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
-        self.driver.heed(monitor)
+        if self._devices is not None:
+            self.driver.heed(self._devices.monitor)
         self._nest = Nest(self.driver, store, check)
         pool.hearing.on_nested = self._nest.on_message
         return self.driver
+
+    def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
+        """Begin to ask what is on the node's devices."""
+        with Loading():
+            from aiogpu.runtime.clearance import Clearance
+            from aiogpu.runtime.device_monitor import DeviceMonitor
+            from aiogpu.runtime.device_thread import DeviceThread
+            from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+
+        devices = scheduler.ledger.device_sets.values()
+        thread = DeviceThread(self._loop, devices, assignment.accelerators)
+        guard = GpuMemoryGuard(scheduler, thread)
+        clearance = Clearance(self._loop, thread)
+        clearance.on_begun = guard.begin
+        monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
+        return Devices(thread, clearance, monitor)
 
     async def welcome(
         self,
