@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiogpu.core.about import AboutDevice, AboutTask, AboutWorker
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.limits import Limits
 from aiogpu.core.specs import Environment, TaskSpec
+
+if TYPE_CHECKING:
+    from aiogpu.core.limits import Limits
 
 
 @dataclass(slots=True)
@@ -228,7 +231,7 @@ class ClientJoined:
 
     client: ClientId
     weight: float = 1.0
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits | None = None
 
 
 @dataclass(slots=True)
