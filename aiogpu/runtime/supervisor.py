@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
@@ -78,7 +79,7 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
         self._passage: Passage | None = None
-        self._nest: Nest | None = None
+        self._nest: Callable[[], Nest] | None = None
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -163,7 +164,6 @@ class Supervisor:
         # Imported while the zygote starts, not before.
         with Loading():
             from aiogpu.runtime.driver import Driver
-            from aiogpu.runtime.nest import Nest
             from aiogpu.runtime.passage import Passage
 
         clearance: Clearance | Unasked = Unasked()
@@ -185,8 +185,9 @@ class Supervisor:
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
-        self._nest = Nest(self.driver, store, check)
-        pool.hearing.on_nested = self._nest.on_message
+        nest = cache(partial(_open_nest, self.driver, pool, store, check))
+        pool.hearing.on_nested = lambda *said: nest().on_message(*said)
+        self._nest = nest
         return self.driver
 
     def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
@@ -232,7 +233,7 @@ class Supervisor:
         wakefulness = Wakefulness(self._loop)
         self._note_heard = wakefulness.note
         self.clients = Clients(
-            self._loop, self.driver, self._nest, self._parts.zygotes, store, premises
+            self._loop, self.driver, self._nest(), self._parts.zygotes, store, premises
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
@@ -304,8 +305,8 @@ class Supervisor:
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers, by worker id, and of holders of leases."""
-        held = self.driver.leases.pids if self.driver is not None else {}
-        return held | self._parts.pool.pids if self._parts is not None else {}
+        held = self.driver.holders if self.driver is not None else {}
+        return {**held, **self._parts.pool.pids} if self._parts is not None else {}
 
     @property
     def pool(self) -> Pool:
@@ -334,3 +335,12 @@ class Supervisor:
     def observed(self) -> Observations:
         """What was last seen on the devices."""
         return self._devices.monitor.observed if self._devices is not None else {}
+
+
+def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Nest:
+    """Hear what tasks say of others that they start; few programs have such."""
+    from aiogpu.runtime.nest import Nest
+
+    nest = Nest(driver, store, check)
+    pool.hearing.on_nested = nest.on_message
+    return nest
