@@ -180,7 +180,6 @@ class Supervisor:
             # A program's first function needs it, and now there is time.
             with Loading():
                 import aiogpu.wire.pickler  # noqa: F401
-        await self._parts.zygotes.ready()
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         if self._devices is not None:
@@ -188,6 +187,7 @@ class Supervisor:
         nest = cache(partial(_open_nest, self.driver, pool, store, check))
         pool.hearing.on_nested = lambda *said: nest().on_message(*said)
         self._nest = nest
+        await self._parts.zygotes.ready()
         return self.driver
 
     def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
