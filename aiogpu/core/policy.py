@@ -1,7 +1,5 @@
 """How patient the scheduler is: figures, and arithmetic over them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 STARTS_ALLOWED = 3
