@@ -160,12 +160,15 @@ if not TYPE_CHECKING:
         """Load a public name from its room, or a public room."""
         from importlib import import_module
 
+        from aiogpu.loading import Loading
+
         if name == "accelerators":
             return import_module("aiogpu.accelerators")
         room = _ROOM_OF.get(name)
         if room is None:
             raise AttributeError(f"module 'aiogpu' has no attribute {name!r}")
-        value = getattr(import_module(f"aiogpu.{room}"), name)
+        with Loading():
+            value = getattr(import_module(f"aiogpu.{room}"), name)
         globals()[name] = value
         return value
 

@@ -10,12 +10,13 @@ nothing inherits from anything. This file decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aiogpu.core.devices import Device
 
-from .health import Health
-from .sample import Sample
+if TYPE_CHECKING:
+    from .health import Health
+    from .sample import Sample
 
 
 class Accelerator(Protocol):

@@ -24,10 +24,10 @@ NONE = ("", "NoDevFiles")
 """Values that name no device; Slurm writes the second."""
 
 # Nine digits are more than any box has devices, and always an `int` at once.
-_INDEX = re.compile(r"[0-9]{1,9}")
-_UUID = re.compile(r"GPU-[0-9A-Fa-f-]*")
-_MIG = re.compile(r"MIG-\S+")
-_OLD_MIG = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/([0-9]+/[0-9]+)")
+_INDEX = r"[0-9]{1,9}"
+_UUID = r"GPU-[0-9A-Fa-f-]*"
+_MIG = r"MIG-\S+"
+_OLD_MIG = r"MIG-(GPU-[0-9A-Fa-f-]+)/([0-9]+/[0-9]+)"
 
 _CORRECT = "Name one that is there: CUDA itself hides the entry and all after it"
 
@@ -113,7 +113,7 @@ def entries(text: str) -> tuple[int | str, ...]:
         entry = raw.strip()
         if entry == "-1":
             break
-        found.append(int(entry) if _INDEX.fullmatch(entry) else entry)
+        found.append(int(entry) if re.fullmatch(_INDEX, entry) else entry)
     return tuple(found)
 
 
@@ -180,9 +180,9 @@ def resolve(text: str, there: Inventory, *, by_bus: bool = True) -> tuple[Device
 def _find(entry: int | str, text: str, there: Inventory, by_bus: bool) -> Device:
     if isinstance(entry, int):
         return _by_index(entry, text, there, by_bus)
-    if _MIG.fullmatch(entry):
+    if re.fullmatch(_MIG, entry):
         return _by_mig_id(entry, text, there)
-    if _UUID.fullmatch(entry):
+    if re.fullmatch(_UUID, entry):
         return _by_uuid(entry, text, there)
     raise _refusal(
         text,
@@ -233,7 +233,7 @@ def _by_mig_id(entry: str, text: str, there: Inventory) -> Device:
     for device in there.devices:
         if device.parent is not None and device.uuid == entry:
             return device
-    old = _OLD_MIG.fullmatch(entry)
+    old = re.fullmatch(_OLD_MIG, entry)
     for mig in there.mig:
         if old is not None and mig.gpu.uuid == old[1]:
             for place, device in mig.instances:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 from aiogpu.core.resources import BY_SHARE
 from aiogpu.core.sizes import parse_size
-from aiogpu.core.where import Where
 from aiogpu.errors import OptionError
 
+if TYPE_CHECKING:
+    from aiogpu.core.where import Where
+
 RetryOom = Literal["exclusive"]
-_CAPABILITY: Final = re.compile(r"([0-9]{1,3})(?:\.([0-9]{1,3}))?")
+_CAPABILITY: Final = r"([0-9]{1,3})(?:\.([0-9]{1,3}))?"
 
 
 class GpuWhere(TypedDict, total=False):
@@ -81,13 +83,15 @@ def check_gpu_where(option: str, value: object) -> Where | None:
         where["least_capability"] = _capability(option, value["compute_capability"])
     if "name" in value:
         where["name"] = _pattern(option, value["name"])
+    from aiogpu.core.where import Where  # few ask for it
+
     return Where(**where)
 
 
 def _capability(option: str, value: object) -> tuple[int, int]:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     text = str(value) if is_number or isinstance(value, str) else ""
-    match = _CAPABILITY.fullmatch(text.strip())
+    match = re.fullmatch(_CAPABILITY, text.strip())
     if match is None:
         raise OptionError(
             f"{option}['compute_capability']={value!r} must be a version such as "

@@ -17,6 +17,7 @@ from aiogpu.api.session import Session, sessions
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NoLoopError
+from aiogpu.loading import Loading
 
 _get_running_loop: Final = asyncio._get_running_loop
 
@@ -25,7 +26,8 @@ def start_session(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
 ) -> Session:
     """Make a session and begin to open it; calls may be made at once."""
-    session = Session(create_engine(address, options, loop), loop)
+    with Loading():
+        session = Session(create_engine(address, options, loop), loop)
     session.start_opening()
     return session
 

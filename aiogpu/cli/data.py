@@ -12,7 +12,7 @@ from typing import Any, Final
 import aiogpu
 from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus
-from aiogpu.core.failures import FailureStatus
+from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
 from aiogpu.core.placement_status import PlacementStatus
 from aiogpu.core.shape_status import ShapeStatus

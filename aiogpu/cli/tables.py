@@ -10,7 +10,7 @@ from aiogpu.cli.grid import Cell, Column, Table
 from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus, Program, name_of
 from aiogpu.core.device_report import amount
-from aiogpu.core.failures import FailureStatus
+from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import DeviceStatus
 from aiogpu.core.ids import OWN
 from aiogpu.core.limits import Limits

@@ -8,13 +8,15 @@ from typing import Any, Final
 from aiogpu.core import events
 from aiogpu.core.clients import Clients
 from aiogpu.core.events import Event
+from aiogpu.core.fairness import may_go_on, place_fairly
+from aiogpu.core.limits import Limits
 from aiogpu.core.node import Node
 from aiogpu.core.shared_queue import SharedQueue
 
 
 def _on_joined(node: Node, it: events.ClientJoined, now: float, *_: object) -> None:
     clients = node.clients or Clients(node.ledger, now)
-    clients.join(it.client, it.weight, it.limits)
+    clients.join(it.client, it.weight, it.limits or Limits())
     if node.clients is None:
         _share(node, clients)
 
@@ -29,6 +31,7 @@ def _share(node: Node, clients: Clients) -> None:
             clients.begin(task, lease)
             if lease.is_lent and lease.stake is not None:
                 lease.stake.lend()
+    clients.place, clients.may_go_on = place_fairly, may_go_on
     node.ready = SharedQueue(clients, node.ready)
     node.clients = clients
 

@@ -9,10 +9,10 @@ began last, so that nobody is owed for the time in which he wanted nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import OWN, ClientId
 from aiogpu.core.lease import Lease
@@ -23,6 +23,13 @@ from aiogpu.core.resources import Request, number, spoken, written
 from aiogpu.core.stake import LEAST, Portion, Stake
 from aiogpu.core.wording import in_words
 from aiogpu.errors import InfeasibleError, LimitError, OptionError
+
+if TYPE_CHECKING:
+    from aiogpu.core.effects import Effect
+    from aiogpu.core.node import Node
+    from aiogpu.core.ready import Bucket
+
+    Placed = Iterator[tuple[TaskRecord, Lease]]
 
 KNOWN: Final = 4096
 """Requests whose portions are remembered."""
@@ -62,11 +69,15 @@ class Clients:
     Attributes:
         now: when the latest event was.
         begun: the tag of who began a task last, or a later one.
+        place: takes tasks from the queue in the order of turns; see `fairness`.
+        may_go_on: whether a worker may go on with a lease, whoever waits.
     """
 
     def __init__(self, ledger: Ledger, now: float) -> None:
         self.now = now
         self.begun = 0.0
+        self.place: Callable[[Node, float, list[Effect]], Placed]
+        self.may_go_on: Callable[[Node, Lease, Bucket], bool]
         self._ledger = ledger
         self._capacity = capacity_of(ledger)
         self._portions: dict[Request, Portion] = {}

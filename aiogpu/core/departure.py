@@ -11,7 +11,6 @@ from typing import Final
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.effects import Effect, Forget, Lose
 from aiogpu.core.events import SetAside, Settled, WorkerGone
-from aiogpu.core.exclusive import try_exclusively
 from aiogpu.core.family import part
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.lease import Lease
@@ -88,6 +87,8 @@ def _try_again(node: Node, record: TaskRecord, has_run: bool, now: float) -> boo
 
 def _has_exclusive_run(node: Node, record: TaskRecord) -> bool:
     """What used more than it had reserved would do so again, but alone."""
+    from aiogpu.core.exclusive import try_exclusively
+
     is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
     return is_wanted and try_exclusively(node, record)
 

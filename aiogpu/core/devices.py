@@ -17,13 +17,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.aside import Aside
 from aiogpu.core.filling import Filling, named_bytes
 from aiogpu.core.links import Links, indices
 from aiogpu.core.resources import GPU, UNIT, Request
-from aiogpu.core.where import Where
+
+if TYPE_CHECKING:
+    from aiogpu.core.where import Where
 
 Share = tuple[int, int]
 """Index of a device in its set, and the amount taken of it in parts."""

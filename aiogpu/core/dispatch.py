@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.effects import Ahead, Assign, Effect, Retire, Spawn
-from aiogpu.core.fairness import may_go_on
 from aiogpu.core.ids import TaskId
 from aiogpu.core.lease import Lease
 from aiogpu.core.leasing import grant
@@ -222,7 +221,8 @@ def may_follow(node: Node, worker: WorkerRecord, bucket: Bucket) -> bool:
     # end make up for it.
     if (lease.home or ledger).is_overdrawn:
         return False
-    if node.clients is not None and not may_go_on(node, lease, bucket):
+    clients = node.clients
+    if clients is not None and not clients.may_go_on(node, lease, bucket):
         return False
     if node.room.refused:
         # Whoever comes first may need this worker's place, whatever it holds.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from aiogpu.core.about import AboutHolder, AboutReason, AboutTask, AboutWorker
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lease import Lease
 from aiogpu.core.specs import Environment
@@ -43,12 +44,10 @@ class Granted:
     lease: Lease
 
 
-@dataclass(slots=True)
-class Reserved:
+class Reserved(AboutHolder):
     """Tell who has asked for a gang that all its bundles are held."""
 
-    task: TaskId
-    holder: WorkerId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -63,23 +62,19 @@ class Evict:
     reason: str
 
 
-@dataclass(slots=True)
-class Misfit:
+class Misfit(AboutReason):
     """The task can never run in its gang's bundles; tell its owner the reason."""
 
-    task: TaskId
-    reason: str
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Reclaim:
+class Reclaim(AboutHolder):
     """Nobody may hold this lease any more; answer with `LeaseReturned`.
 
     That is when the processes have ended that it was for.
     """
 
-    task: TaskId
-    holder: WorkerId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -113,32 +108,28 @@ class Interrupt:
     attempt: int
 
 
-@dataclass(slots=True)
-class Retire:
+class Retire(AboutWorker):
     """Tell an idle worker to exit."""
 
-    worker: WorkerId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Kill:
+class Kill(AboutWorker):
     """End the worker's process and all that it started, at once."""
 
-    worker: WorkerId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Settle:
+class Settle(AboutTask):
     """The task has ended; give its owner the answer that its worker sent."""
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Expire:
+class Expire(AboutTask):
     """The task's timeout has passed; tell its owner."""
 
-    task: TaskId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -153,36 +144,31 @@ class Lose:
     note: str = ""
 
 
-@dataclass(slots=True)
-class Deadlock:
+class Deadlock(AboutReason):
     """The task can never run, because those that wait for it hold what it needs.
 
     It has ended; tell its owner the reason.
     """
 
-    task: TaskId
-    reason: str
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Disown:
+class Disown(AboutTask):
     """The task ends with the one that has started it; tell its owner."""
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Abandon:
+class Abandon(AboutTask):
     """The node closes before the task could end; tell its owner."""
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Forget:
+class Forget(AboutTask):
     """The task has ended and nobody waits for it; drop what is kept for it."""
 
-    task: TaskId
+    __slots__ = ()
 
 
 Effect = (

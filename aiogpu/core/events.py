@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from aiogpu.core.about import AboutDevice, AboutTask, AboutWorker
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.limits import Limits
 from aiogpu.core.specs import Environment, TaskSpec
+
+if TYPE_CHECKING:
+    from aiogpu.core.limits import Limits
 
 
 @dataclass(slots=True)
@@ -25,25 +29,22 @@ class Submitted:
     client: ClientId = OWN
 
 
-@dataclass(slots=True)
-class Supplied:
+class Supplied(AboutTask):
     """All arguments of a task are there that were not."""
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Cancelled:
+class Cancelled(AboutTask):
     """Nobody wants the task's result any more."""
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class WorkerStarted:
+class WorkerStarted(AboutWorker):
     """A worker that was asked for has connected."""
 
-    worker: WorkerId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -62,14 +63,13 @@ class TaskFinished:
     ran_out: bool = False
 
 
-@dataclass(slots=True)
-class WorkerSpoilt:
+class WorkerSpoilt(AboutWorker):
     """A worker is unfit for another task: it ends by itself after the one it runs.
 
     Told before that one is `TaskFinished`.
     """
 
-    worker: WorkerId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -85,21 +85,19 @@ class TaskWaits:
     elsewhere: bool = False
 
 
-@dataclass(slots=True)
-class Detached:
+class Detached(AboutTask):
     """The result of the one that has started this task has a handle to it.
 
     So it does not end with that one.
     """
 
-    task: TaskId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Resides:
+class Resides(AboutTask):
     """The task has its place, and needs no CPU from here on."""
 
-    task: TaskId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -139,18 +137,16 @@ class WorkerGone:
     is_crowded: bool = False
 
 
-@dataclass(slots=True)
-class MemoryShort:
+class MemoryShort(AboutWorker):
     """Memory runs out, and this worker is the first to go."""
 
-    worker: WorkerId
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Outgrown:
+class Outgrown(AboutWorker):
     """A worker's task uses more device memory than was reserved for it: end it."""
 
-    worker: WorkerId
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -162,12 +158,10 @@ class Sick:
     reason: str
 
 
-@dataclass(slots=True)
-class Well:
+class Well(AboutDevice):
     """A device that was `Sick` may be used again."""
 
-    kind: str
-    index: int
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -214,12 +208,10 @@ class LeaseReturned:
     settles: bool = False
 
 
-@dataclass(slots=True)
-class Recovered:
+class Recovered(AboutDevice):
     """A device that was set aside is free again."""
 
-    kind: str
-    index: int
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -239,7 +231,7 @@ class ClientJoined:
 
     client: ClientId
     weight: float = 1.0
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits | None = None
 
 
 @dataclass(slots=True)

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from aiogpu.core.failure_status import FailureStatus
 
 KEPT: Final = 100
 """Failures that a node remembers."""
 LONGEST: Final = 200
 """Characters of a message that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureStatus:
-    """A task, or a call of an actor, that has failed for good.
-
-    Attributes:
-        task: its number; of a call, the actor's.
-        name: its name; of a call, "Model.predict".
-        error: the exception's type, "ValueError" or "torch.OutOfMemoryError".
-        message: the first line of what it says.
-        seconds: for how long its owner has known it.
-        client: the program whose it was, 0 for the node's own.
-    """
-
-    task: int
-    name: str
-    error: str
-    message: str
-    seconds: float
-    client: int = 0
 
 
 class Failures:
@@ -51,6 +32,8 @@ class Failures:
 
     def at(self, now: float) -> tuple[FailureStatus, ...]:
         """Those that are remembered, the latest first."""
+        from aiogpu.core.failure_status import FailureStatus  # who looks, waits
+
         return tuple(
             FailureStatus(task, name, error, message, max(now - since, 0.0), client)
             for since, task, name, error, message, client in reversed(self._noted)

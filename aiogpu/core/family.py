@@ -6,7 +6,6 @@ so one CPU serves a tree of any depth. Its devices and all else it keeps.
 
 from __future__ import annotations
 
-from aiogpu.core.deadlock import find_deadlocks
 from aiogpu.core.effects import Deadlock, Disown, Effect
 from aiogpu.core.events import TaskWaits
 from aiogpu.core.ids import TaskId
@@ -112,6 +111,10 @@ def on_waits(
 
 def end_deadlocks(node: Node, now: float, effects: list[Effect]) -> None:
     """Fail the tasks for which others would wait for ever."""
+    if not node.blocked:
+        return
+    from aiogpu.core.deadlock import find_deadlocks  # where tasks wait for tasks
+
     for child, reason in find_deadlocks(node):
         effects.append(Deadlock(child.id, reason))
         node.end(child)

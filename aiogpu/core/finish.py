@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from aiogpu.core.effects import Effect, Forget, Settle
-from aiogpu.core.exclusive import try_exclusively
 from aiogpu.core.family import part
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
@@ -36,7 +35,7 @@ def end_specially(
     """End a task that is not of the commonest kind, or try it again."""
     was_wanted = record.state is not TaskState.STOPPING
     may_go_on = was_wanted and not node.is_closing
-    if may_go_on and failure.ran_out and try_exclusively(node, record):
+    if may_go_on and failure.ran_out and _goes_alone(node, record):
         pass
     elif may_go_on and failure.retry and may_retry(record):
         retry_later(node, record, now)
@@ -45,3 +44,10 @@ def end_specially(
         effects.append(Settle(record.id) if was_wanted else Forget(record.id))
     if record.kin is not None:
         part(node, record, now, effects)
+
+
+def _goes_alone(node: Node, record: TaskRecord) -> bool:
+    """Whether what ran out of device memory gets devices of its own now."""
+    from aiogpu.core.exclusive import try_exclusively  # few ask for it
+
+    return try_exclusively(node, record)

@@ -14,3 +14,6 @@ ClientId = NewType("ClientId", int)
 
 OWN = ClientId(0)
 """The program on whose event loop the node lives; others have joined it."""
+
+PROGRAM = "AIOGPU_PROGRAM"
+"""The variable that names a task's program, where several share a node."""

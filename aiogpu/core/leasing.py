@@ -8,7 +8,6 @@ is reclaimed, and is free when it is said that they have gone.
 
 from __future__ import annotations
 
-from aiogpu.core.bundles import give_back_gang
 from aiogpu.core.effects import Abandon, Effect, Forget, Granted, Reclaim, Reserved
 from aiogpu.core.events import LeaseReturned
 from aiogpu.core.lease import Lease
@@ -57,6 +56,8 @@ def on_returned(
     else:
         del node.granted[holder.id]
         if lease.parts:
+            from aiogpu.core.bundles import give_back_gang
+
             give_back_gang(node.ledger, lease)
         else:
             node.ledger.give_back(lease)

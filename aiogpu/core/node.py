@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.bundles import give_back_gang, take_grouped
 from aiogpu.core.devices import COLD
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lease import Lease
@@ -128,6 +127,8 @@ class Node:
         if lease is None:
             return False
         if lease.parts:
+            from aiogpu.core.bundles import give_back_gang
+
             give_back_gang(self.ledger, lease)
         else:
             self.ledger.give_back(lease)
@@ -148,6 +149,8 @@ class Node:
             warmth = self.workers.warmth
             warm = warmth.single(*key), warmth.several(*key)
         if spec.is_grouped:
+            from aiogpu.core.bundles import take_grouped  # few programs have gangs
+
             if reservation is not None and reservation.lets_pass(record):
                 reservation = None
             return take_grouped(self.ledger, request, reservation, warm)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
 
 from aiogpu.core.effects import Effect
 from aiogpu.core.lease import Lease
 from aiogpu.core.node import Node
 from aiogpu.core.ready import Group, Precedence
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.reservation import STANDS, Reservation, reserve, stands
 from aiogpu.core.stopping import make_way
+
+if TYPE_CHECKING:
+    from aiogpu.core.reservation import Reservation
 
 
 def place(
@@ -87,6 +90,8 @@ def keep_for(
     note_stuck(node, record, now)
     if now < group.reserve_at:
         return None
+    from aiogpu.core.reservation import STANDS, reserve, stands  # who waits, waits
+
     if before is not None and before.record is not record:
         before = None
     if before is not None and stands(node, before, now):

@@ -1,15 +1,12 @@
 """How patient the scheduler is: figures, and arithmetic over them."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STARTS_ALLOWED = 3
 """Workers in a row that may end before taking a task, until it is given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """Durations in seconds, and how many workers are kept warm.
 
     Attributes:

@@ -14,7 +14,7 @@ from aiogpu.core.resources import GPU_MEMORY, MEMORY, written
 from aiogpu.core.wording import SHOWN, aligned, rest, span, terms
 
 if TYPE_CHECKING:
-    from aiogpu.core.failures import FailureStatus
+    from aiogpu.core.failure_status import FailureStatus
     from aiogpu.core.snapshot import NodeStatus, TaskStatus
 
 _STATES: Final = (

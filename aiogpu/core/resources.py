@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiogpu.core.sizes import size
-from aiogpu.core.where import Where
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
     from aiogpu.core.gang import Gang, Within
+    from aiogpu.core.where import Where
 
 UNIT = 10_000
 LARGEST = 10**14

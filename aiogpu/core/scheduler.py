@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiogpu.core import client_news, device_news, events
+from aiogpu.core import events
 from aiogpu.core.alarms import ring
-from aiogpu.core.audit import check
 from aiogpu.core.closing import close
 from aiogpu.core.departure import depart
 from aiogpu.core.dispatch import (
@@ -27,15 +26,13 @@ from aiogpu.core.dispatch import (
     welcome,
 )
 from aiogpu.core.effects import NOTHING, Abandon, Disown, Effect, Forget, Settle
-from aiogpu.core.events import Event
 from aiogpu.core.expecting import expect, supply
-from aiogpu.core.fairness import place_fairly
 from aiogpu.core.family import adopt, detach, end_deadlocks, on_waits, stop
 from aiogpu.core.finish import Failure, end_specially
-from aiogpu.core.gangs import enter, tend
 from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState, WorkerState
+from aiogpu.core.news import NEWS, take_in
 from aiogpu.core.node import Node
 from aiogpu.core.placement import note_stuck, place
 from aiogpu.core.policy import Patience
@@ -53,7 +50,6 @@ from aiogpu.core.timers import AlarmKind
 from aiogpu.core.watch import on_revoked, on_skipped, spoil
 
 _RUNNING: Final = TaskState.RUNNING
-_NEWS: Final = {**device_news.HANDLERS, **client_news.HANDLERS}
 
 
 class Scheduler(Node):
@@ -61,7 +57,7 @@ class Scheduler(Node):
 
     def __init__(self, ledger: Ledger, patience: Patience | None = None) -> None:
         super().__init__(ledger, patience)
-        self._ways: Final[dict[type[Event], Callable[..., Sequence[Effect]]]] = {
+        self._ways: Final[dict[type[events.Event], Callable[..., Sequence[Effect]]]] = {
             events.Submitted: self._on_submitted,
             events.Supplied: self._on_supplied,
             events.TaskFinished: self._on_finished,
@@ -77,7 +73,7 @@ class Scheduler(Node):
             events.Outdated: self._on_outdated,
             events.TimePassed: self._on_time_passed,
             events.Closing: self._on_closing,
-            **dict.fromkeys(_NEWS, self._on_news),
+            **dict.fromkeys(NEWS, self._on_news),
         }
 
     def __repr__(self) -> str:
@@ -92,7 +88,7 @@ class Scheduler(Node):
         """When to send `TimePassed`, None for never."""
         return self.timers.earliest
 
-    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+    def handle(self, event: events.Event, now: float) -> Sequence[Effect]:
         """Take in what happened; answer what is to be done, in order."""
         if self.clients is not None:
             self.clients.now = now
@@ -150,6 +146,8 @@ class Scheduler(Node):
         if not record.spec.is_grouped:
             expect(self, record, needs or ())
             return NOTHING
+        from aiogpu.core.gangs import enter  # few programs have any
+
         return self._place(now, enter(self, record, needs))
 
     def _on_supplied(self, event: events.Supplied, now: float) -> Sequence[Effect]:
@@ -301,10 +299,8 @@ class Scheduler(Node):
         depart(self, worker, event, now, effects)
         return self._place(now, effects)
 
-    def _on_news(self, event: Event, now: float) -> Sequence[Effect]:
-        effects: list[Effect] = []
-        _NEWS[type(event)](self, event, now, effects)
-        return self._place(now, effects)
+    def _on_news(self, event: events.Event, now: float) -> Sequence[Effect]:
+        return self._place(now, take_in(self, event, now))
 
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
@@ -332,7 +328,7 @@ class Scheduler(Node):
             make_way(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                places = place if self.clients is None else place_fairly
+                places = place if self.clients is None else self.clients.place
                 for record, lease in places(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
@@ -340,10 +336,15 @@ class Scheduler(Node):
         if self.workers.idle > self.most_idle:
             # After placing, so that work comes first.
             retire_idle(self, now, effects)
-        if self.gangs and not self.is_closing and tend(self, now, effects):
-            self._place(now, effects)
+        if self.gangs and not self.is_closing:
+            from aiogpu.core.gangs import tend
+
+            if tend(self, now, effects):
+                self._place(now, effects)
         return effects
 
     def check(self) -> None:
         """Assert what must hold between any two events. Costs O(everything)."""
+        from aiogpu.core.audit import check
+
         check(self)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiogpu.core.ids import PROGRAM
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.specs import PROGRAM
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Final
 
 from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import NOBODY, ClientStatus, Program, clients_seen
-from aiogpu.core.failures import FailureStatus
+from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import NOTHING, DeviceStatus, Holdings
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger

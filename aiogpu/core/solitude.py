@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aiogpu.core.bundles import take_grouped
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
 from aiogpu.core.timers import AlarmKind
@@ -60,6 +59,8 @@ class Solitude:
         record = self._waiting[0]
         if node.clients is not None and node.clients.bars(record):
             return None
+        from aiogpu.core.bundles import take_grouped  # it may be a gang's
+
         lease = take_grouped(node.ledger, record.spec.shape.request)
         if lease is None:
             return None

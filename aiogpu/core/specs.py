@@ -15,9 +15,6 @@ from aiogpu.core.resources import Request
 Environment = tuple[tuple[str, str], ...]
 """The variables of `runtime_env`, sorted by name; the core only compares them."""
 
-PROGRAM = "AIOGPU_PROGRAM"
-"""The one of them that names a task's program, where several share a node."""
-
 Lane = tuple[int, int]
 """Sorts tasks of equal standing: the priority, then the depth, both negated."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
 from aiogpu.core.effects import Effect
@@ -34,11 +34,8 @@ from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.cause import CROWDED
-from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.death import Death
-from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_shortage import Shortages
-from aiogpu.runtime.leases import Leases
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.sending import Sending
@@ -47,7 +44,18 @@ from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
 from aiogpu.runtime.telling import Telling
 
+if TYPE_CHECKING:
+    from aiogpu.runtime.clearance import Clearance
+    from aiogpu.runtime.device_eyes import Key
+    from aiogpu.runtime.device_monitor import DeviceMonitor
+    from aiogpu.runtime.leases import Leases
+    from aiogpu.runtime.unasked import Unasked
+
 _log: Final = logging.getLogger(__name__)
+_OF_LEASES: Final = (
+    *(effects.Granted, effects.Reclaim, effects.Reserved, effects.Evict),
+    effects.Misfit,
+)
 
 
 class Driver:
@@ -59,7 +67,7 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         assignment: Assignment,
-        clearance: Clearance,
+        clearance: Clearance | Unasked,
     ) -> None:
         self.scheduler = scheduler
         self.actors = Actors(loop, self, pool)
@@ -84,7 +92,8 @@ class Driver:
             *(scheduler, self._calls, pool, self.actors, assignment),
             *(clearance, self.guard, self._taking_back),
         )
-        self.leases = Leases(loop, self._calls, assignment, clearance, self.feed)
+        self._leases: Leases | None = None
+        self._assignment = assignment
         self._timers = scheduler.timers
         # uvloop's handles do not say when they are due.
         self._timer: asyncio.Handle | None = None
@@ -104,7 +113,7 @@ class Driver:
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
-            **self.leases.ways,
+            **dict.fromkeys(_OF_LEASES, self._carry_out_lease),
             effects.Spawn: self._spawn,
             **self.sending.ways,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
@@ -118,12 +127,35 @@ class Driver:
             effects.Forget: self.telling.forget,
         }
 
+    @property
+    def leases(self) -> Leases:
+        """What others hold; loaded once somebody asks for a lease or a placement."""
+        if self._leases is None:
+            from aiogpu.runtime.leases import Leases
+
+            self._leases = Leases(
+                *(self._loop, self._calls, self._assignment, self._clearance),
+                self.feed,
+            )
+            self.ways.update(self._leases.ways)
+        return self._leases
+
+    def _carry_out_lease(self, effect: Effect) -> None:
+        self.leases.ways[type(effect)](effect)
+
+    def _lessees(self, key: Key) -> Mapping[int, int]:
+        return {} if self._leases is None else self._leases.roots_of(key)
+
+    @property
+    def holders(self) -> Mapping[int, int]:
+        """Process ids of who has leases or placements, by holder."""
+        return {} if self._leases is None else self._leases.pids
+
     def heed(self, monitor: DeviceMonitor) -> None:
         """Have the core told what is seen on devices, and owners what follows."""
-        self._clearance.on_begun = monitor.guard.begin
         self.telling.gpu_guard = monitor.guard
         self.shortages.peak_seen = monitor.guard.peak_of
-        monitor.lessees = self.leases.roots_of
+        monitor.lessees = self._lessees
         monitor.begin(self.feed)
 
     def __repr__(self) -> str:
@@ -230,7 +262,8 @@ class Driver:
         """
         self.guard.close()
         self.feed(Closing())
-        self.leases.close()
+        if self._leases is not None:
+            self._leases.close()
         # Of those alone that have a worker: a million may wait.
         graces = (
             record.spec.cancel_grace or 0.0

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from aiogpu.core.specs import PROGRAM, Environment
+from aiogpu.core.ids import PROGRAM
+from aiogpu.core.specs import Environment
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 """Prefixes of what the dynamic linker, the C library and Python read."""

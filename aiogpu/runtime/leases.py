@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.device_eyes import Key
+    from aiogpu.runtime.unasked import Unasked
 
 _log: Final = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Leases:
         loop: asyncio.AbstractEventLoop,
         calls: Table[Call],
         assignment: Assignment,
-        clearance: Clearance,
+        clearance: Clearance | Unasked,
         feed: Callable[[Event], None],
     ) -> None:
         self._loop = loop

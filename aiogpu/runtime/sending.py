@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.memory_guard import MemoryGuard
     from aiogpu.runtime.pool import Pool
     from aiogpu.runtime.taking_back import TakingBack
+    from aiogpu.runtime.unasked import Unasked
 
 
 class Sending:
@@ -35,7 +36,7 @@ class Sending:
         pool: Pool,
         actors: Actors,
         assignment: Assignment,
-        clearance: Clearance,
+        clearance: Clearance | Unasked,
         guard: MemoryGuard,
         taking_back: TakingBack,
     ) -> None:

@@ -10,12 +10,15 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
+from aiogpu.loading import Loading
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
+from aiogpu.runtime.unasked import Unasked
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ class Parts:
 
 @dataclass(slots=True, eq=False)
 class Devices:
-    """What a node has to see its devices with."""
+    """What a node that has devices sees them with."""
 
     thread: DeviceThread
     clearance: Clearance
@@ -76,7 +79,7 @@ class Supervisor:
         self._peers: WeakSet[Peer] = WeakSet()
         self._devices: Devices | None = None
         self._passage: Passage | None = None
-        self._nest: Nest | None = None
+        self._nest: Callable[[], Nest] | None = None
         self.clients: Clients | None = None
         self._note_heard: Callable[[int], object] = bool  # nobody wants to know
         self.driver: Driver | None = None
@@ -123,10 +126,11 @@ class Supervisor:
 
     def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
         # Imported while the zygote starts, not before.
-        from aiogpu.runtime.console import Console
-        from aiogpu.runtime.descriptors import descriptor_limit
-        from aiogpu.runtime.pool import Pool
-        from aiogpu.runtime.zygotes import Zygotes
+        with Loading():
+            from aiogpu.runtime.console import Console
+            from aiogpu.runtime.descriptors import descriptor_limit
+            from aiogpu.runtime.pool import Pool
+            from aiogpu.runtime.zygotes import Zygotes
 
         directory = ground.around.directory
         slots = descriptor_limit.acquire()
@@ -158,38 +162,49 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
-        from aiogpu.runtime.clearance import Clearance
-        from aiogpu.runtime.device_monitor import DeviceMonitor
-        from aiogpu.runtime.device_thread import DeviceThread
-        from aiogpu.runtime.driver import Driver
-        from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
-        from aiogpu.runtime.nest import Nest
+        with Loading():
+            from aiogpu.runtime.driver import Driver
+            from aiogpu.runtime.passage import Passage
 
-        devices = scheduler.ledger.device_sets.values()
-        # Before the zygote is ready: a driver may take seconds to start.
-        thread = DeviceThread(self._loop, devices, assignment.accelerators)
-        clearance = Clearance(self._loop, thread)
-        monitor = DeviceMonitor(
-            self._loop, thread, GpuMemoryGuard(scheduler, thread), self._roots
-        )
-        self._devices = Devices(thread, clearance, monitor)
+        clearance: Clearance | Unasked = Unasked()
+        if any(held.devices for held in scheduler.ledger.device_sets.values()):
+            # Before the zygote is ready: a driver may take seconds to start.
+            self._devices = self._watch(scheduler, assignment)
+            clearance = self._devices.clearance
         pool = self._parts.pool
         pool.use(store)
-        from aiogpu.runtime.passage import Passage
-
         self._passage = Passage(
             self._loop, descriptor_path(self._parts.directory), store
         )
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
-            import aiogpu.wire.pickler  # noqa: F401
-        await self._parts.zygotes.ready()
+            with Loading():
+                import aiogpu.wire.pickler  # noqa: F401
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
-        self.driver.heed(monitor)
-        self._nest = Nest(self.driver, store, check)
-        pool.hearing.on_nested = self._nest.on_message
+        if self._devices is not None:
+            self.driver.heed(self._devices.monitor)
+        nest = cache(partial(_open_nest, self.driver, pool, store, check))
+        pool.hearing.on_nested = lambda *said: nest().on_message(*said)
+        self._nest = nest
+        await self._parts.zygotes.ready()
         return self.driver
+
+    def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
+        """Begin to ask what is on the node's devices."""
+        with Loading():
+            from aiogpu.runtime.clearance import Clearance
+            from aiogpu.runtime.device_monitor import DeviceMonitor
+            from aiogpu.runtime.device_thread import DeviceThread
+            from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+
+        devices = scheduler.ledger.device_sets.values()
+        thread = DeviceThread(self._loop, devices, assignment.accelerators)
+        guard = GpuMemoryGuard(scheduler, thread)
+        clearance = Clearance(self._loop, thread)
+        clearance.on_begun = guard.begin
+        monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
+        return Devices(thread, clearance, monitor)
 
     async def welcome(
         self,
@@ -218,7 +233,7 @@ class Supervisor:
         wakefulness = Wakefulness(self._loop)
         self._note_heard = wakefulness.note
         self.clients = Clients(
-            self._loop, self.driver, self._nest, self._parts.zygotes, store, premises
+            self._loop, self.driver, self._nest(), self._parts.zygotes, store, premises
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
@@ -290,8 +305,8 @@ class Supervisor:
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the live workers, by worker id, and of holders of leases."""
-        held = self.driver.leases.pids if self.driver is not None else {}
-        return held | self._parts.pool.pids if self._parts is not None else {}
+        held = self.driver.holders if self.driver is not None else {}
+        return {**held, **self._parts.pool.pids} if self._parts is not None else {}
 
     @property
     def pool(self) -> Pool:
@@ -320,3 +335,12 @@ class Supervisor:
     def observed(self) -> Observations:
         """What was last seen on the devices."""
         return self._devices.monitor.observed if self._devices is not None else {}
+
+
+def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Nest:
+    """Hear what tasks say of others that they start; few programs have such."""
+    from aiogpu.runtime.nest import Nest
+
+    nest = Nest(driver, store, check)
+    pool.hearing.on_nested = nest.on_message
+    return nest

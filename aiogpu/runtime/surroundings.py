@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.node_cgroup import NodeCgroup
@@ -13,8 +13,7 @@ from aiogpu.runtime.process import interpreter_flags
 from aiogpu.runtime.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """What all zygotes of a node share, as it was when the node was opened.
 
     A later generation finds what the first one has found, whatever the program has
@@ -40,8 +39,8 @@ class Surroundings:
     learns: bool
     environ: Mapping[str, str]
     sys_path: Sequence[str]
-    spill: str = ""
-    programs: dict[str, Program] = field(default_factory=dict)
+    spill: str
+    programs: dict[str, Program]
 
     @classmethod
     def take(
@@ -68,6 +67,7 @@ class Surroundings:
             environ=dict(os.environ),
             # Python ignores what else there may be, such as a Path.
             sys_path=[str(path) for path in sys.path if isinstance(path, str)],
+            programs={},
         )
 
     @property

@@ -10,8 +10,9 @@ from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from aiogpu.core.gang import ANY, MOST_BUNDLES, STRATEGIES, Bundle, Gang, Within
+from aiogpu.core.ids import PROGRAM
 from aiogpu.core.resources import GPU, UNIT, Request
-from aiogpu.core.specs import PROGRAM, Shape, TaskSpec
+from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.core.where import Where
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id

@@ -1,7 +1,5 @@
 """What driver and worker say to each other of an actor; see `wire.messages`."""
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 SERIAL: Final = "serial"

@@ -3,8 +3,6 @@
 And what a keeper says where it cannot fork.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -4,8 +4,6 @@ A client is a program that works on a node of another process. What it says of t
 actors and values is what a worker says of those that its task has started.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 FIRST_CLIENT: Final = 1 << 26

@@ -4,8 +4,6 @@ A message on the wire is a msgpack array, its tag first; see `wire.fields`. Ids 
 plain integers here.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple, get_args
 
 from aiogpu.wire.acting import Acting

@@ -1,7 +1,5 @@
 """What tasks print, on its way to who sees it; see `wire.messages`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

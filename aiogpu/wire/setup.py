@@ -3,8 +3,6 @@
 Both sides take the names of the node's files from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ payload which names one comes to it, and each time that it has returned it. See
 `wire.parcel`.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 SEGMENTS: Final = 1 << 60

@@ -1,7 +1,5 @@
 """What a worker says when a task has run out of device memory; see `wire.messages`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -4,8 +4,6 @@ A task or a call whose `limit` is not 0 is a stream: what its generator yields g
 ahead of its answer. Limits count from the first item, whichever attempt yields it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

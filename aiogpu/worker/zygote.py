@@ -108,7 +108,8 @@ class Zygote:
         if self._setup.learns:
             self._imports.watch()
         self._birth = Birth(self._setup, self._page, self._imports, self._threads)
-        gc.collect()
+        if self._setup.preload or self._setup.learnt:
+            gc.collect()  # what aiogpu leaves itself is 0.3 MB, which all forks share
         gc.freeze()
         self._watch.send(ready)
         while not self._watch.is_over:

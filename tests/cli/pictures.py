@@ -11,7 +11,7 @@ import aiogpu
 from aiogpu.cli import joining
 from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus
-from aiogpu.core.failures import FailureStatus
+from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
 from aiogpu.core.limits import Limits
 from aiogpu.core.observed import OtherProcess

@@ -1,6 +1,7 @@
 """The last failures that a node remembers."""
 
-from aiogpu.core.failures import KEPT, LONGEST, Failures, FailureStatus
+from aiogpu.core.failure_status import FailureStatus
+from aiogpu.core.failures import KEPT, LONGEST, Failures
 
 
 def test_the_latest_comes_first_with_its_age():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.failures import FailureStatus
+from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.report import held_tasks, state_of
 from aiogpu.core.resources import UNIT

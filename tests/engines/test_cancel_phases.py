@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -335,9 +334,9 @@ async def test_while_its_process_leaves(
     """Its result is there, so there is nothing to cancel; its share is not free."""
     async with node() as driver:
         scheduler = driver.scheduler
-        scheduler.patience = replace(scheduler.patience, exit_grace=GRACE)
+        scheduler.patience = scheduler.patience._replace(exit_grace=GRACE)
         if not is_endless:
-            scheduler.patience = replace(scheduler.patience, exit_grace=20.0)
+            scheduler.patience = scheduler.patience._replace(exit_grace=20.0)
         leaving = phase_tasks.leaving.options(num_gpus=1)
         handle = leaving.remote(gate.path, "out", str(place), is_endless)
         pid = await handle

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
-from aiogpu.core.effects import Revoke
+from aiogpu.core.effects import Effect, Revoke
 from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU, UNIT
@@ -84,3 +85,13 @@ async def test_what_may_not_have_arrived_is_left_where_it_is(is_large: bool) -> 
     record = office.scheduler.workers.get(WorkerId(1))
     assert record is not None
     assert record.task is not None, "it still has its task"
+
+
+async def test_there_is_a_way_for_every_effect_with_and_without_leases() -> None:
+    driver = Office(b"x").driver
+    every = set(get_args(Effect))
+    assert set(driver.ways) == every
+    assert driver.holders == {}
+    of_leases = set(driver.leases.ways)
+    assert set(driver.ways) == every
+    assert all(driver.ways[one] == driver.leases.ways[one] for one in of_leases)

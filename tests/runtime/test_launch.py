@@ -35,6 +35,31 @@ LATE = (
     *("aiogpu.runtime.pool", "aiogpu.wire.frames", "msgpack"),
 )
 
+FIRST = """
+    import aiogpu, sys
+    @aiogpu.remote
+    def noop():
+        return None
+    async def main():
+        async with aiogpu.init(num_cpus=1, num_gpus=0):
+            await noop.remote()
+        print(*sorted(set(sys.modules) & set(sys.argv[1:])))
+    aiogpu.run(main())
+"""
+FOR_OTHERS = (
+    *("aiogpu.core.clients", "aiogpu.core.device_news", "aiogpu.core.gangs"),
+    *("aiogpu.core.deadlock", "aiogpu.core.reservation", "aiogpu.core.where"),
+    *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
+    *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.sample"),
+)
+"""Of shared nodes, devices, gangs, leases, and of tasks that start tasks or wait."""
+
+
+def test_what_a_first_call_does_not_need() -> None:
+    assert run(FIRST, "aiogpu.core.scheduler", *FOR_OTHERS).split() == [
+        "aiogpu.core.scheduler"
+    ]
+
 
 def test_what_is_imported_while_the_zygote_starts() -> None:
     assert run(EARLY, *LATE).split() == sorted(LATE)

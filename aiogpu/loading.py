@@ -1,0 +1,29 @@
+"""Imports during which nobody looks for garbage: what they make is there to stay."""
+
+from __future__ import annotations
+
+import gc
+
+
+class Loading:
+    """A block of a program's that imports modules, and awaits nothing.
+
+    Python's collector begins anew with every few hundred objects, and a module is
+    made of as many; after the block it would look through all of them at once. So
+    they count as old from then on, and whatever else was young with them: what of
+    that is garbage is found when the old is looked through. A program that has
+    switched the collector off, or has frozen something, finds that as it was.
+    """
+
+    __slots__ = ("_was_on",)
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # there are no other words for "all is old"
+        if self._was_on:
+            gc.enable()

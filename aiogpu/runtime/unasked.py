@@ -1,0 +1,29 @@
+"""A node without devices: nobody is asked whether they are free, and nothing loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiogpu.core.events import Event
+    from aiogpu.core.ids import WorkerId
+    from aiogpu.core.lease import Lease
+
+
+class Unasked:
+    """What such a node has in place of a `Clearance`."""
+
+    def tell(self, feed: Callable[[Event], None]) -> None:
+        """There will be nothing to tell."""
+
+    def begin(self, worker: WorkerId, lease: Lease) -> None:
+        """A worker begins, and is on no device."""
+
+    def end(self, worker: WorkerId, lease: Lease, pids: Collection[int]) -> bool:
+        """Whether anybody is asked: no."""
+        del worker, lease, pids
+        return False
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker has ended that was on no device."""

@@ -1,0 +1,17 @@
+"""A node without devices has nobody to ask about them, and waits for nobody."""
+
+from __future__ import annotations
+
+from aiogpu.core.ids import LeaseId, WorkerId
+from aiogpu.core.lease import Lease
+from aiogpu.core.resources import Request
+from aiogpu.runtime.unasked import Unasked
+
+
+def test_whoever_has_ended_is_let_go_at_once() -> None:
+    unasked, lease, told = Unasked(), Lease(LeaseId(1), Request()), []
+    unasked.tell(told.append)
+    unasked.begin(WorkerId(1), lease)
+    assert not unasked.end(WorkerId(1), lease, (1,))
+    unasked.forget(WorkerId(1))
+    assert told == []
