@@ -27,6 +27,7 @@ from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
 from aiogpu.api.resource_options import check_kinds
+from aiogpu.api.signature import options_of
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
@@ -248,6 +249,7 @@ def link_of(handle: object, asker: str) -> Link:
     return link
 
 
+@options_of("kill()")
 def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
     """End an actor's process at once; what it was to do fails with `ActorDiedError`.
 

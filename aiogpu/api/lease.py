@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.lease_options import lease_site
 from aiogpu.api.sessions import current_session, session_of
+from aiogpu.api.signature import options_of
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, TaskTimeoutError
@@ -252,6 +253,7 @@ def session_for(what: str) -> Session:
     return session
 
 
+@options_of("a lease")
 def lease(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     *,
     num_cpus: float = 0,

@@ -14,6 +14,7 @@ from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
 from aiogpu.api.session import Session
 from aiogpu.api.sessions import current_session, session_of, start_session
+from aiogpu.api.signature import options_of
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.errors import NodeRunningError
 from aiogpu.worker.context import current
@@ -86,6 +87,7 @@ class Opening:
             )
 
 
+@options_of("a node")
 def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     *,
     address: str | None = None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiogpu.api.options import CHECKS
 from aiogpu.api.placement_options import check_lifetime, gang_of
+from aiogpu.api.signature import options_of
 from aiogpu.errors import MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class Placement:
         return Placement, (self._gang,)
 
 
+@options_of("a placement")
 def placement(
     bundles: Iterable[Mapping[str, Any]],
     strategy: PlacementStrategy = "PACK",

@@ -14,6 +14,7 @@ from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.signature import options_of
 from aiogpu.errors import MisuseError, NoLoopError
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class ActorPool(Generic[A]):
     minute. Calls that went with it raise `ActorDiedError`.
     """
 
+    @options_of("a pool of actors")
     def __init__(  # noqa: PLR0913 - all but the first have a default
         self,
         actor: MakesActor[A] | Callable[[], ActorHandle[A]],
