@@ -26,6 +26,7 @@ from aiogpu.api.definition import Definition
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
+from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.signature import options_of
 from aiogpu.api.task import Decorated
@@ -44,7 +45,7 @@ P = ParamSpec("P")
 A = TypeVar("A")
 
 
-class ActorHandle(Generic[A]):
+class ActorHandle(EnteredOnLoop, Generic[A]):
     """A handle to an actor. The actor ends when the last one is gone.
 
     `await handle` waits until the actor was made and gives the handle; `async with`
@@ -69,6 +70,9 @@ class ActorHandle(Generic[A]):
         method = remote_method(self._link, found)
         self.__dict__[name] = method
         return method
+
+    def _as_called(self) -> str:
+        return f"{self._face.name}.remote(...)"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[A]]:
         yield from self._link.ready().__await__()
@@ -217,6 +221,16 @@ class RemoteClass(Decorated, Generic[P, A]):
                 f"`{self.__name__}.remote(...)`. To make an object here, in this "
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
+
+        def __getattr__(self, name: str) -> NoReturn:
+            called = self.__dict__.get("__name__", "this")
+            told = f"{called} is an actor's class and has no {name}"
+            if not name.startswith("_"):
+                told += (
+                    f": methods are called on an actor, which `{called}.remote(...)` "
+                    f"gives. What the class itself has is at `{called}.__wrapped__`"
+                )
+            raise AttributeError(f"{told}.", name=name, obj=self)
 
 
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:

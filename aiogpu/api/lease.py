@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.lease_options import lease_site
+from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.sessions import current_session, session_of
 from aiogpu.api.signature import options_of
 from aiogpu.engines.base import error_inside_task
@@ -107,7 +108,7 @@ class Tenure:
         return await self._session.why(self._name, self.task)
 
 
-class Lease:
+class Lease(EnteredOnLoop):
     """What `lease` gives: await it, or use it in `async with`.
 
     All but `why()` is there once it is granted.
@@ -128,6 +129,9 @@ class Lease:
         else:
             state = "held" if tenure.granted.done() else "waiting"
         return f"<Lease {self._site.spec.name} {state}>"
+
+    def _as_called(self) -> str:
+        return "aiogpu.lease(...)"
 
     def __await__(self) -> Generator[Any, None, Lease]:
         return self._take().__await__()

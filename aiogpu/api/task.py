@@ -20,6 +20,7 @@ from typing import (
 
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.misuse import CalledFirst
 from aiogpu.api.options import (
     MAX_BUFFERED,
     TaskOptions,
@@ -45,7 +46,7 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 
-class Decorated:
+class Decorated(CalledFirst):
     """What `remote` makes of a function or a class, under the names of that."""
 
     def __init__(self, definition: Definition) -> None:
