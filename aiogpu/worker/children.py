@@ -28,6 +28,7 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.sharing import Fetch
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.loading import refuse_to_begin_anew
 from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
@@ -106,7 +107,12 @@ class Children:
 
         Returns:
             Its number; 0 if no task runs any more.
+
+        Raises:
+            MisuseError: what starts it is the import of this task's function.
         """
+        if current.is_loading:
+            refuse_to_begin_anew()
         with self._submitting:
             task = current.task
             if not task:
@@ -160,7 +166,12 @@ class Children:
             made: what is to be said of it, given its id.
             site: its class, by this process's own id.
             describe: says what the site is; asked if the driver may not know.
+
+        Raises:
+            MisuseError: what starts it is the import of this task's function.
         """
+        if current.is_loading:
+            refuse_to_begin_anew()
         with self._submitting:
             if site not in self._declared:
                 self._declare(describe())
