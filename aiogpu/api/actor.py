@@ -5,6 +5,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import (
@@ -18,11 +19,8 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor_options import (
-    ActorOptions,
-    check_actor_options,
-)
-from aiogpu.api.definition import Definition
+from aiogpu.api.actor_options import ActorOptions, check_actor_options
+from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
@@ -32,7 +30,7 @@ from aiogpu.api.signature import options_of
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments, load_result
+from aiogpu.wire.payload import dump_arguments, load_reference, load_result
 from aiogpu.worker.context import ActorExit, current
 
 if TYPE_CHECKING:
@@ -208,6 +206,12 @@ class RemoteClass(Decorated, Generic[P, A]):
             self._definition, self._face, merged(self._options, dict(options))
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        reference = self._known_as()
+        if reference is None:
+            return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+        return _found_again, (reference, self._options)
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
         """Have a class that names this one as a base inherit from the plain class."""
         return (cast("type", self.__wrapped__),)
@@ -231,6 +235,13 @@ class RemoteClass(Decorated, Generic[P, A]):
                     f"gives. What the class itself has is at `{called}.__wrapped__`"
                 )
             raise AttributeError(f"{told}.", name=name, obj=self)
+
+
+def _found_again(source: Reference, options: ActorOptions) -> RemoteClass[..., Any]:
+    found: Any = load_reference(*source)
+    if isinstance(found, RemoteClass):
+        return RemoteClass(found._definition, found._face, options)
+    return RemoteClass(Definition(found), Face(found), options)
 
 
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
