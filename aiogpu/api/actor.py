@@ -24,9 +24,8 @@ from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
-from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
-from aiogpu.api.signature import options_of
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing

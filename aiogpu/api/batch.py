@@ -15,7 +15,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
-from aiogpu.api.signature import options_of
+from aiogpu.api.misuse import options_of
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
+from aiogpu.api.misuse import refuse
 from aiogpu.api.options import check_seconds
-from aiogpu.api.signature import refuse
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import (

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
-from aiogpu.api.signature import options_of
+from aiogpu.api.misuse import options_of
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, NoLoopError, OptionError

@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.lease_options import lease_site
-from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.sessions import current_session, session_of
-from aiogpu.api.signature import options_of
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, TaskTimeoutError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from aiogpu.api.signature import options_of
+from aiogpu.api.misuse import options_of
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:

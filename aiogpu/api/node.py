@@ -10,12 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiogpu.api.address import default_address, refuse_in_worker
-from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
 from aiogpu.api.session import Session
 from aiogpu.api.sessions import current_session, session_of, start_session
-from aiogpu.api.signature import options_of
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.errors import NodeRunningError
 from aiogpu.worker.context import current

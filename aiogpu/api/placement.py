@@ -13,10 +13,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from aiogpu.api.misuse import EnteredOnLoop
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS
 from aiogpu.api.placement_options import check_lifetime, gang_of
-from aiogpu.api.signature import options_of
 from aiogpu.errors import MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:

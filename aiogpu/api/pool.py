@@ -14,8 +14,7 @@ from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst, EnteredOnLoop
-from aiogpu.api.signature import options_of
+from aiogpu.api.misuse import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import MisuseError, NoLoopError
 
 if TYPE_CHECKING:

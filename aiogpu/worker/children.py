@@ -11,7 +11,7 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
@@ -28,7 +28,6 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.sharing import Fetch
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.loading import refuse_to_begin_anew
 from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Children:
             MisuseError: what starts it is the import of this task's function.
         """
         if current.is_loading:
-            refuse_to_begin_anew()
+            _refuse_to_begin_anew()
         with self._submitting:
             task = current.task
             if not task:
@@ -171,7 +170,7 @@ class Children:
             MisuseError: what starts it is the import of this task's function.
         """
         if current.is_loading:
-            refuse_to_begin_anew()
+            _refuse_to_begin_anew()
         with self._submitting:
             if site not in self._declared:
                 self._declare(describe())
@@ -331,3 +330,10 @@ class Children:
                 self.upsets += 1
             return True
         return False
+
+
+def _refuse_to_begin_anew() -> NoReturn:
+    # Late: a program that is written as it should be never comes here.
+    from aiogpu.worker.loading import refuse_to_begin_anew
+
+    refuse_to_begin_anew()
