@@ -5,6 +5,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import (
@@ -18,19 +19,17 @@ from typing import (
     cast,
 )
 
-from aiogpu.api.actor_options import (
-    ActorOptions,
-    check_actor_options,
-)
-from aiogpu.api.definition import Definition
+from aiogpu.api.actor_options import ActorOptions, check_actor_options
+from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.face import Face
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments, load_result
+from aiogpu.wire.payload import dump_arguments, load_reference, load_result
 from aiogpu.worker.context import ActorExit, current
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ P = ParamSpec("P")
 A = TypeVar("A")
 
 
-class ActorHandle(Generic[A]):
+class ActorHandle(EnteredOnLoop, Generic[A]):
     """A handle to an actor. The actor ends when the last one is gone.
 
     `await handle` waits until the actor was made and gives the handle; `async with`
@@ -68,6 +67,9 @@ class ActorHandle(Generic[A]):
         method = remote_method(self._link, found)
         self.__dict__[name] = method
         return method
+
+    def _as_called(self) -> str:
+        return f"{self._face.name}.remote(...)"
 
     def __await__(self) -> Generator[Any, None, ActorHandle[A]]:
         yield from self._link.ready().__await__()
@@ -203,6 +205,12 @@ class RemoteClass(Decorated, Generic[P, A]):
             self._definition, self._face, merged(self._options, dict(options))
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        reference = self._known_as()
+        if reference is None:
+            return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+        return _found_again, (reference, self._options)
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type]:
         """Have a class that names this one as a base inherit from the plain class."""
         return (cast("type", self.__wrapped__),)
@@ -216,6 +224,23 @@ class RemoteClass(Decorated, Generic[P, A]):
                 f"`{self.__name__}.remote(...)`. To make an object here, in this "
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
+
+        def __getattr__(self, name: str) -> NoReturn:
+            called = self.__dict__.get("__name__", "this")
+            told = f"{called} is an actor's class and has no {name}"
+            if not name.startswith("_"):
+                told += (
+                    f": methods are called on an actor, which `{called}.remote(...)` "
+                    f"gives. What the class itself has is at `{called}.__wrapped__`"
+                )
+            raise AttributeError(f"{told}.", name=name, obj=self)
+
+
+def _found_again(source: Reference, options: ActorOptions) -> RemoteClass[..., Any]:
+    found: Any = load_reference(*source)
+    if isinstance(found, RemoteClass):
+        return RemoteClass(found._definition, found._face, options)
+    return RemoteClass(Definition(found), Face(found), options)
 
 
 def merged(base: ActorOptions, options: dict[str, Any]) -> ActorOptions:
@@ -248,6 +273,7 @@ def link_of(handle: object, asker: str) -> Link:
     return link
 
 
+@options_of("kill()")
 def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
     """End an actor's process at once; what it was to do fails with `ActorDiedError`.
 

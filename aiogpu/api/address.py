@@ -14,7 +14,15 @@ def default_address() -> str | None:
 
 
 def refuse_in_worker(what: str) -> None:
-    """Raise `NodeError` where this process is a worker."""
+    """Raise `NodeError` where this process is a worker.
+
+    Raises:
+        MisuseError: it is one that imports the module of its task's function.
+    """
+    if current.is_loading:
+        from aiogpu.worker.loading import refuse_to_begin_anew
+
+        refuse_to_begin_anew()
     if current.worker:
         raise NodeError(
             f"{what} cannot be reached inside a task or what it has forked; it is the "

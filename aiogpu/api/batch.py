@@ -15,6 +15,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
+from aiogpu.api.misuse import options_of
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class BatchDecorator(Protocol):
     ) -> Callable[[S, T], Coroutine[object, None, R]]: ...
 
 
+@options_of("batch()")
 def batch(
     *misplaced: Never, max_size: int, max_wait: float = 0.0, max_concurrency: int = 1
 ) -> BatchDecorator:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
+from aiogpu.api.misuse import refuse
 from aiogpu.api.options import check_seconds
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
@@ -98,22 +99,26 @@ def get(handle: Handle[T], /, *, timeout: float | None = None) -> T: ...
 def get(handle: Sequence[Handle[T]], /, *, timeout: float | None = None) -> list[T]: ...
 
 
-def get(handle: Any, /, *, timeout: float | None = None) -> Any:
+def get(handle: Any, /, *, timeout: float | None = None, **unknown: Any) -> Any:
     """Wait in a plain task for what it has started; its CPUs are free meanwhile.
 
     Args:
         handle: what `.remote()` gave in this task, or a list of such.
         timeout: seconds; None waits as long as it takes.
+        **unknown: none; they are misspelt.
 
     Returns:
         The result, or a list of results in the order of the handles.
 
     Raises:
+        OptionError: an option is unknown or ill-valued.
         MisuseError: an event loop runs here: await the handle instead.
         Exception: what one of them has raised, as soon as it has; the others go on.
         TaskTimeoutError: time was up; what was waited for goes on.
         DeadlockError: the wait could never end.
     """
+    if unknown:
+        refuse(unknown, {"timeout": timeout}, "get()")
     if type(handle).__name__ == "Putting":
         return handle.handle
     if is_loop_running():

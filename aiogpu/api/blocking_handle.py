@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
+from aiogpu.api.misuse import NotItsResult
 from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import is_loop_running
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BlockingHandle(Generic[T]):
+class BlockingHandle(NotItsResult, Generic[T]):
     """A child's result to be, in a plain function; see `get`.
 
     To type checkers `.remote()` gives a `Handle` everywhere.
@@ -83,11 +84,8 @@ class BlockingHandle(Generic[T]):
     def __repr__(self) -> str:
         return f"<BlockingHandle {self.task_name} {self._state}>"
 
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a handle is not its result and has no truth value; write "
-            f"aiogpu.get({self.task_name}.remote(...))."
-        )
+    def _how_to_wait(self) -> str:
+        return f"aiogpu.get({self.task_name}.remote(...))"
 
     def __await__(self) -> Generator[Any, None, T]:
         on_loop = getattr(self.owner, "on_loop", None)

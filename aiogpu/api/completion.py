@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
+from aiogpu.api.misuse import options_of
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
@@ -60,6 +61,7 @@ class Completions(Protocol[T]):
         ...
 
 
+@options_of("wait()")
 def wait(
     handles: Collection[Handle[T]],
     /,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, Un
 
 from aiogpu.api.definition import Definition
 from aiogpu.api.mapper import no_map
+from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.api.options import TaskOptions, not_counted
 from aiogpu.api.task import RemoteFunction, merged
 from aiogpu.errors import MisuseError
@@ -25,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class RemoteGenerator(RemoteFunction[P, Any], Generic[P, T]):
+class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T]):
     """A generator that runs in a worker; iterate what `.remote(...)` gives."""
 
     def __init__(self, definition: Definition, options: TaskOptions) -> None:

@@ -17,6 +17,8 @@ from typing import (
 
 from aiogpu.api.mapper import no_map
 from aiogpu.api.method import Link, Method, RemoteMethod
+from aiogpu.api.misuse import CalledFirstToIterate
+from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream
@@ -26,7 +28,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class GeneratorMethod(RemoteMethod[P, Any], Generic[P, T]):
+class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T]):
     """A method of an actor that is a generator; iterate what `.remote(...)` gives."""
 
     __slots__ = ()
@@ -51,6 +53,13 @@ class GeneratorMethod(RemoteMethod[P, Any], Generic[P, T]):
         def map(self, *_args: object, **_options: object) -> NoReturn:
             """Always raises `MisuseError`: a generator gives many results a call."""
             raise no_map(self.__name__)
+
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+            """Always raises `MisuseError`: an actor's method is not called directly."""
+            raise MisuseError(
+                f"{self._method.label} is a generator and runs in its actor's process: "
+                f"write `async for item in actor.{self._method.name}.remote(...)`."
+            )
 
 
 def remote_method(link: Link, method: Method) -> RemoteMethod[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 from aiogpu.core.resources import BY_SHARE
-from aiogpu.core.sizes import parse_size
+from aiogpu.core.sizes import memory_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_gpu_memory(option: str, value: object) -> int:
     if isinstance(value, str) and value == "share":
         return BY_SHARE
     try:
-        count = parse_size(option, value)
+        count = memory_size(option, value)
     except OptionError as error:
         raise OptionError(
             f"{error} Or {option}='share', the part of its memory that num_gpus is of "
@@ -78,7 +78,7 @@ def check_gpu_where(option: str, value: object) -> Where | None:
         )
     where: dict[str, Any] = {}
     if "memory" in value:
-        where["least_memory"] = parse_size(f"{option}['memory']", value["memory"])
+        where["least_memory"] = memory_size(f"{option}['memory']", value["memory"])
     if "compute_capability" in value:
         where["least_capability"] = _capability(option, value["compute_capability"])
     if "name" in value:

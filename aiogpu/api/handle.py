@@ -14,6 +14,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
+from aiogpu.api.misuse import NotItsResult
 from aiogpu.errors import (
     DeserializationError,
     MisuseError,
@@ -51,7 +52,7 @@ class Owner(Protocol):
         ...
 
 
-class Handle(asyncio.Future[T]):
+class Handle(NotItsResult, asyncio.Future[T]):
     """A task's result to be.
 
     Attributes:
@@ -117,11 +118,8 @@ class Handle(asyncio.Future[T]):
         self.task_id = value.task
         self._callbacks_added += 1  # others may want it, whoever withdraws
 
-    def __bool__(self) -> NoReturn:
-        raise MisuseError(
-            f"a Handle is not its result and has no truth value; "
-            f"write `await` before {self.task_name}.remote(...)."
-        )
+    def _how_to_wait(self) -> str:
+        return f"`await` before {self.task_name}.remote(...)"
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
@@ -159,8 +157,6 @@ class Handle(asyncio.Future[T]):
             return self.result()
         finally:
             del self  # see `result`
-
-    __iter__ = __await__
 
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
         if self._waiters and waiter in self._waiters:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.lease_options import lease_site
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.sessions import current_session, session_of
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
@@ -106,7 +107,7 @@ class Tenure:
         return await self._session.why(self._name, self.task)
 
 
-class Lease:
+class Lease(EnteredOnLoop):
     """What `lease` gives: await it, or use it in `async with`.
 
     All but `why()` is there once it is granted.
@@ -127,6 +128,9 @@ class Lease:
         else:
             state = "held" if tenure.granted.done() else "waiting"
         return f"<Lease {self._site.spec.name} {state}>"
+
+    def _as_called(self) -> str:
+        return "aiogpu.lease(...)"
 
     def __await__(self) -> Generator[Any, None, Lease]:
         return self._take().__await__()
@@ -252,6 +256,7 @@ def session_for(what: str) -> Session:
     return session
 
 
+@options_of("a lease")
 def lease(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     *,
     num_cpus: float = 0,

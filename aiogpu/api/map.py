@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 from aiogpu.api.chunks import CALLS, MOST, SHARE, Packing, check_chunk
 from aiogpu.api.handle import Handle
+from aiogpu.api.misuse import IteratedOnLoop
 from aiogpu.api.window import Window
 from aiogpu.errors import MisuseError, OptionError, TaskError
 
@@ -34,7 +35,7 @@ _CLOSED: Final = "were closed"
 _CANCELLED: Final = "ended when the task that awaited them was cancelled"
 
 
-class Results(AsyncIterator[R]):
+class Results(IteratedOnLoop, AsyncIterator[R]):
     """The results of `f.map(...)`, by `async for`; made by `RemoteFunction.map`.
 
     `async with f.map(...) as results:` stops what is still running at the end of its
@@ -81,6 +82,14 @@ class Results(AsyncIterator[R]):
         most = f"{window.limit}" if window.limit else f"{CALLS} calls"
         state = self._ended or f"are {window.ahead} ahead, {most} at most"
         return f"<Results of {self._name}: {state}>"
+
+    def _as_called(self) -> str:
+        return f"{self._name}.map(...)"
+
+    if not TYPE_CHECKING:
+
+        def __await__(self) -> NoReturn:
+            iter(self)
 
     def __len__(self) -> int:
         """How many results there are in all, those that were taken included.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from aiogpu.api.misuse import options_of
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Mapper:
 
     __slots__ = ()
 
+    @options_of("map()")
     def map(
         self: TakesOne[X_contra, Y],
         iterable: Iterable[X_contra] | AsyncIterable[X_contra],

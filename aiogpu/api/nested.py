@@ -63,8 +63,6 @@ class ChildHandle(Handle[T]):
             self._waits.end_wait(self.task_id)
             del self
 
-    __iter__ = __await__
-
     def add_done_callback(
         self, fn: Callable[[Any], object], /, *, context: Context | None = None
     ) -> None:
@@ -171,8 +169,6 @@ class BorrowedHandle(ChildHandle[T]):
     def __await__(self) -> Generator[Any, None, T]:
         self._fetch()
         return super().__await__()
-
-    __iter__ = __await__
 
     def add_done_callback(
         self, fn: Callable[[Any], object], /, *, context: Context | None = None

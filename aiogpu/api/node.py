@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiogpu.api.address import default_address, refuse_in_worker
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.node_options import check_flag, check_node_options
 from aiogpu.api.options import check_text
 from aiogpu.api.session import Session
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from aiogpu.core.snapshot import NodeStatus
 
 
-class Opening:
+class Opening(EnteredOnLoop):
     """What `init` gives: await it, or use it in `async with`."""
 
     def __init__(
@@ -34,6 +35,9 @@ class Opening:
         self._ignore_reinit_error = ignore_reinit_error
         self._is_used = False
         self._mine: Session | None = None
+
+    def _as_called(self) -> str:
+        return "aiogpu.init(...)"
 
     def __await__(self) -> Generator[Any, None, Session]:
         return self._open().__await__()
@@ -88,6 +92,7 @@ class Opening:
             )
 
 
+@options_of("a node")
 def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     *,
     address: str | None = None,

@@ -9,7 +9,7 @@ from typing import Final
 from aiogpu.api.options import check_seconds, check_text
 from aiogpu.api.resource_options import check_declared
 from aiogpu.core.resources import quantity
-from aiogpu.core.sizes import parse_size
+from aiogpu.core.sizes import memory_size
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 
@@ -59,12 +59,12 @@ def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
         log_to_driver=check_flag("log_to_driver", log_to_driver),
         cancel_grace=check_seconds("cancel_grace", cancel_grace),
         spare_workers=_check_spares(spare_workers),
-        memory=None if memory is None else parse_size("memory", memory),
+        memory=None if memory is None else memory_size("memory", memory),
         memory_guard=check_flag("memory_guard", memory_guard),
         object_memory=(
             None
             if object_memory is None
-            else parse_size("object_memory", object_memory)
+            else memory_size("object_memory", object_memory)
         ),
         spill_directory=_check_directory("spill_directory", spill_directory),
     )
@@ -151,7 +151,7 @@ def _check_directory(option: str, value: object) -> str | None:
 def _check_gpu_memory(value: object) -> int | None:
     if value is None:
         return None
-    size = parse_size("gpu_memory", value)
+    size = memory_size("gpu_memory", value)
     if size == 0:
         raise OptionError(
             f"init(gpu_memory={value!r}): a GPU without memory serves nobody; give "

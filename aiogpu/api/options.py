@@ -24,7 +24,7 @@ from aiogpu.core.resources import (
     device_quantity,
     quantity,
 )
-from aiogpu.core.sizes import parse_size
+from aiogpu.core.sizes import memory_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _check_strategy(option: str, value: object) -> Strategy:
 
 
 def _check_memory(option: str, value: object) -> int:
-    return parse_size(option, value) * UNIT
+    return memory_size(option, value) * UNIT
 
 
 def _check_lifetime(option: str, value: object) -> Lifetime:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS
 from aiogpu.api.placement_options import check_lifetime, gang_of
 from aiogpu.errors import MisuseError, PlacementRemovedError
@@ -91,7 +92,7 @@ class Claim:
         return await self._session.why(self._name, self.task)
 
 
-class Placement:
+class Placement(EnteredOnLoop):
     """What `placement` gives: bundles for tasks and actors to run in.
 
     `await group` waits until it holds all of them; `async with` removes it at the end
@@ -139,6 +140,9 @@ class Placement:
 
     def __len__(self) -> int:
         return len(self._gang.bundles)
+
+    def _as_called(self) -> str:
+        return "aiogpu.placement(...)"
 
     def __await__(self) -> Generator[Any, None, Placement]:
         return self.ready().__await__()
@@ -200,6 +204,7 @@ class Placement:
         return Placement, (self._gang,)
 
 
+@options_of("a placement")
 def placement(
     bundles: Iterable[Mapping[str, Any]],
     strategy: PlacementStrategy = "PACK",

@@ -20,7 +20,7 @@ from aiogpu.core.resources import (
     device_quantity,
     quantity,
 )
-from aiogpu.core.sizes import parse_size
+from aiogpu.core.sizes import memory_size
 from aiogpu.errors import InfeasibleError, OptionError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
 
 def _bytes(option: str, value: object) -> int:
     """Bytes of each GPU; raises `OptionError`."""
-    count = parse_size(option, value)
+    count = memory_size(option, value)
     if count == 0:
         raise OptionError(
             f"{option}={value!r} asks for nothing; leave it out, or give what the "
@@ -176,7 +176,7 @@ def _bundle(option: str, value: object) -> Bundle:
         del scalars[kind]
     devices[GPU] = device_quantity(f"{option}['GPU']", amounts.get(GPU, 0))
     scalars[CPU] = quantity(f"{option}['CPU']", amounts.get(CPU, 0))
-    scalars[MEMORY] = UNIT * parse_size(f"{option}['memory']", amounts.get(MEMORY, 0))
+    scalars[MEMORY] = UNIT * memory_size(f"{option}['memory']", amounts.get(MEMORY, 0))
     request = Request.of(scalars, devices, *of_types, gpu_memory=gpu_memory)
     if not request.scalars and not request.devices:
         raise OptionError(

@@ -14,6 +14,7 @@ from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.misuse import CalledFirst, EnteredOnLoop, options_of
 from aiogpu.errors import MisuseError, NoLoopError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Tie:
                 crew.loop.call_soon_threadsafe(crew.close, False)
 
 
-class PoolMethod(Mapper):
+class PoolMethod(CalledFirst, Mapper):
     """A method of a pool's actors; call one of them by `.remote(...)`."""
 
     __slots__ = ("_name", "_tie")
@@ -105,7 +106,7 @@ class PoolMethod(Mapper):
             )
 
 
-class ActorPool(Generic[A]):
+class ActorPool(EnteredOnLoop, Generic[A]):
     """Several actors of one class, called as if they were one.
 
     `await pool.method.remote(...)` calls the actor with the fewest unanswered calls,
@@ -121,6 +122,7 @@ class ActorPool(Generic[A]):
     minute. Calls that went with it raise `ActorDiedError`.
     """
 
+    @options_of("a pool of actors")
     def __init__(  # noqa: PLR0913 - all but the first have a default
         self,
         actor: MakesActor[A] | Callable[[], ActorHandle[A]],
@@ -184,6 +186,9 @@ class ActorPool(Generic[A]):
         method = PoolMethod(self._tie, name)
         self.__dict__[name] = method
         return method
+
+    def _as_called(self) -> str:
+        return "aiogpu.ActorPool(...)"
 
     def __await__(self) -> Generator[Any, None, ActorPool[A]]:
         yield from self._tie.crew.ready().__await__()

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -26,11 +27,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         main: the program's coroutine.
         debug: asyncio's debug mode; None for the interpreter's setting.
     """
-    import uvloop
-
-    _open_standard_descriptors()
-    # In `with` it would make its loop at once, and fail to close it inside another.
-    runner = asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+    try:
+        runner = _undisturbed(partial(_runner, debug))
+    except BaseException:
+        if asyncio.iscoroutine(main):
+            main.close()
+        raise
     presses = _Presses()
     program = presses.heard(main) if asyncio.iscoroutine(main) else main
     try:
@@ -49,6 +51,34 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         if program is not main:
             program.close()  # it may never have begun
         runner.close()
+
+
+def _runner(debug: bool | None) -> asyncio.Runner:
+    import uvloop
+
+    _open_standard_descriptors()
+    # In `with` it would make its loop at once, and fail to close it inside another.
+    return asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop)
+
+
+def _undisturbed(make: Callable[[], T]) -> T:
+    """Make something; a Ctrl-C meanwhile is raised when it is there.
+
+    In the midst of an import it comes out as another error now and then, or not at all.
+    """
+    theirs = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or theirs is not signal.default_int_handler:
+        return make()
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        made = make()
+    finally:
+        signal.signal(signal.SIGINT, theirs)
+    if pressed:
+        raise KeyboardInterrupt
+    return made
 
 
 class _Presses:

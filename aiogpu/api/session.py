@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
 from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
+from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine
 from aiogpu.errors import NodeClosedError, NodeError
@@ -31,7 +32,7 @@ sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 """One for each event loop; see `api.sessions`."""
 
 
-class Session:
+class Session(EnteredOnLoop):
     """One node, as this event loop's program sees it. Made by `init`."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
@@ -53,6 +54,9 @@ class Session:
     def is_open(self) -> bool:
         """Whether tasks can be started."""
         return self._state is SessionState.OPEN
+
+    def _as_called(self) -> str:
+        return "aiogpu.init(...)"
 
     async def __aenter__(self) -> Session:
         await self.opened()

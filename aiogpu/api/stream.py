@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.inflow import Inflow
+from aiogpu.api.misuse import IteratedOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class LoopInflow(Inflow):
             self.waiter.set_result(None)
 
 
-class Stream(AsyncIterator[T]):
+class Stream(IteratedOnLoop, AsyncIterator[T]):
     """The items of a generator that runs as a task, by `async for`.
 
     `async with f.remote() as stream:` stops the generator at the end of its block.
@@ -120,17 +121,20 @@ class Stream(AsyncIterator[T]):
         )
         return f"<Stream of {inflow.task_name} {inflow.task_id}: {state}>"
 
+    def _as_called(self) -> str:
+        return f"{self.task_name}.remote(...)"
+
     def __await__(self) -> Generator[Any, None, NoReturn]:
-        name = self.task_name
+        call = self._as_called()
         raise MisuseError(
-            f"{name} is a generator, and {name}.remote(...) is no result to await but "
-            f"a stream of items: write `async for item in {name}.remote(...)`."
+            f"{self.task_name} is a generator, and {call} is no result to await but a "
+            f"stream of items: write `async for item in {call}`."
         )
 
     def __bool__(self) -> NoReturn:
         raise MisuseError(
             f"a Stream has no truth value; write `async for item in "
-            f"{self.task_name}.remote(...)`."
+            f"{self._as_called()}`."
         )
 
     def __reduce__(self) -> NoReturn:

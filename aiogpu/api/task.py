@@ -6,6 +6,7 @@ the session are imported by the first `.remote()` alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
@@ -20,6 +21,7 @@ from typing import (
 
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.mapper import Mapper
+from aiogpu.api.misuse import CalledFirst
 from aiogpu.api.options import (
     MAX_BUFFERED,
     TaskOptions,
@@ -27,7 +29,7 @@ from aiogpu.api.options import (
     not_buffered,
 )
 from aiogpu.api.resource_options import check_kinds
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import (
     dump_arguments,
@@ -45,7 +47,7 @@ R = TypeVar("R")
 A = TypeVar("A")
 
 
-class Decorated:
+class Decorated(CalledFirst):
     """What `remote` makes of a function or a class, under the names of that."""
 
     def __init__(self, definition: Definition) -> None:
@@ -60,6 +62,24 @@ class Decorated:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__module__}.{self.__qualname__}>"
+
+    def _known_as(self) -> Reference | None:
+        """The name by which another process imports it; None if it goes by value.
+
+        Raises:
+            SerializationError: it would go by value, and multiprocessing sends it.
+        """
+        reference = self._definition.reference()
+        pickler = sys._getframe(2).f_globals.get("__name__")
+        if reference is None and pickler == "multiprocessing.reduction":
+            raise SerializationError(
+                f"{self!r} cannot be sent by multiprocessing, which finds functions "
+                f"and classes by their names, and the name {self.__qualname__} is that "
+                f"of the remote one. aiogpu needs no pool: `{self.__name__}.remote(...)"
+                f"` runs in a worker. For a pool put it into a module of its own, or "
+                f"keep the plain one: `remote_one = aiogpu.remote({self.__name__})`."
+            )
+        return reference
 
 
 class RemoteFunction(Decorated, Mapper, Generic[P, R]):
@@ -173,8 +193,8 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         return submit
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        definition = self._definition
-        return _rebuild, (definition.reference() or definition.function, self._options)
+        source = self._known_as() or self._definition.function
+        return _rebuild, (source, self._options)
 
 
 def _rebuild(

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from aiogpu.core.sizes import parse_size
+from aiogpu.core.sizes import bytes_told, parse_size, too_small
 from aiogpu.errors import OptionError
 
 
@@ -45,16 +45,20 @@ def size(text: str) -> str | int:
     Raises:
         BadParameter: it is none, in the words of the command line.
     """
-    if text.isdecimal():
-        return int(text)
+    is_bytes = text.isdecimal()
     try:
-        parse_size("", text)
+        count = parse_size("", int(text) if is_bytes else text)
     except OptionError:
         raise click.BadParameter(
             f"{text!r} is no amount of memory; write it with a unit, such as 64GiB or "
             f"500MB, or in bytes."
         ) from None
-    return text
+    if count and (meant := too_small(count)):
+        raise click.BadParameter(
+            f"{text!r} is read as {bytes_told(count)}; write it with its unit, such as "
+            f"{meant}."
+        )
+    return count if is_bytes else text
 
 
 def size_or_share(text: str) -> str | int:

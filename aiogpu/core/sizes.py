@@ -19,6 +19,8 @@ _UNITS: Final = {
 }
 LARGEST: Final = 1 << 60
 """More memory than this is a mistake."""
+LEAST: Final = 1 << 20
+"""So is less than this: an interpreter that does nothing has ten times as much."""
 
 
 def parse_size(option: str, value: object) -> int:
@@ -40,6 +42,33 @@ def parse_size(option: str, value: object) -> int:
             f'text with a unit such as {option}="6GiB" or {option}="500MB".'
         )
     return count
+
+
+def memory_size(option: str, value: object) -> int:
+    """The same of what a program is to have, or has: nothing, or `LEAST` at least.
+
+    Raises:
+        OptionError: it is no size, or so small that its unit was forgotten.
+    """
+    count = parse_size(option, value)
+    if count and (meant := too_small(count)):
+        raise OptionError(
+            f"{option}={value!r} is read as {bytes_told(count)}, in which nothing "
+            f'runs; write it with its unit, such as {option}="{meant}".'
+        )
+    return count
+
+
+def bytes_told(count: int) -> str:
+    """A number of bytes in words."""
+    return "1 byte" if count == 1 else f"{count} bytes"
+
+
+def too_small(count: int) -> str | None:
+    """What may have been meant by so few bytes, None where they are enough."""
+    if count >= LEAST:
+        return None
+    return f"{count}GiB" if count < 1 << 10 else f"{min(count, 1 << 16)}MiB"
 
 
 def _from_text(text: str) -> int | None:

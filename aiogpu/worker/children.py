@@ -11,7 +11,7 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
@@ -106,7 +106,12 @@ class Children:
 
         Returns:
             Its number; 0 if no task runs any more.
+
+        Raises:
+            MisuseError: what starts it is the import of this task's function.
         """
+        if current.is_loading:
+            _refuse_to_begin_anew()
         with self._submitting:
             task = current.task
             if not task:
@@ -160,7 +165,12 @@ class Children:
             made: what is to be said of it, given its id.
             site: its class, by this process's own id.
             describe: says what the site is; asked if the driver may not know.
+
+        Raises:
+            MisuseError: what starts it is the import of this task's function.
         """
+        if current.is_loading:
+            _refuse_to_begin_anew()
         with self._submitting:
             if site not in self._declared:
                 self._declare(describe())
@@ -320,3 +330,10 @@ class Children:
                 self.upsets += 1
             return True
         return False
+
+
+def _refuse_to_begin_anew() -> NoReturn:
+    # Late: a program that is written as it should be never comes here.
+    from aiogpu.worker.loading import refuse_to_begin_anew
+
+    refuse_to_begin_anew()

@@ -23,6 +23,8 @@ class Context:
 
     Attributes:
         is_actor: whether this process is an actor.
+        is_loading: whether a function or a class is unpickled, which may import its
+            module, before it is called.
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
@@ -37,6 +39,7 @@ class Context:
         "accelerators",
         "children",
         "is_actor",
+        "is_loading",
         "loans",
         "name",
         "node",
@@ -48,6 +51,7 @@ class Context:
     def __init__(self) -> None:
         self.children: Children | None = None
         self.is_actor = False
+        self.is_loading = False
         self.loans: Loans | None = None
         self.node = ""
         self.worker = 0

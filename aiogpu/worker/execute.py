@@ -265,7 +265,11 @@ class Executor:
         return arguments_in(payload)
 
     def _load(self, function: int) -> Callable[..., Any]:
-        loaded: Callable[..., Any] = load_function(self._payloads[function])
+        current.is_loading = True
+        try:
+            loaded: Callable[..., Any] = load_function(self._payloads[function])
+        finally:
+            current.is_loading = False
         self._functions[function] = loaded
         return loaded
 

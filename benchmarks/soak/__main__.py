@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.soak.record import Record
 TELL_EVERY: Final = 10.0
 HALVES: Final = {"embedded": embedded.soak, "service": service.soak}
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 ANSWERS: Final = "programs and services do as they are told"
 
 
@@ -39,22 +41,28 @@ def main(
     named = [name for name, is_named in flags.items() if is_named] or list(flags)
     record = Record()
     click.echo(f"seed {seed}, {minutes:g} minutes: {' and '.join(named)}")
-    is_interrupted = False
+    status = 0
     try:
         asyncio.run(soak(record, seed, 60 * minutes, named))
     except KeyboardInterrupt:
-        is_interrupted = True
+        status = INTERRUPTED
+    except asyncio.CancelledError:
+        status = TERMINATED
     click.echo(f"\n{record.table()}\n")
     told = "all claims held" if record.has_held else "NOT all claims held"
     click.echo(f"{told}; seed {seed}, {record.seconds:.0f} s")
     if file is not None:
         content = {"seed": seed, "minutes": minutes, **record.as_json()}
         file.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    sys.exit(1 if not record.has_held else INTERRUPTED if is_interrupted else 0)
+    sys.exit(status if record.has_held else 1)
 
 
 async def soak(record: Record, seed: int, seconds: float, named: list[str]) -> None:
-    """The halves, one after the other."""
+    """The halves, one after the other; SIGTERM has them end what they have started."""
+    # Not by way of SIGINT, which a shell's job in the background ignores.
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     for name in named:
         half, tell = HALVES[name], told_now_and_then(record, name)
         try:

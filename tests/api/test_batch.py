@@ -143,7 +143,7 @@ def test_options_go_by_name_and_a_size_must_be_named() -> None:
         misused(double)
     with pytest.raises(MisuseError, match=r"by name: @aiogpu\.batch\(max_size=32\)"):
         misused(8, max_size=8)
-    with pytest.raises(TypeError, match="max_sise"):
+    with pytest.raises(OptionError, match=r"^max_sise is .* Did you mean max_size\?"):
         misused(max_size=8, max_sise=8)
 
 

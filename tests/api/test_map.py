@@ -665,7 +665,7 @@ async def test_what_is_no_iterable(paper: Paper) -> None:
 
 
 async def test_in_a_plain_loop(paper: Paper) -> None:
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(MisuseError, match=r"write `async for item in train\.map"):
         for _ in train.map([1]):  # type: ignore[attr-defined]
             pass
 

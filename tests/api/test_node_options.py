@@ -162,7 +162,7 @@ def test_what_was_given_is_copied() -> None:
 
 
 def test_there_is_nothing_else() -> None:
-    with pytest.raises(TypeError, match="num_gpu"):
+    with pytest.raises(OptionError, match=r"^num_gpu is .* Did you mean num_gpus\?"):
         aiogpu.init(num_gpu=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         aiogpu.init("local")  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -378,3 +379,23 @@ def test_variables_make_a_shape_whatever_their_order() -> None:
 
 def test_seconds_are_floats() -> None:
     assert isinstance(check_seconds("timeout", 3), float)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: aiogpu.remote(gpu_memory=2),
+        lambda: aiogpu.remote(memory=2),
+        lambda: aiogpu.remote(gpu_where={"memory": 2}, num_gpus=1),
+        lambda: aiogpu.lease(gpu_memory=2),
+        lambda: aiogpu.placement([{"GPU": 1, "gpu_memory": 2}]),
+        lambda: aiogpu.placement([{"CPU": 1, "memory": 2}]),
+        lambda: aiogpu.init(gpu_memory=2),
+        lambda: aiogpu.init(memory=2),
+        lambda: aiogpu.init(object_memory=2),
+    ],
+)
+def test_a_forgotten_unit(ask: Callable[[], object]) -> None:
+    """Two bytes are nobody's wish; whoever writes 2 means gigabytes."""
+    with pytest.raises(OptionError, match=r'=2 is read as 2 bytes, .*="2GiB"\.'):
+        ask()

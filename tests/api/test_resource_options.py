@@ -151,7 +151,7 @@ def test_a_node_has_no_part_of_a_device(name: str, value: float) -> None:
 
 
 def test_the_option_that_asks_for_gpus_is_named() -> None:
-    for option in ("num_gpus", "gpu_memory"):
+    for option, amount in (("num_gpus", 1), ("gpu_memory", "1GiB")):
         with pytest.raises(OptionError) as caught:
-            task(**{option: 1}, resources={"neuron_cores": 1})
+            task(**{option: amount}, resources={"neuron_cores": 1})
         assert str(caught.value).startswith(f"{option} and resources['neuron_cores'] ")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import uvloop
@@ -82,3 +85,35 @@ async def test_it_begins_no_loop_within_another() -> None:
         aiogpu.run(coroutine)
     assert "write `await main()`" in raised.value.__notes__[0]
     coroutine.close()
+
+
+@pytest.mark.parametrize("outcome", ["swallowed", "another error"])
+def test_a_ctrl_c_while_uvloop_is_imported(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython now and then drops what comes in an import, or makes another error."""
+
+    class Uvloop(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                if outcome == "another error":
+                    raise TypeError("expected a message argument") from None
+            return getattr(uvloop, name)
+
+    monkeypatch.setitem(sys.modules, "uvloop", Uvloop("uvloop"))
+    main = fail()
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(main)
+    assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_keeps_uvloop_from_being_imported_comes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(ImportError):
+        aiogpu.run(fail())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -137,3 +138,47 @@ def test_the_command_says_what_it_takes() -> None:
     ).stdout
     for option in ("--minutes", "--seed", "--embedded", "--service", "--json"):
         assert option in told
+
+
+HALF = """
+import asyncio
+from benchmarks.soak import __main__ as soak
+
+async def half(record, seed, seconds, tell):
+    print("begun", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("its services are ended", flush=True)
+
+soak.HALVES["service"] = half
+soak.main(["--service"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "before"),
+    [
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGTERM, 143, "trap '' INT;"),  # as of a shell's job in the background
+        (signal.SIGINT, 130, ""),
+    ],
+)
+def test_whatever_ends_it_it_ends_what_it_has_started(
+    number: signal.Signals, status: int, before: str
+) -> None:
+    with subprocess.Popen(
+        ["sh", "-c", f'{before} exec "$@"', "sh", sys.executable, "-c", HALF],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as soak:
+        assert soak.stdout is not None
+        while "begun" not in soak.stdout.readline():
+            assert soak.poll() is None
+        soak.send_signal(number)
+        told, _ = soak.communicate(timeout=60)
+    assert "its services are ended" in told
+    assert "all claims held" in told
+    assert soak.returncode == status

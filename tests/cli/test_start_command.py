@@ -108,6 +108,12 @@ def test_no_modules_at_all(plans: list[Plan]) -> None:
         (["--head", "--num-gpus=2.5"], "'2.5' is not a valid whole number"),
         (["--head", "--num-gpus=-1"], "-1 is not in the range x>=0"),
         (["--head", "--memory=64G"], "'64G' is no amount of memory; write it with"),
+        (
+            ["--head", "--gpu-memory=2"],
+            "'2' is read as 2 bytes; write it with its unit",
+        ),
+        (["--head", "--memory=64B"], "with its unit, such as 64GiB."),
+        (["--head", "--object-store-memory=1"], "'1' is read as 1 byte; write it with"),
         (["--head", "--gpu-memory=-1"], "--gpu-memory': '-1' is no amount of memory"),
         (["--head", "--socket="], "--socket: it is empty"),
         (["--head", "--log-dir="], "--log-dir: it is empty"),

@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.core.resources import Request
-from aiogpu.core.sizes import LARGEST, parse_size, size
+from aiogpu.core.sizes import LARGEST, LEAST, memory_size, parse_size, size
 from aiogpu.errors import OptionError
 
 
@@ -62,3 +62,33 @@ def test_how_a_size_is_told(count, text):
 def test_a_request_tells_its_memory():
     request = Request.of({"CPU": 10_000, "memory": (6 << 30) * 10_000}, {})
     assert str(request) == "{CPU: 1, memory: 6GiB}"
+
+
+@pytest.mark.parametrize("given", [0, "0B", LEAST, "1MiB", "2GiB", LARGEST])
+def test_what_a_program_may_have(given):
+    assert memory_size("memory", given) == parse_size("memory", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "meant"),
+    [
+        (1, "1 byte,", "1GiB"),
+        (2, "2 bytes,", "2GiB"),
+        ("80B", "80 bytes,", "80GiB"),
+        (8000, "8000 bytes,", "8000MiB"),
+        ("500KB", "500000 bytes,", "65536MiB"),
+        (LEAST - 1, f"{LEAST - 1} bytes,", "65536MiB"),
+    ],
+)
+def test_so_little_that_its_unit_was_forgotten(given, read, meant):
+    with pytest.raises(OptionError) as caught:
+        memory_size("gpu_memory", given)
+    said = str(caught.value)
+    assert said.startswith(f"gpu_memory={given!r} is read as {read}")
+    assert said.endswith(f'such as gpu_memory="{meant}".')
+    assert memory_size("gpu_memory", meant)
+
+
+def test_what_is_no_size_is_no_size_of_a_program():
+    with pytest.raises(OptionError, match="is no amount of memory"):
+        memory_size("memory", -1)

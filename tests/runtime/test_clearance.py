@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from aiogpu.core.ids import LeaseId, WorkerId
 from aiogpu.core.lease import Lease
 from aiogpu.core.resources import UNIT, Request
 from aiogpu.runtime import clearance as module
-from aiogpu.runtime import device_thread
+from aiogpu.runtime import device_thread, inspection
 from aiogpu.runtime.clearance import Clearance
 from aiogpu.runtime.device_thread import Desk, DeviceThread
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
@@ -83,6 +84,15 @@ def no_thread_left() -> Iterator[None]:
     assert threads() == []
     yield
     assert threads() == []
+
+
+@pytest.fixture(autouse=True)
+def no_look_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the thread begins later than a look is of use.
+
+    That such a look is not taken is a matter of `test_inspection`.
+    """
+    monkeypatch.setattr(inspection, "LATE", math.inf)
 
 
 async def test_a_free_device_settles() -> None:

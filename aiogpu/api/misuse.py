@@ -1,0 +1,161 @@
+"""What Python's own words would not tell: the wrong loop or `with`, a misspelt option.
+
+Each class here is mixed into those that newcomers use in that way. It costs their
+objects nothing, and is hidden from type checkers, which have words of their own. Light
+on purpose, as `api.task` is: user modules bring this file into every worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from functools import wraps
+from inspect import CO_GENERATOR, CO_VARARGS
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+
+from aiogpu.errors import MisuseError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EnteredOnLoop:
+    """What is used by `async with`, and not by `with`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def _as_called(self) -> str:
+            """The call that has given it, in the program's words."""
+            raise NotImplementedError
+
+        def __enter__(self) -> NoReturn:
+            call = self._as_called()
+            raise MisuseError(
+                f"{call} begins and ends on the event loop: write `async with {call}`, "
+                f"inside an `async def`."
+            )
+
+        def __exit__(self, *_: object) -> None:
+            """Python looks for both of them before it calls either."""
+
+
+class IteratedOnLoop(EnteredOnLoop):
+    """What is iterated by `async for`, and not by `for`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            call = self._as_called()
+            raise MisuseError(
+                f"{call} gives one item after the other, on the event loop: write "
+                f"`async for item in {call}`, or for a list `[item async for item in "
+                f"{call}]`."
+            )
+
+        def __getitem__(self, _: object) -> NoReturn:
+            iter(self)
+
+
+class NotItsResult:
+    """What has to be awaited, or given to `get`, before it is of use."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> NoReturn:
+        raise self._no("has no truth value")
+
+    def _no(self, what: str, more: str = "") -> MisuseError:
+        return MisuseError(
+            f"a handle is not its result and {what}; write {self._how_to_wait()}.{more}"
+        )
+
+    def _how_to_wait(self) -> str:
+        """For the result."""
+        raise NotImplementedError
+
+    if not TYPE_CHECKING:
+
+        def __len__(self) -> NoReturn:
+            raise self._no("has no length")
+
+        def __getitem__(self, _: object) -> NoReturn:
+            raise self._no("has no items")
+
+        def __contains__(self, _: object) -> NoReturn:
+            raise self._no("holds nothing")
+
+        def __iter__(self) -> Generator[Any, None, Any]:
+            if sys._getframe(1).f_code.co_flags & CO_GENERATOR:
+                return self.__await__()  # `yield from handle`, as of any future
+            raise self._no(
+                "cannot be iterated",
+                " With num_returns= each of several results has a handle of its own.",
+            )
+
+
+class CalledFirst:
+    """What gives something to await by `.remote(...)`; calling it says so."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __await__(self) -> NoReturn:
+            self()
+
+
+class CalledFirstToIterate(CalledFirst):
+    """The same of a generator."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+        __iter__ = __aiter__ = CalledFirst.__await__
+
+
+def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function refuse options that it has not by an `OptionError`.
+
+    It costs each call a quarter of a microsecond: not for what is called often.
+
+    Where all options go by name, a positional argument is a `MisuseError`.
+
+    Args:
+        what: has the options, as the error calls it: "a lease".
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        code = function.__code__
+        named = slice(
+            code.co_posonlyargcount, code.co_argcount + code.co_kwonlyargcount
+        )
+        known = dict.fromkeys(code.co_varnames[named])
+        known.pop("self", None)
+        is_by_name = not code.co_argcount and not code.co_flags & CO_VARARGS
+
+        @wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> R:
+            if not options.keys() <= known.keys():
+                refuse(options, known, what)
+            if args and is_by_name:
+                raise MisuseError(
+                    f"{function.__name__}({args[0]!r}): the options of {what} go by "
+                    f"name. There are: {', '.join(known)}."
+                )
+            return function(*args, **options)
+
+        return checked
+
+    return decorate
+
+
+def refuse(options: dict[str, Any], known: dict[str, Any], what: str) -> None:
+    """Raise the `OptionError` for the first of some options that is not known."""
+    from aiogpu.api.options import unknown_option
+
+    misspelt = next(name for name in options if name not in known)
+    raise unknown_option(misspelt, known, what)

@@ -1,0 +1,86 @@
+"""A module that begins its program when it is imported, which workers do as well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deaths.remains import gone_within
+from tests.program import ROOT, environment
+
+ENDINGS = {
+    "init": """
+async def main():
+    async with aiogpu.init(num_cpus=1, num_gpus=0):
+        await work.remote()
+aiogpu.run(main())
+""",
+    "a first call": """
+async def main():
+    await work.remote()
+asyncio.run(main())
+""",
+    "an actor": """
+@aiogpu.remote
+class Actor:
+    pass
+
+async def main():
+    await Actor.remote()
+asyncio.run(main())
+""",
+    "a call in an actor's module": """
+@aiogpu.remote
+class Actor:
+    pass
+
+async def main():
+    await Actor.remote()
+    await work.remote()
+asyncio.run(main())
+""",
+}
+BEGINNING = """
+import asyncio, aiogpu
+
+@aiogpu.remote
+def work():
+    return 1
+"""
+
+
+def imported(module: str, place: Path, run: Path) -> str:
+    """What an interpreter says at its end that imports a module."""
+    (place / "unguarded.py").write_text(module)
+    path = os.pathsep.join([str(ROOT), str(place)])
+    ended = subprocess.run(
+        [sys.executable, "-c", "import unguarded"],
+        env=environment(PYTHONPATH=path, XDG_RUNTIME_DIR=str(run)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    gone_within(5.0, str(run))
+    return ended.stderr.rstrip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_it_is_told_of_main_and_begins_no_further_worker(
+    ending: str, tmp_path: Path, runtime_directory: Path
+) -> None:
+    """Each worker would start another one, which imports the module, without end."""
+    said = imported(BEGINNING + ENDINGS[ending], tmp_path, runtime_directory)
+    assert "the module begins the program once more" in said
+    assert "write `if __name__ == '__main__':` above" in said
+
+
+def test_a_guarded_one_may_call_others_as_it_likes(
+    tmp_path: Path, runtime_directory: Path
+) -> None:
+    guarded = BEGINNING + "if __name__ == '__main__':\n    asyncio.run(work.remote())\n"
+    assert imported(guarded, tmp_path, runtime_directory) == ""
