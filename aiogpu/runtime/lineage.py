@@ -287,7 +287,7 @@ def missing_module(unfit: Unfit) -> PreloadError:
     """The error for a module that the user has named and that is not there."""
     return PreloadError(
         f"init(preload=...) names {unfit.module!r}, which cannot be imported: "
-        f"{unfit.reason}. Install it, or leave it out."
+        f"{unfit.reason.rstrip('.')}. Install it, or leave it out."
     )
 
 

@@ -60,9 +60,10 @@ class InlineEngine:
             try:
                 import_module(module)
             except Exception as error:
+                told = f"{type(error).__name__}: {error}".rstrip(".")
                 raise PreloadError(
                     f"init(preload=...) names {module!r}, which cannot be imported: "
-                    f"{type(error).__name__}: {error}. Install it, or leave it out."
+                    f"{told}. Install it, or leave it out."
                 ) from error
         ledger, vendors = await take_inventory(options)
         node = InlineNode(
