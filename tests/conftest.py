@@ -8,7 +8,7 @@ import gc
 import re
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Final
@@ -18,13 +18,21 @@ import pytest
 import uvloop
 from hypothesis import settings
 
+from aiogpu.runtime import launch
 from tests.drawing import CHANGE, Value, covering, values
+from tests.forked_zygotes import Forker
 from tests.gate import Gate
 
 pytest_plugins = ["aiogpu.testing.fixtures"]
 settings.load_profile(CHANGE)  # unless --hypothesis-profile says otherwise
 
 LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the full check asks for."""
+    told = "start the interpreter of each zygote; see tests/forked_zygotes.py"
+    parser.addoption("--fresh", action="store_true", help=told)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], object]]:
@@ -113,6 +121,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zygote_forker() -> Iterator[Forker]:
+    """What forks the zygotes of this process's tests."""
+    forker = Forker()
+    yield forker
+    assert forker.close() == ""
+
+
+@pytest.fixture
+def forked_zygotes(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a test have their zygotes forked; see `tests/forked_zygotes.py`."""
+    is_fresh = request.node.get_closest_marker("fresh") is not None
+    if not (is_fresh or request.config.getoption("--fresh")):
+        forker = request.getfixturevalue("zygote_forker")
+        monkeypatch.setattr(launch, "start_interpreter", forker.start)
+
+
+@pytest.fixture
+def no_leaks(forked_zygotes: None, no_leaks: None) -> None:
+    """As for all users; the forker, which outlives the test, is there before."""
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The tasks of the engines' tests: light to import, since workers import them.
 
-So what imports asyncio, which takes longer than all the rest, does it when it runs.
+So what needs asyncio, which takes longer than all the rest, or subprocess imports it
+when it runs.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -162,6 +162,8 @@ def spoil_stdout(way: str) -> None:
 @aiogpu.remote
 def start_sleeper(path: str, name: str) -> None:
     """Start a process in the worker's own group, then wait."""
+    import subprocess
+
     with subprocess.Popen(["sleep", "1000"]):
         pass_gate(path, name)
 
@@ -259,6 +261,8 @@ def fail_awkwardly() -> None:
 @aiogpu.remote
 def leave_process(path: str, name: str) -> int:
     """Start a daemon that outlives the task and detaches itself as it can."""
+    import subprocess
+
     command = (
         "import sys, threading; "
         "from tests.gate import say; say(sys.argv[1], sys.argv[2]); "

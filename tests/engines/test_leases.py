@@ -14,7 +14,11 @@ import aiogpu
 from tests.engines import tasks
 from tests.until import LIMIT
 
-pytestmark = [pytest.mark.needs("leases"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.needs("leases"),
+    pytest.mark.either_loop,
+]
 
 
 async def until_free(name: str, amount: float) -> None:

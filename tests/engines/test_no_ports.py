@@ -38,6 +38,7 @@ async def be_busy(gate: Gate) -> list[object]:
     return [*actors, *handles]
 
 
+@pytest.mark.fresh  # what it has is found by what it was started with
 async def test_a_node_in_a_program(
     no_leaks: None, runtime_directory: Path, gate: Gate
 ) -> None:

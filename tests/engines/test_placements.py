@@ -12,6 +12,8 @@ import aiogpu
 from tests.engines import placement_tasks as tasks
 from tests.until import LIMIT, until
 
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
 
 async def until_free(name: str, amount: float) -> None:
     async with asyncio.timeout(LIMIT):

@@ -20,7 +20,11 @@ from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run, start
 
-pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.either_loop,
+    pytest.mark.fresh,
+]
 
 
 async def test_cpus_are_those_this_process_may_use() -> None:

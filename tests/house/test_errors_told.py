@@ -3,20 +3,14 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "aiogpu").rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+from tests.house.rooms import ROOT, found_in, rooms, shown
+
 POSTPONED = re.compile(r"\b(?:TO[D]O|FIX[M]E|XX[X])\b")
 EVERYTHING = {"Exception", "BaseException"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def shown(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def names_in(node: ast.AST | None) -> set[str]:
@@ -78,36 +72,49 @@ def is_sleep(call: ast.Call) -> bool:
     return name in ("time.sleep", "sleep")
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=shown)
-def test_no_exception_is_swallowed(path):
-    module = ast.parse(path.read_text())
-    assert not [node.lineno for node in ast.walk(module) if swallows(node)]
+def swallowing(source: str) -> Iterator[int]:
+    """Lines in which an exception vanishes."""
+    return (node.lineno for node in ast.walk(ast.parse(source)) if swallows(node))
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *TESTS], ids=shown)
-def test_nothing_is_left_for_later(path):
-    assert not POSTPONED.findall(path.read_text())
-
-
-@pytest.mark.parametrize("path", TESTS, ids=shown)
-def test_no_test_sleeps_or_mocks(path):
-    module = ast.parse(path.read_text())
-    assert not list(sleeps(module))
-    imported = {
+def mocks(module: ast.Module) -> Iterator[str]:
+    """What a test imports in order to mock."""
+    return (
         alias.name
         for node in ast.walk(module)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
-    }
-    assert not {"mock", "unittest.mock"} & imported
+        if alias.name in ("mock", "unittest.mock")
+    )
+
+
+def not_of_a_test(source: str) -> Iterator[int | str]:
+    """Lines that sleep, and what mocks."""
+    module = ast.parse(source)
+    yield from sleeps(module)
+    yield from mocks(module)
+
+
+@pytest.mark.parametrize("room", rooms("aiogpu"), ids=shown)
+def test_no_exception_is_swallowed(room):
+    assert found_in(room, swallowing) == {}
+
+
+@pytest.mark.parametrize("room", rooms("aiogpu", "tests"), ids=shown)
+def test_nothing_is_left_for_later(room):
+    assert found_in(room, POSTPONED.findall) == {}
+
+
+@pytest.mark.parametrize("room", rooms("tests"), ids=shown)
+def test_no_test_sleeps_or_mocks(room):
+    assert found_in(room, not_of_a_test) == {}
 
 
 @pytest.mark.parametrize("room", ["core", "wire"])
 def test_the_pure_rooms_never_await(room):
     coroutines = [
         f"{shown(path)}:{node.lineno}"
-        for path in PACKAGE
-        if path.parent.name == room
+        for path in sorted((ROOT / "aiogpu" / room).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.AsyncFunctionDef | ast.Await)
     ]
@@ -126,7 +133,7 @@ def test_the_pure_rooms_never_await(room):
     ],
 )
 def test_the_search_for_swallowed_exceptions(source, is_seen):
-    assert any(swallows(node) for node in ast.walk(ast.parse(source))) == is_seen
+    assert any(swallowing(source)) == is_seen
 
 
 @pytest.mark.parametrize(
@@ -141,3 +148,26 @@ def test_the_search_for_swallowed_exceptions(source, is_seen):
 )
 def test_the_search_for_sleeps(source, lines):
     assert list(sleeps(ast.parse(source))) == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from unittest import mock", ["mock"]),
+        ("import unittest.mock", ["unittest.mock"]),
+        ("import time\ntime.sleep(1)", [2]),
+        ("import mocking", []),
+    ],
+)
+def test_the_search_in_tests(source, found):
+    assert list(not_of_a_test(source)) == found
+
+
+def test_what_is_found_is_told_by_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.house.rooms.ROOT", tmp_path)
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "good.py").write_text("pass\n")
+    (room / "bad.py").write_text("try: f()\nexcept: log()\n")
+    assert rooms("room") == [room]
+    assert found_in(room, swallowing) == {"room/bad.py": [2]}
