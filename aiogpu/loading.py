@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from sys import modules
 
 
 class Loading:
@@ -15,14 +16,16 @@ class Loading:
     switched the collector off, or has frozen something, finds that as it was.
     """
 
-    __slots__ = ("_was_on",)
+    __slots__ = ("_known", "_was_on")
 
     def __enter__(self) -> None:
+        self._known = len(modules)
         self._was_on = gc.isenabled()
         gc.disable()
 
     def __exit__(self, *_: object) -> None:
-        if not gc.get_freeze_count():
+        # Mostly all is there already; and the frozen are counted one by one.
+        if len(modules) != self._known and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()  # there are no other words for "all is old"
         if self._was_on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from weakref import ref
 
@@ -19,6 +20,7 @@ def collector() -> Iterator[None]:
     """The tests have frozen what they began with."""
     gc.unfreeze()
     yield
+    sys.modules.pop("made_up_by_a_test", None)
     gc.freeze()
     gc.enable()
 
@@ -30,6 +32,11 @@ class Cycle:
         self.me = self
 
 
+def load() -> None:
+    """Have one module more; the fixture takes it away."""
+    sys.modules["made_up_by_a_test"] = sys
+
+
 def young() -> int:
     return sum(len(gc.get_objects(generation)) for generation in (0, 1))
 
@@ -39,6 +46,7 @@ def test_nothing_is_collected_in_the_block_nor_right_after_it() -> None:
     gc.callbacks.append(lambda phase, _info: seen.append(phase))
     try:
         with Loading():
+            load()
             made: list[list[int]] = [[] for _ in range(MANY)]
             assert not gc.isenabled()
         assert gc.isenabled()
@@ -54,7 +62,7 @@ def test_garbage_from_before_is_found_later() -> None:
     is_there = ref(cycle)
     del cycle
     with Loading():
-        pass
+        load()
     assert is_there()
     gc.collect()
     assert not is_there()
@@ -79,8 +87,20 @@ def test_what_a_program_has_frozen_stays_frozen() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     with Loading():
-        pass
+        load()
     assert gc.get_freeze_count() == frozen > 0
+    assert gc.isenabled()
+
+
+def test_where_all_is_there_already_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The frozen are counted one by one, and a large program may have millions."""
+    for name in ("freeze", "unfreeze", "get_freeze_count"):
+        monkeypatch.delattr(gc, name)
+    with Loading():
+        pass
+    monkeypatch.undo()
     assert gc.isenabled()
 
 

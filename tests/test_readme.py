@@ -75,7 +75,7 @@ def test_the_second_command_is_under_tests() -> None:
     section = README.split("\n## Tests\n")[1]
     assert FENCE.search(section)[2] == (
         "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo,test]' "
-        "&& .venv/bin/python -m pytest -n 3\n"
+        "&& .venv/bin/python -m pytest -n 4\n"
     )
 
 
