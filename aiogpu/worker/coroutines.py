@@ -41,10 +41,13 @@ class Coroutines:
     def pour(self, items: AsyncIterator[Any], flow: Outflow) -> None:
         """Run one task's async generator, and send what it yields."""
         self._flow = flow
+        pouring: Any = pour_softly(items, flow, self._new_future)
         try:
-            self.run(pour_softly(items, flow, self._new_future), flow.task)
+            self.run(pouring, flow.task)
         finally:
             self._flow = None
+            if not pouring.cr_suspended:
+                pouring.close()  # one that never began would complain of that
 
     def _new_future(self) -> asyncio.Future[None]:
         return self._loop.create_future()
