@@ -6,6 +6,7 @@ coroutines see the same.
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ class Context:
 
     Attributes:
         is_actor: whether this process is an actor.
-        is_loading: whether a function or a class is unpickled, which may import its
-            module, before it is called.
+        loader: the thread that unpickles a function or a class, which may import its
+            module, before it is called; 0 for none.
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
@@ -39,7 +40,7 @@ class Context:
         "accelerators",
         "children",
         "is_actor",
-        "is_loading",
+        "loader",
         "loans",
         "name",
         "node",
@@ -51,7 +52,7 @@ class Context:
     def __init__(self) -> None:
         self.children: Children | None = None
         self.is_actor = False
-        self.is_loading = False
+        self.loader = 0
         self.loans: Loans | None = None
         self.node = ""
         self.worker = 0
@@ -59,6 +60,11 @@ class Context:
         self.name = ""
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether what runs now, in this thread, is the import of a task's module."""
+        return self.loader == get_ident()
 
 
 passing: list[int] = []

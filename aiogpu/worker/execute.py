@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import get_ident
 from collections.abc import Callable
 from time import perf_counter
 from types import CoroutineType
@@ -265,11 +266,11 @@ class Executor:
         return arguments_in(payload)
 
     def _load(self, function: int) -> Callable[..., Any]:
-        current.is_loading = True
+        current.loader = get_ident()
         try:
             loaded: Callable[..., Any] = load_function(self._payloads[function])
         finally:
-            current.is_loading = False
+            current.loader = 0
         self._functions[function] = loaded
         return loaded
 

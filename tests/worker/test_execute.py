@@ -26,7 +26,7 @@ from aiogpu.wire.payload import (
 from aiogpu.wire.retried import Retried, dump_retried
 from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.channel import Channel
-from aiogpu.worker.context import Context
+from aiogpu.worker.context import Context, current
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd
@@ -93,8 +93,6 @@ def test_a_result(desk: Desk) -> None:
 
 
 def test_what_the_task_may_ask_about_itself(desk: Desk, context: Context) -> None:
-    from aiogpu.worker.context import current
-
     seen = []
 
     def look() -> None:
@@ -115,6 +113,32 @@ def test_a_function_is_loaded_once_and_shared_by_its_sites(desk: Desk) -> None:
     (loaded,) = desk.executor._functions.values()
     assert value(desk.run(site=2)) == os.getpid()
     assert desk.executor._functions == {9: loaded}
+
+
+def seen_while_loading() -> Callable[[], list[bool]]:
+    """A function that tells who was loading when it was unpickled."""
+    seen: list[bool] = []
+    for look in (lambda: seen.append(current.is_loading),) * 2:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        look()
+    return lambda: [*seen, current.is_loading]
+
+
+class Unloaded:
+    """A function that is not there before it is unpickled."""
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        return seen_while_loading, ()
+
+
+def test_only_the_thread_that_loads_a_function_is_loading(desk: Desk) -> None:
+    desk.knows(Unloaded())
+    assert value(desk.run()) == [False, True, False, True, False]
 
 
 def fresh_object() -> str:
