@@ -65,12 +65,21 @@ class Keeper:
         if self._worker is not None:
             kernel.kill(self._pid)
         self._end_rest()
-        if os.getppid() != self._zygote:
-            self._cgroup.remove()
-            if not self._watch.is_asked and self._watch.driver_has_died(within=2.0):
-                # Zygote and driver have gone: nobody else is left to do so.
-                remove_directory(self._directory)
+        self._clear_up(has_zygote=os.getppid() == self._zygote)
         self._watch.close()
+
+    def _clear_up(self, has_zygote: bool) -> None:
+        """Remove what the node has left if its driver has died, and has not done so.
+
+        The zygote does so as well, after this process. But one that seems to be there
+        may have been killed, and wait for a CPU to end on.
+        """
+        within = 0.1 if has_zygote else 2.0
+        is_left = not self._watch.is_asked and self._watch.driver_has_died(within)
+        if is_left or not has_zygote:
+            self._cgroup.remove()
+        if is_left:
+            remove_directory(self._directory)
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -125,11 +134,15 @@ class Keeper:
 
 
 def remove_directory(path: str) -> None:
-    """Remove a node's directory, whose driver cannot any more."""
-    # Costs 4 ms to import, and is needed once in a node's life at most.
-    import shutil
+    """Remove a node's directory, whose driver cannot any more.
 
-    shutil.rmtree(path, ignore_errors=True)
+    Several processes may do so at once: whoever comes last finds it empty, or gone.
+    """
+    if os.path.isdir(path):
+        # Costs 4 ms to import, and is needed once in a node's life at most.
+        import shutil
+
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _nothing() -> None:

@@ -162,15 +162,17 @@ DRIVER = """
     aiogpu.run(main())
 """
 
-Victims = Callable[[House], list[psutil.Process]]
-VICTIMS: dict[str, Victims] = {
-    "driver": lambda _it: [],
-    "driver and keeper": lambda it: [it.keeper],
-    "driver and zygote": lambda it: [it.zygote],
+LATE = "driver, and later the zygote"
+FIRST: dict[str, Callable[[House], object]] = {
+    "driver": bool,
+    "driver and keeper": lambda it: it.keeper.kill(),
+    "driver and zygote": lambda it: it.zygote.kill(),
+    # So it is where it was killed in time but has no CPU to end on.
+    LATE: lambda it: it.zygote.suspend(),
 }
 
 
-@pytest.mark.parametrize("who", VICTIMS)
+@pytest.mark.parametrize("who", FIRST)
 async def test_a_killed_driver_leaves_nothing(
     who: str, has_cgroup: bool, gate: Gate
 ) -> None:
@@ -183,12 +185,16 @@ async def test_a_killed_driver_leaves_nothing(
         everyone = psutil.Process(driver.pid).children(recursive=True)
         assert {it.daemon, it.worker, it.keeper, it.zygote} <= set(everyone)
         assert len({*groups_of(driver.pid)} - others) == has_cgroup
-        for victim in VICTIMS[who](it):
-            victim.kill()
+        keepers = it.zygote.children()
+        FIRST[who](it)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.communicate()
     async with asyncio.timeout(60):
+        if who == LATE:
+            while any(map(is_alive, keepers)):
+                await asyncio.sleep(0)
+            it.zygote.kill()
         while any(map(is_alive, everyone)):
             await asyncio.sleep(0)
         # The last of them has them removed just before it ends.

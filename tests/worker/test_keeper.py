@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -111,16 +112,20 @@ class Slot:
         for process in (self.keeper, self.watched):
             process.kill()
             process.communicate()
-        for descriptor, path in zip(self.pipes, self._paths, strict=True):
+        for descriptor in self.pipes:
             os.close(descriptor)
-            os.unlink(path)
 
 
 @pytest.fixture
-def slot(driver: DriverEnd) -> Iterator[Slot]:
-    slot = Slot(driver)
+def slot(runtime_directory: Path) -> Iterator[Slot]:
+    place = runtime_directory / "node"
+    place.mkdir()
+    end = DriverEnd(str(place))
+    slot = Slot(end)
     yield slot
     slot.close()
+    end.close()
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def test_a_workers_end_is_told_when_all_it_left_has_ended(slot: Slot) -> None:
@@ -157,6 +162,8 @@ def test_whatever_ends_it_leaves_nothing(way: str, slot: Slot) -> None:
         assert slot.driver.socket is not None
         slot.driver.socket.sendall(b"\xff" * 8)
     slot.ends_well()
+    # Of a driver that lives it is the driver's.
+    assert os.path.isdir(slot.driver.directory) == (way != "driver's death")
 
 
 def test_pipes_that_have_gone_end_it_before_it_begins(
