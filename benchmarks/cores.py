@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final
 
 from benchmarks.floor import Floor, open_floor
@@ -47,11 +47,8 @@ async def floor_apart(module: str = FLOOR) -> AsyncIterator[Floor]:
     What this process has started before, workers of a node too, may run on any.
     """
     first, second = one_core(), next_core()
-    with running_on(second):
-        opening = open_floor(module)
-        floor = await opening.__aenter__()
-    try:
+    async with AsyncExitStack() as opened:
+        with running_on(second):
+            floor = await opened.enter_async_context(open_floor(module))
         with running_on(first):
             yield floor
-    finally:
-        await opening.__aexit__(None, None, None)

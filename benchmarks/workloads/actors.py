@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter_ns
 from typing import Final
@@ -11,16 +10,9 @@ from typing import Final
 from benchmarks import coroutine_floor
 from benchmarks import floor as plain_floor
 from benchmarks.cores import floor_apart, one_core, running_on
-from benchmarks.floor import Floor, open_floor
-from benchmarks.method import (
-    Block,
-    Pair,
-    Scale,
-    all_at_once,
-    alternate,
-    one_at_a_time,
-    rotate,
-)
+from benchmarks.floor import open_floor
+from benchmarks.latency import Opening, beside_floor
+from benchmarks.method import Block, Pair, Scale, all_at_once, rotate
 from benchmarks.port import Call, Create, Environment
 from benchmarks.rows import Goal, Row, latency_row, rate_row, time_row
 from benchmarks.tasks import Interleaved, Plain
@@ -29,7 +21,7 @@ LATENCY: Final = Goal(1.5, "x floor")
 RATE: Final = Goal(0.5, "x floor", is_least=True)
 CREATION: Final = Goal(10, "ms")
 
-OpenFloor = Callable[[str], AbstractAsyncContextManager[Floor]]
+OpenFloor = Callable[[str], Opening]
 
 
 async def measure(environment: Environment, scale: Scale) -> list[Row]:
@@ -69,17 +61,11 @@ async def _awaited(
     calls: Sequence[Call[None]], opened: OpenFloor, scale: Scale
 ) -> list[Pair]:
     """Each beside its own floor alone."""
-    pairs = []
-    for worker, call in zip((plain_floor, coroutine_floor), calls, strict=True):
-        async with opened(worker.__name__) as floor:
-            pairs.append(
-                await alternate(
-                    partial(one_at_a_time, floor.call, scale.calls),
-                    partial(one_at_a_time, call, scale.calls),
-                    scale.blocks,
-                )
-            )
-    return pairs
+    floors = (plain_floor, coroutine_floor)
+    return [
+        await beside_floor(call, opened(worker.__name__), scale)
+        for worker, call in zip(floors, calls, strict=True)
+    ]
 
 
 def _told(apart: Sequence[Pair], on_one: Sequence[Pair], scale: Scale) -> list[Row]:
