@@ -126,6 +126,7 @@ class LocalEngine:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(site, payload)
+        driver.burst.note()
         return driver.submit(site, payload, receiver)
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:

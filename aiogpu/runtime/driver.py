@@ -70,6 +70,7 @@ class Driver:
         clearance: Clearance | Unasked,
     ) -> None:
         self.scheduler = scheduler
+        self.burst = pool.hearing.burst
         self.actors = Actors(loop, self, pool)
         self._loop = loop
         self._pool = pool

@@ -9,6 +9,7 @@ from typing import Final
 
 from aiogpu.core.wording import printable
 from aiogpu.errors import AiogpuError, ProtocolError
+from aiogpu.runtime.burst import HEARING, Burst
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.store import Store
@@ -50,9 +51,15 @@ class Hearing:
         store: keeps what payloads refer to.
         on_imported: told what a worker has imported.
         name_of: gives the name of a task.
+        burst: says whether what is submitted may have workers heard.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self,
+        console: Console,
+        burst: Burst,
+        on_imported: Callable[[LiveWorker, Imported], None],
+    ) -> None:
         self.on_answer: Callable[[int, Done | Failed], None]
         self.on_done: Callable[[int, list[Done]], None]
         self.on_items: Callable[[LiveWorker, Items], None]
@@ -61,9 +68,10 @@ class Hearing:
         self.on_ran_out: Callable[[int, RanOut], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_acting: Callable[[int, Done | Failed | Created], None]
-        self.on_imported: Callable[[LiveWorker, Imported], None]
+        self.on_imported = on_imported
         self.name_of: Callable[[int], str]
         self.store: Store
+        self.burst = burst
         self._console = console
 
     def hear(self, worker: LiveWorker, messages: list[Message]) -> None:
@@ -72,25 +80,29 @@ class Hearing:
         # Written before the answers were sent, so once is enough for all of them.
         output.catch_up()
         done: list[Done] = []
-        for message in messages:
-            if (
-                type(message) is Done
-                and message.payload[:1] != MARK
-                and output.number <= console.written
-            ):
-                # By far the commonest; what has come together is told together.
-                if worker.actor is None:
-                    done.append(message)
-                else:
-                    self.on_acting(worker.id, message)
-                continue
+        self.burst.count = HEARING
+        try:
+            for message in messages:
+                if (
+                    type(message) is Done
+                    and message.payload[:1] != MARK
+                    and output.number <= console.written
+                ):
+                    # By far the commonest; what has come together is told together.
+                    if worker.actor is None:
+                        done.append(message)
+                    else:
+                        self.on_acting(worker.id, message)
+                    continue
+                if done:
+                    self.on_done(worker.id, done)
+                    done = []
+                if not self._take(worker, message):
+                    return
             if done:
                 self.on_done(worker.id, done)
-                done = []
-            if not self._take(worker, message):
-                return
-        if done:
-            self.on_done(worker.id, done)
+        finally:
+            self.burst.count = 0
 
     def _take(self, worker: LiveWorker, message: Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""

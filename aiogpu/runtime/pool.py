@@ -19,6 +19,7 @@ from aiogpu.core.specs import Environment
 from aiogpu.errors import NodeError
 from aiogpu.runtime import cause
 from aiogpu.runtime.autopsy import Autopsy
+from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death, stillbirth
 from aiogpu.runtime.hearing import Hearing
@@ -77,8 +78,7 @@ class Pool:
         self.on_started: Callable[[int], None]
         self.on_gone: Callable[[int, Death], None]
         self.on_outdated: Callable[[Environment], object] = bool  # nobody is told yet
-        self.hearing = Hearing(console)
-        self.hearing.on_imported = self._on_imported
+        self.hearing = Hearing(console, Burst(self.workers), self._on_imported)
         self.orders = Orders(self.workers, zygotes.page)
         self.autopsy = Autopsy()
         self._loop = loop

@@ -28,6 +28,8 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _POSTED: Final = frozenset({ChildDone, Invoke})
 """Of these many are posted in one turn; but for their payload they are small."""
 
+AT_A_TIME: Final = 1 << 14
+"""Bytes of one peer that are read while the loop does not turn."""
 AT_ONCE: Final = 256
 """Messages of one peer that are passed on in one turn of the loop: a few ms."""
 
@@ -53,6 +55,7 @@ class Peer(asyncio.Protocol):
         self._on_heard = on_heard
         self._connection = Connection.accepting()
         self._transport: asyncio.Transport | None = None
+        self._descriptor = -1
         self._posted: list[Message | bytes] = []
         self._waiting: list[Message] = []
         self._is_paused = False
@@ -73,6 +76,7 @@ class Peer(asyncio.Protocol):
             stream.abort()
             return
         self._transport = stream
+        self._descriptor = stream.get_extra_info("socket").fileno()
         if self._is_aborted:
             stream.abort()
 
@@ -99,6 +103,26 @@ class Peer(asyncio.Protocol):
         elif count:
             self.on_messages(messages)
         self._on_heard(count)
+
+    @property
+    def readable(self) -> int:
+        """The descriptor from which it may be read now, without the loop; -1 for none.
+
+        It may not while what came before has yet to be passed on.
+        """
+        transport = self._transport
+        if self._is_paused or self._waiting or transport is None:
+            return -1
+        return -1 if transport.is_closing() else self._descriptor
+
+    def read_now(self) -> None:
+        """Pass on what has come, without the loop; that it has gone the loop tells."""
+        try:
+            data = os.read(self._descriptor, AT_A_TIME)
+        except OSError:
+            return
+        if data:
+            self.data_received(data)
 
     def _put_off(self, messages: list[Message]) -> None:
         """Pass on a flood in parts, between which the loop does other things."""
@@ -186,6 +210,11 @@ class Peer(asyncio.Protocol):
         if not self._is_posting:
             self._is_posting = True
             asyncio.get_running_loop().call_soon(self._end_posting)
+
+    def send_posted(self) -> None:
+        """Send what was posted until now; the turn goes on."""
+        if self._posted:
+            self._flush()
 
     def _end_posting(self) -> None:
         self._is_posting = False

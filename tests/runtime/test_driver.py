@@ -43,7 +43,9 @@ class Office:
     def __init__(self, payload: bytes) -> None:
         self.orders = PaperOrders()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(), orders=self.orders, spawn=lambda _worker: None
+            hearing=SimpleNamespace(burst=None),
+            orders=self.orders,
+            spawn=lambda _worker: None,
         )
         self.scheduler = Scheduler(Ledger({CPU: UNIT}))
         self.driver = Driver(

@@ -54,7 +54,7 @@ class Office:
     def __init__(self) -> None:
         self.orders, self.peer = PaperOrders(), PaperPeer()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(),
+            hearing=SimpleNamespace(burst=None),
             orders=self.orders,
             spawn=lambda *_: None,
             pids={},
