@@ -44,7 +44,9 @@ MANY: Final = 1000
 SHOWN: Final = 12
 LEAST: Final = 0.05
 """What is called less often by each is not listed."""
-_TIMED: Final = re.compile(r"Channel\._wait$|memory_bounds|MemoryWatch\._|wakefulness")
+_TIMED: Final = re.compile(
+    r"Channel\._wait$|memory_bounds|MemoryWatch\._|wakefulness|Burst\.(_|look)"
+)
 """What is done as often as time passes, or as others give time to."""
 _ROOT: Final = os.path.dirname(aiogpu.__file__) + os.sep
 

@@ -85,14 +85,14 @@ class Burst:
         # Who was not heard the last time is heard first.
         first = self._first if self._first < len(ready) else 0
         for place in (*range(first, len(ready)), *range(first)):
-            _hear(ready[place])
+            _take_in(ready[place])
             if perf_counter() > until:
                 self._first = place + 1
                 return
         self._first = 0
 
 
-def _hear(peer: Peer) -> None:
+def _take_in(peer: Peer) -> None:
     try:
         peer.read_now()
     except Exception:  # noqa: BLE001 - one of them harms no other
