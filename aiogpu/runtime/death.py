@@ -12,7 +12,6 @@ from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import CROWDED, find_cause, tell
 from aiogpu.runtime.crowd import CrowdedError
 
-
 QUOTED: Final = 500
 """Characters of a line that an error's text quotes; `last_output` has all of it."""
 
