@@ -140,8 +140,8 @@ class Link(Protocol):
 
     name: str
 
-    def reference(self) -> tuple[int, str]:
-        """The actor's id and name, for a handle to be pickled as."""
+    def reference(self) -> tuple[int, str, str]:
+        """The actor's id, name and node, for a handle to be pickled as."""
         ...
 
     def call(self, label: str, method: str, payload: bytes) -> Any:

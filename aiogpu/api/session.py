@@ -269,6 +269,11 @@ class Session(EnteredOnLoop):
         if sessions.get(self._loop) is self:
             del sessions[self._loop]
 
+    @property
+    def home(self) -> str:
+        """Tells its node from others; see `Engine.home`."""
+        return self._engine.home
+
     async def cluster_resources(self) -> dict[str, float]:
         """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""
         return await self._ask().total()
