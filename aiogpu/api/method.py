@@ -194,6 +194,12 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
         """How errors call it."""
         return self._method.label
 
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self._method.label} is a method of one actor: pass the actor's handle, "
+            f"and call `actor.{self._method.name}.remote(...)` there."
+        )
+
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Call it; gives the call's handle at once.
 

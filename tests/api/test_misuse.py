@@ -17,6 +17,11 @@ def pair() -> list[int]:
 
 
 @aiogpu.remote
+def given(thing: object) -> str:
+    return repr(thing)
+
+
+@aiogpu.remote
 def count() -> Iterator[int]:
     yield 1
 
@@ -188,6 +193,30 @@ async def test_a_method_that_was_not_called_yet(node: aiogpu.Session) -> None:
     for use in (loop_on, loop_over, wait_for, lambda method: method()):
         said = await told(use, counter.each)
         assert "write `async for item in actor.each.remote(...)`" in said
+
+
+async def test_a_method_is_no_argument(node: aiogpu.Session) -> None:
+    counter = Counter.remote()
+    with pytest.raises(aiogpu.SerializationError) as raised:
+        given.remote(counter.add)
+    told = "args[0] (a RemoteMethod): MisuseError: Counter.add is a method of one actor"
+    assert told in str(raised.value)
+    assert "`actor.add.remote(...)` there." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda: aiogpu.put(1), "aiogpu.put()"),
+        (lambda: aiogpu.placement([{"CPU": 1}]), "aiogpu.placement()"),
+        (lambda: aiogpu.get_placement("a"), "aiogpu.get_placement()"),
+        (lambda: pair.remote(), ".remote()"),
+    ],
+)
+def test_what_needs_a_loop_says_its_name(use: Callable[[], Any], what: str) -> None:
+    with pytest.raises(aiogpu.NoLoopError) as raised:
+        use()
+    assert str(raised.value).startswith(f"{what} needs a running event loop")
 
 
 def test_an_actors_class_has_not_what_its_actors_have() -> None:
