@@ -1,5 +1,6 @@
 """The wrong loop, the wrong `with`, a result that is still to come: told in words."""
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -193,6 +194,23 @@ async def test_a_method_that_was_not_called_yet(node: aiogpu.Session) -> None:
     for use in (loop_on, loop_over, wait_for, lambda method: method()):
         said = await told(use, counter.each)
         assert "write `async for item in actor.each.remote(...)`" in said
+
+
+def in_two(thing: Any) -> None:
+    _ready, _pending = thing
+
+
+async def test_a_wait_that_is_not_awaited(node: aiogpu.Session) -> None:
+    handle = pair.remote()
+    for use in in_two, loop_over:
+        said = await told(use, aiogpu.wait([handle]))
+        assert said.endswith("write `ready, pending = await aiogpu.wait(handles)`.")
+    for waits in (
+        asyncio.create_task(aiogpu.wait([handle])),  # type: ignore[arg-type]
+        asyncio.wait_for(aiogpu.wait([handle]), 60),
+        asyncio.gather(aiogpu.wait([handle])),
+    ):
+        assert await waits in (([handle], []), [([handle], [])])
 
 
 async def test_a_method_is_no_argument(node: aiogpu.Session) -> None:
