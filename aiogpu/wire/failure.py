@@ -40,7 +40,8 @@ TOLD: Final = "told"
 """The node says so itself: an error of aiogpu's own, with its cause."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
-_OURS: Final = f"{ObjectMemoryError.__module__}."
+_OURS: Final = "aiogpu."
+"""Begins the names of errors whose text says all that is to be said."""
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
 
