@@ -166,7 +166,8 @@ if not TYPE_CHECKING:
             return import_module("aiogpu.accelerators")
         room = _ROOM_OF.get(name)
         if room is None:
-            raise AttributeError(f"module 'aiogpu' has no attribute {name!r}")
+            misnamed = import_module("aiogpu.api.misnamed")
+            raise misnamed.no_such_name(name, __all__)
         with Loading():
             value = getattr(import_module(f"aiogpu.{room}"), name)
         globals()[name] = value

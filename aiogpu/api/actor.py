@@ -94,20 +94,22 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         return revive, (*self._link.reference(), self._face)
 
 
-def revive(actor: int, name: str, face: Face) -> ActorHandle[Any]:
+def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
     """The handle that was pickled as this, in whichever process it has come to.
 
     Raises:
         NodeError: the process has no node.
+        MisuseError: its node is another.
     """
     if current.children is not None:
         from aiogpu.api.actor_far import FarLink
 
-        return ActorHandle(FarLink.to(actor, name), face)
+        return ActorHandle(FarLink.to(actor, name, home), face)
     from aiogpu.api.actor_link import ActorLink
     from aiogpu.api.caller import session_of_caller
 
-    return ActorHandle(ActorLink.known(session_of_caller(), actor, name), face)
+    link = ActorLink.known(session_of_caller(), actor, name, home)
+    return ActorHandle(link, face)
 
 
 def no_method(face: Face, name: str) -> AttributeError:

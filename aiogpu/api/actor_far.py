@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from aiogpu.api.blocking import get
 from aiogpu.api.blocking_handle import BlockingHandle
+from aiogpu.api.face import stranger
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError, NodeError
@@ -27,7 +28,7 @@ from aiogpu.wire.acting import (
     Stop,
 )
 from aiogpu.wire.payload import NOTHING, load_result
-from aiogpu.worker.context import passing
+from aiogpu.worker.context import current, passing
 
 if TYPE_CHECKING:
     from aiogpu.api.face import Face
@@ -56,8 +57,10 @@ class FarLink:
         return f"<FarLink {self.name} {self.actor}>"
 
     @classmethod
-    def to(cls, actor: int, name: str) -> FarLink:
-        """The tie to an actor of which a handle has come."""
+    def to(cls, actor: int, name: str, home: str) -> FarLink:
+        """The tie to an actor of which a handle has come; raises `MisuseError`."""
+        if home != current.home:
+            raise stranger(name)
         link = _links.get(actor)
         if link is None:
             link = cls(name, actor)
@@ -82,10 +85,10 @@ class FarLink:
         actor = family.make(made, site.id, partial(nested.describe, site))
         return cls(site.spec.name, actor)
 
-    def reference(self) -> tuple[int, str]:
+    def reference(self) -> tuple[int, str, str]:
         """What a handle is pickled as; whoever gets it counts as a holder."""
         passing.append(self.actor)
-        return self.actor, self.name
+        return self.actor, self.name, current.home
 
     def call(self, label: str, method: str, payload: bytes) -> Any:
         """Call a method; gives the kind of handle that fits.

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.blocking import handle_by
-from aiogpu.api.caller import host_beside_loop
+from aiogpu.api.caller import host_beside_loop, may_use
+from aiogpu.api.face import stranger
 from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
 from aiogpu.errors import AiogpuError, MisuseError
@@ -89,26 +90,35 @@ class ActorLink:
         return link
 
     @classmethod
-    def known(cls, session: Session, actor: int, name: str) -> ActorLink:
-        """Tie an actor of which a handle has come; raises `ActorDiedError`."""
+    def known(cls, session: Session, actor: int, name: str, home: str) -> ActorLink:
+        """Tie an actor of which a handle has come.
+
+        Raises:
+            ActorDiedError: it has ended.
+            MisuseError: it is another node's.
+        """
+        if home != session.home:
+            raise stranger(name)
         actors = session.actors()
         return cls.to(session, actors.held(actor, name), actors)
 
-    def reference(self) -> tuple[int, str]:
+    def reference(self) -> tuple[int, str, str]:
         """What a handle is pickled as; whoever gets it counts as a holder.
 
         Raises:
-            MisuseError: its node is not open yet.
+            MisuseError: its node is not open yet, or is not the caller's.
         """
         if self._actor is None:
             raise MisuseError(
                 f"the handle of {self.name} cannot be passed on before its node is "
                 f"open; await it first."
             )
+        if not may_use(self._session):
+            raise stranger(self.name)
         passing.append(self._actor.id)
         kept.append(self)
         self._actor.pass_on()
-        return self._actor.id, self.name
+        return self._actor.id, self.name, self._session.home
 
     def _make(
         self,

@@ -124,7 +124,7 @@ def put_here(payload: bytes, name: str = "put") -> Any:
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
     host = host_beside_loop()
-    far = session_of_caller().far if host is None else host.far
+    far = session_of_caller("aiogpu.put()").far if host is None else host.far
     if far is not None:
         loan = far.shares.put(payload)
         borrowed: Any

@@ -39,6 +39,13 @@ def session_of_caller(what: str = ".remote()") -> Session:
     return session or current_session(what)
 
 
+def may_use(session: Session) -> bool:
+    """Whether the code that runs works with a session, which is open, or with none."""
+    own = session_of(asyncio._get_running_loop())
+    is_own = own in (None, session) or host_of_task.get() is not None
+    return session.is_open and is_own
+
+
 def host_beside_loop() -> Host | None:
     """The host of the task whose code asks, if no loop with a session runs it."""
     host = host_of_task.get()

@@ -98,7 +98,7 @@ def wait(
     if is_loop_running():
         from aiogpu.api.looking import wait_on_loop
 
-        return wait_on_loop(found, num_returns, timeout)  # type: ignore[return-value]
+        return wait_on_loop(found, num_returns, timeout)
     return _wait_here(found, num_returns, timeout)  # type: ignore[return-value]
 
 

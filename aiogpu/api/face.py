@@ -5,9 +5,18 @@ from __future__ import annotations
 from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
 from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
-from aiogpu.errors import OptionError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
 from aiogpu.worker.chunk import CHUNKED
+
+
+def stranger(name: str) -> MisuseError:
+    """The error for a handle to an actor that is none of this node's."""
+    return MisuseError(
+        f"the handle of {name} belongs to another node, or to one that was closed. "
+        f"Give tasks an actor of this node, as an argument: a function that uses a "
+        f"handle of the program's keeps the one that it had at its first .remote()."
+    )
 
 
 class Face:

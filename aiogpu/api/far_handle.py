@@ -55,6 +55,11 @@ class FarHandle(Handle[T]):
             self._is_promised = False
             self._far.shares.keep(self._loan, self)
 
+    @property
+    def far(self) -> Far | None:
+        """Who knows its value; see `Handle.far`."""
+        return self._far
+
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self._loan is None:

@@ -112,6 +112,11 @@ class Handle(NotItsResult, asyncio.Future[T]):
         """Why there will be no result, None if there is one or may be."""
         return self.exception() if self.done() and not self.cancelled() else None
 
+    @property
+    def far(self) -> Far | None:
+        """Who knows its value, where another process keeps that."""
+        return None
+
     def stand_for(self, value: Value) -> None:
         """It has come from elsewhere: others know it by that value already."""
         self._shared = value
@@ -123,12 +128,11 @@ class Handle(NotItsResult, asyncio.Future[T]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
+        from aiogpu.api.belonging import check_sender
         from aiogpu.api.borrow import borrow
         from aiogpu.wire.outgoing import refer
 
-        running = asyncio._get_running_loop()
-        if running is not None:
-            check_loop(self, running)
+        check_sender(self)
         return borrow, (refer(self.task_name, self.share), self.task_name)
 
     def share(self) -> Reference:
@@ -335,12 +339,3 @@ def handle_maker(waits: Waits | None, far: Far | None = None) -> HandleMaker:
     from aiogpu.api.nested import ChildHandle
 
     return partial(ChildHandle, waits=waits)
-
-
-def check_loop(handle: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """Raise `MisuseError` if a handle belongs to another event loop than this."""
-    if isinstance(handle, Handle) and handle.get_loop() is not loop:
-        raise MisuseError(
-            f"the handle of {handle.task_name} belongs to another event loop, and to "
-            f"its node; await it there and pass the value."
-        )

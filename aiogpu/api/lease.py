@@ -250,7 +250,7 @@ def session_for(what: str) -> Session:
     session = session_of(asyncio._get_running_loop())
     if host_of_task.get() or (session is None and current.worker):
         raise error_inside_task(what)
-    session = session or current_session()
+    session = session or current_session(what)
     if session.is_closing:
         raise NodeClosedError("this node is being shut down.")
     return session

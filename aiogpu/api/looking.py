@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine, Generator
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from aiogpu.api.completion import no_handle, parted
 from aiogpu.api.handle import Handle
 from aiogpu.errors import MisuseError
+
+Parted = tuple[list[Handle[Any]], list[Handle[Any]]]
 
 
 def check_on_loop(what: str, handles: list[Any]) -> None:
@@ -36,10 +39,47 @@ def check_on_loop(what: str, handles: list[Any]) -> None:
             raise no_handle(what, one)
 
 
-async def wait_on_loop(
+def wait_on_loop(
     handles: list[Handle[Any]], count: int, timeout: float | None
-) -> tuple[list[Handle[Any]], list[Handle[Any]]]:
+) -> Waiting:
     """Wait until so many have ended, or time is up."""
+    return Waiting(wait(handles, count, timeout))
+
+
+class Waiting(Coroutine[Any, Any, Parted]):
+    """The coroutine of `wait`, which says so where its `await` was forgotten.
+
+    Ray's own is called without.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Parted]) -> None:
+        self._coroutine = coroutine
+
+    def __iter__(self) -> NoReturn:
+        self.close()
+        raise MisuseError(
+            "aiogpu.wait() waits on the event loop here: write `ready, pending = await "
+            "aiogpu.wait(handles)`."
+        )
+
+    def __await__(self) -> Generator[Any, Any, Parted]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """See `collections.abc.Coroutine`."""
+        self._coroutine.close()
+
+
+async def wait(handles: list[Handle[Any]], count: int, timeout: float | None) -> Parted:
+    """The same; named as what has called it, for Python's warnings."""
     pending = [handle for handle in handles if not handle.done()]
     missing = count - (len(handles) - len(pending))
     if missing > 0:

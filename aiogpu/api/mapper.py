@@ -6,7 +6,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar
 
 from aiogpu.api.misuse import options_of
 from aiogpu.errors import MisuseError
@@ -45,7 +45,7 @@ class Mapper:
     def map(
         self: TakesOne[X_contra, Y],
         iterable: Iterable[X_contra] | AsyncIterable[X_contra],
-        *,
+        *others: Never,
         limit: int | None = None,
         ordered: bool = True,
         chunk: int | Literal["auto"] | None = None,
@@ -70,6 +70,7 @@ class Mapper:
 
         Args:
             iterable: the arguments, one a call; an iterable or an async iterable.
+            *others: none; what takes two arguments is given them as one.
             limit: most items ahead, 1 or more; None for 256, or with `chunk` for 256
                 chunks. Take less where arguments or results are large: that many
                 are in memory.
@@ -84,9 +85,18 @@ class Mapper:
             MisuseError: it is no iterable.
             NoLoopError: no event loop is running here.
         """
+        if others:
+            raise _not_zipped(self.__name__)
         from aiogpu.api.map import Results
 
         return Results(self, iterable, limit, ordered, chunk)
+
+
+def _not_zipped(name: str) -> MisuseError:
+    return MisuseError(
+        f"{name}.map() takes one iterable: give it `zip(a, b)`, and let the function "
+        f"take the pair."
+    )
 
 
 def no_map(name: str) -> MisuseError:

@@ -140,8 +140,8 @@ class Link(Protocol):
 
     name: str
 
-    def reference(self) -> tuple[int, str]:
-        """The actor's id and name, for a handle to be pickled as."""
+    def reference(self) -> tuple[int, str, str]:
+        """The actor's id, name and node, for a handle to be pickled as."""
         ...
 
     def call(self, label: str, method: str, payload: bytes) -> Any:
@@ -193,6 +193,12 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
     def __name__(self) -> str:
         """How errors call it."""
         return self._method.label
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            f"{self._method.label} is a method of one actor: pass the actor's handle, "
+            f"and call `actor.{self._method.name}.remote(...)` there."
+        )
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Call it; gives the call's handle at once.

@@ -18,7 +18,7 @@ from aiogpu.worker.context import current
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Waits
-    from aiogpu.engines.far import ValueLink
+    from aiogpu.engines.far import Far, ValueLink
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.outgoing import Reference
@@ -151,6 +151,11 @@ class BorrowedHandle(ChildHandle[T]):
         self._link = link
         self._loan: Reference = loan
         self._callbacks_added += 1  # others may want it, whoever withdraws
+
+    @property
+    def far(self) -> Far | None:
+        """Who knows its value; see `Handle.far`."""
+        return self._link.far
 
     def settle_with(self, payload: bytes) -> None:
         """The value is here already, and need not be asked for."""

@@ -118,7 +118,8 @@ def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
     """Open a node for this event loop: `await` it, or `async with` it.
 
     Args:
-        address: "local", "inline" (for tests), or None: AIOGPU_ADDRESS, else "local".
+        address: "local", "auto" or a socket's path to join a node that runs, "inline"
+            for tests, "ray" or "ray://host:10001"; None: AIOGPU_ADDRESS, else "local".
         num_cpus: CPUs to share out; what this process may use unless given.
         num_gpus: GPUs to share out, maybe more than there are; those detected else.
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.

@@ -15,6 +15,7 @@ from aiogpu.api.bounds import check_bounds
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.misuse import CalledFirst, EnteredOnLoop, options_of
+from aiogpu.api.task import Decorated
 from aiogpu.errors import MisuseError, NoLoopError
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ class ActorPool(EnteredOnLoop, Generic[A]):
             MisuseError: `actor` is no actor's class, and gives no actor.
             NoLoopError: no event loop is running here.
         """
-        bounds = check_bounds(size, min_size, max_size, target, idle_after)
         face, make = _maker(actor)
+        bounds = check_bounds(size, min_size, max_size, target, idle_after)
         from asyncio import _get_running_loop
 
         loop = _get_running_loop()
@@ -222,7 +223,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
 def _maker(actor: object) -> tuple[Face | None, Callable[[], object]]:
     if isinstance(actor, RemoteClass):
         return actor._face, actor.remote
-    if not callable(actor) or isinstance(actor, type):
+    if not callable(actor) or isinstance(actor, type | Decorated):
         raise MisuseError(
             f"ActorPool() was given {actor!r}; give it a class under @aiogpu.remote, "
             f"or a function that makes one actor: `lambda: Model.remote('large')`."

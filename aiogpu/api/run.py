@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
+from inspect import CORO_SUSPENDED, getcoroutinestate
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -48,8 +49,9 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         raise
     finally:
         presses.are_over = True
-        if program is not main:
-            program.close()  # it may never have begun
+        if program is not main and getcoroutinestate(program) != CORO_SUSPENDED:
+            program.close()  # it may never have begun, nor what it awaits
+            main.close()
         runner.close()
 
 
@@ -92,6 +94,7 @@ class _Presses:
     def __init__(self) -> None:
         self.are_over = False
         self.has_stopped = False
+        self._before = signal.getsignal(signal.SIGINT)
         self._count = 0
 
     async def heard(self, main: Coroutine[Any, Any, T]) -> T:
@@ -113,7 +116,9 @@ class _Presses:
             return await main
         finally:
             if signal.getsignal(signal.SIGINT) is press:
-                signal.signal(signal.SIGINT, theirs)
+                # The runner has found this one, and left it, if it ended before.
+                left = self._before if self.are_over else theirs
+                signal.signal(signal.SIGINT, left)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self.are_over:

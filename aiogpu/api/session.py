@@ -10,8 +10,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.api.belonging import check_node
 from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
-from aiogpu.api.handle import Handle, Owner, check_loop, handle_maker
+from aiogpu.api.handle import Handle, Owner, handle_maker
 from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine
@@ -106,7 +107,7 @@ class Session(EnteredOnLoop):
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()
         for handle in outgoing.handles:
-            check_loop(handle, self._loop)
+            check_node(handle, self._loop, self._engine.far)
         return self._engine.pack(outgoing)
 
     def when_open(
@@ -268,6 +269,11 @@ class Session(EnteredOnLoop):
         self._state = state
         if sessions.get(self._loop) is self:
             del sessions[self._loop]
+
+    @property
+    def home(self) -> str:
+        """Tells its node from others; see `Engine.home`."""
+        return self._engine.home
 
     async def cluster_resources(self) -> dict[str, float]:
         """All resources of the node by name, `{"CPU": 4.0, "GPU": 1.0}`."""

@@ -117,10 +117,11 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
 
 
 def _like(name: str, known: Iterable[str]) -> list[str]:
-    """What was meant, maybe, by a name that nobody knows."""
+    """What was meant, maybe, by a name that nobody knows, however it is written."""
     from difflib import get_close_matches
 
-    return get_close_matches(name, list(known), 1)
+    by_lower = {one.lower(): one for one in sorted(known)}
+    return [by_lower[one] for one in get_close_matches(name.lower(), by_lower, 1)]
 
 
 def _no_such_type(devices: DeviceSet, wanted: str) -> str:

@@ -190,6 +190,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def home(self) -> str:
+        """Tells its node from others; "" where numbers of actors do so already."""
+        ...
+
+    @property
     def far(self) -> Far | None:
         """Who knows the values of a node that is another process; None for others."""
         ...

@@ -21,6 +21,11 @@ class ValueLink(Waits, Protocol):
         """The event loop."""
         ...
 
+    @property
+    def far(self) -> Far | None:
+        """Whose way it is, None in a worker."""
+        ...
+
     def fetch(self, value: int, receiver: Any) -> int:
         """Ask for a value; gives the question's number."""
         ...

@@ -64,8 +64,8 @@ def unpack_capacity(packed: bytes) -> Ledger:
 
 def programs_of(clients: Clients | None) -> dict[int, Program]:
     """Who has joined, by their numbers; None is for a node that nobody can join."""
-    found = {} if clients is None else clients.by_id
-    return {one.id: Program(one.name, one.pid) for one in found.values()}
+    found = {} if clients is None else clients.programs
+    return {number: Program(*who) for number, who in found.items()}
 
 
 def drain_of(clients: Clients | None, now: float) -> float | None:

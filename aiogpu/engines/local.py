@@ -96,6 +96,11 @@ class LocalEngine:
             raise
 
     @property
+    def home(self) -> str:
+        """Tells this node from others; see `Engine.home`."""
+        return os.path.basename(self._supervisor.directory)
+
+    @property
     def store(self) -> Store:
         """Its values' shared memory; made when it is first needed."""
         if self._store is None:

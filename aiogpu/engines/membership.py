@@ -59,6 +59,7 @@ class Membership:
 
     Attributes:
         loop: on which it is used.
+        home: the node's id, "" before it has let this program in.
         client: the number that it goes by, its own choice.
         loans: what was lent to this process.
         shares: what this process gives to others.
@@ -84,6 +85,7 @@ class Membership:
         self._ledger: Ledger | None = None
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
         self._departed = loop.create_future()
+        self.home = ""
         self._is_telling = False
         self._error: NodeError | None = None
         self._terminal: Terminal | None = None
@@ -128,6 +130,7 @@ class Membership:
     def _move_in(self, welcome: Welcome) -> None:
         from aiogpu.engines.hosting import unpack_capacity
 
+        self.home = welcome.node
         self._ledger = unpack_capacity(welcome.ledger)
         with suppress(OSError):
             descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)

@@ -91,6 +91,8 @@ class LoopLink:
         loop: that event loop.
     """
 
+    far = None
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = self._loop = loop
         self._waits: dict[int, int] = {}

@@ -27,6 +27,11 @@ class RemoteLink:
         """On which they are asked for."""
         return self._engine.loop
 
+    @property
+    def far(self) -> RemoteEngine:
+        """Whose way it is; see `ValueLink.far`."""
+        return self._engine
+
     def fetch(self, value: int, receiver: Receiver) -> int:
         """Ask for a value; gives the question's number."""
         number = self._engine.expect(receiver)

@@ -302,6 +302,13 @@ class Clients:
             self._zygotes.leave(client.program)
 
     @property
+    def programs(self) -> dict[int, tuple[str, int]]:
+        """Names and process ids, also of those that have gone and left something."""
+        here = {one.id: (one.name, one.pid) for one in self.by_id.values()}
+        left = self._parting.left().items()
+        return {**{number: (one.name, one.pid) for number, one in left}, **here}
+
+    @property
     def remains(self) -> str:
         """What they have asked for that has not ended, in words; "" for nothing."""
         return remains_of(list(self.by_id.values()))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from aiogpu.core.sizes import size
 from aiogpu.errors import ActorDiedError, OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import CROWDED, find_cause, tell
 from aiogpu.runtime.crowd import CrowdedError
+
+QUOTED: Final = 500
+"""Characters of a line that an error's text quotes; `last_output` has all of it."""
 
 
 class Death(NamedTuple):
@@ -125,7 +128,13 @@ def describe_loss(
 def _quote(lines: tuple[str, ...]) -> str:
     if not lines:
         return ""
-    return " Its last output:" + "".join(f"\n  {line}" for line in lines)
+    return " Its last output:" + "".join(f"\n  {_short(line)}" for line in lines)
+
+
+def _short(line: str) -> str:
+    if len(line) <= QUOTED:
+        return line
+    return f"{line[:QUOTED]}... ({len(line)} characters)"
 
 
 def _signal_name(number: int) -> str:

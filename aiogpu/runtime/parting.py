@@ -7,7 +7,7 @@ need not be, and the same is done.
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiogpu.core.ids import ClientId, TaskId
 from aiogpu.core.wording import in_words
@@ -24,6 +24,20 @@ LONGEST_LOOK: Final = 0.02
 """Seconds between two looks at whether all of a client that leaves has stopped."""
 
 
+class Absent(NamedTuple):
+    """A program that has gone and has left something.
+
+    Attributes:
+        program: what the workers of its tasks begin with.
+        name: how people know it.
+        pid: what its process id was.
+    """
+
+    program: str
+    name: str
+    pid: int
+
+
 class Parting:
     """See above."""
 
@@ -33,10 +47,10 @@ class Parting:
         self._loop = loop
         self._driver = driver
         self._far = far
-        self._programs: dict[ClientId, str] = {}
+        self._left: dict[ClientId, Absent] = {}
 
     def __repr__(self) -> str:
-        return f"<Parting {len(self._programs)} have left something>"
+        return f"<Parting {len(self._left)} have left something>"
 
     def give_up(self, client: Client) -> None:
         """Stop what is a client's own."""
@@ -82,15 +96,17 @@ class Parting:
 
     def note_left(self, client: Client) -> None:
         """It has gone; detached actors of it may live on, and start again."""
-        self._programs[client.client] = client.program
+        self._left[client.client] = Absent(client.program, client.name, client.pid)
+
+    def left(self) -> dict[ClientId, Absent]:
+        """The programs that have gone and of which something lives."""
+        alive = {one.id for one in self._driver.scheduler.clients or ()}
+        self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
+        return self._left
 
     def wants(self, program: str) -> bool:
         """Whether something lives that a program has left which has gone."""
-        alive = {one.id for one in self._driver.scheduler.clients or ()}
-        self._programs = {
-            client: key for client, key in self._programs.items() if client in alive
-        }
-        return program in self._programs.values()
+        return any(one.program == program for one in self.left().values())
 
 
 def remains_of(clients: list[Client]) -> str:

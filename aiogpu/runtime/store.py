@@ -88,6 +88,8 @@ class Store:
             ObjectMemoryError: there is no room for it.
         """
         values = tuple(handle.share() for handle in outgoing.handles)
+        for value in (*values, *outgoing.references):
+            self._check(value)
         parts = tuple(
             part if type(part) is bytes else self.pack(part) for part in outgoing.parts
         )
@@ -110,6 +112,14 @@ class Store:
         parcel = Parcel.of(contents, (segment, *outgoing.references), self, values)
         parcel.is_shown = shown is not None
         return parcel
+
+    def _check(self, value: Any) -> None:
+        """Raise `MisuseError` for a value that went with another node."""
+        payload = value.payload
+        if type(payload) is Parcel and payload.source not in (None, self):
+            from aiogpu.wire.outgoing import of_closed_node
+
+            raise of_closed_node(value.name)
 
     def _shown(self, outgoing: Outgoing) -> Shown | None:
         """Where it lies already, if it is what somebody has written to a segment."""

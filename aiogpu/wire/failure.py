@@ -40,6 +40,8 @@ TOLD: Final = "told"
 """The node says so itself: an error of aiogpu's own, with its cause."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
+_OURS: Final = "aiogpu."
+"""Begins the names of errors whose text says all that is to be said."""
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
 
@@ -87,11 +89,13 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
         return _death(failed, *whose.partition(":")[::2])
     if kind == TOLD and failed.payload is not None:
         return _told(failed.payload, int(whose))
+    advice = ""
     if failed.payload is not None:
         try:
             error = pickle.loads(failed.payload)
-        except BaseException:  # noqa: BLE001 - foreign code may raise anything
+        except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
             error = None
+            advice = _advice(second)
         if _may_travel(type(error)):
             return _with_trace(error, failed)
     revived: Exception
@@ -106,14 +110,28 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
     elif failed.kind == UNSENDABLE:
         has_room = failed.type_name != _NO_ROOM
         unsendable = SerializationError if has_room else ObjectMemoryError
-        revived = unsendable(f"{task_name} ran, but {failed.message}")
+        is_ours = failed.type_name.startswith(_OURS)
+        told = failed.message if is_ours else f"its result cannot be pickled: {what}."
+        revived = unsendable(f"{task_name} ran, but {told}")
     else:
         revived = TaskError(
-            f"{task_name} failed with an exception that cannot be raised here: {what}",
+            f"{task_name} failed with an exception that cannot be raised here: {what}"
+            f"{advice}",
             failed.type_name,
             failed.traceback,
         )
     return _with_trace(revived, failed)
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about an exception whose class is called with the wrong arguments."""
+    if not isinstance(error, TypeError):
+        return ""
+    told = text_of(error).rstrip(".")
+    return (
+        f" (unpickling it raises TypeError: {told}; a class whose __init__ takes other "
+        f"arguments than it hands to super().__init__() needs a __reduce__)"
+    )
 
 
 def _death(failed: Failed, kind: str, name: str) -> Exception:

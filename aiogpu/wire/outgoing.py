@@ -153,6 +153,14 @@ def attach(reference: Reference) -> bool:
     return True
 
 
+def of_closed_node(name: str) -> MisuseError:
+    """The error for a handle to a value that went with its node."""
+    return MisuseError(
+        f"the handle of {name} belongs to a node that was closed, and its value went "
+        f"with it. Await handles before their node is closed, and pass the values."
+    )
+
+
 def take_out(
     args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], tuple[int | str, ...]]:

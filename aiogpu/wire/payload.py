@@ -12,7 +12,12 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
-from aiogpu.errors import DeserializationError, MisuseError, SerializationError
+from aiogpu.errors import (
+    AiogpuError,
+    DeserializationError,
+    MisuseError,
+    SerializationError,
+)
 from aiogpu.wire.arrays import PROTOCOL, SCALARS, are_numbers, dump_numbers
 from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
@@ -307,11 +312,15 @@ def _unpicklable(
 
 
 def _unreadable(error: BaseException) -> str:
+    if isinstance(error, AiogpuError):
+        return f"the result cannot be had in this process: {text_of(error)}"
+    told = _described(error).rstrip(".")
     return (
-        f"the result cannot be unpickled in this process: {_described(error)}. Is its "
-        f"class importable here, and of the same version as in the worker?"
+        f"the result cannot be unpickled in this process: {told}. Is its class "
+        f"importable here, and of the same version as in the worker?"
     )
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {text_of(error)}"
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -45,7 +45,7 @@ class Birth:
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()
-        current.node = setup.node
+        current.node = current.home = setup.node
         self._rehearsal = Rehearsal()
         self._rehearsal.play(ROUNDS)
 

@@ -29,6 +29,7 @@ class Context:
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
+        home: the node whose actors' numbers are meant here; "" where none has others'.
         worker: id of the worker, 0 in a process that is none.
         task: id of the running task, 0 between tasks.
         name: the running task's name.
@@ -39,6 +40,7 @@ class Context:
     __slots__ = (
         "accelerators",
         "children",
+        "home",
         "is_actor",
         "loader",
         "loans",
@@ -55,6 +57,7 @@ class Context:
         self.loader = 0
         self.loans: Loans | None = None
         self.node = ""
+        self.home = ""
         self.worker = 0
         self.task = 0
         self.name = ""

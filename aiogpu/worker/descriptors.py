@@ -47,7 +47,7 @@ class Descriptors:
         """The descriptor of a segment, waiting for it.
 
         Raises:
-            NodeClosedError: the driver has gone.
+            NodeClosedError: the driver has gone, or this process has left it.
             OSError: it cannot be had, as where there are too many.
         """
         if segment not in self._arrived:
@@ -115,6 +115,11 @@ class Descriptors:
         self._connected()
 
     def _connected(self) -> socket.socket:
+        if self._socket is not None and self._socket.fileno() < 0:
+            raise NodeClosedError(
+                "its node was closed, and nobody had looked at it before; await large "
+                "values while their node is open."
+            )
         if self._socket is None:
             from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 

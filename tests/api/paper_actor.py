@@ -57,8 +57,8 @@ class PaperLink:
     async def why(self, name: str, task: int) -> Why:
         return Why(name, task, "running")
 
-    def reference(self) -> tuple[int, str]:
-        return self.number, self.name
+    def reference(self) -> tuple[int, str, str]:
+        return self.number, self.name, ""
 
     def _handle(self, label: str) -> Handle[Any]:
         return Handle(label, self, asyncio.get_running_loop())

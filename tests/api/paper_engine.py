@@ -49,6 +49,7 @@ class PaperEngine:
     ended: set[int] = field(default_factory=set)
 
     waits = None
+    home = "paper"
     far = None
     has_gone = False
 

@@ -46,6 +46,8 @@ Remote: Any = aiogpu.remote(Model)
         (8, "was given 8; give it a class under @aiogpu.remote"),
         (None, "was given None"),
         (object(), "was given <object object"),
+        ([Remote], r"was given \[<RemoteClass .*>\]; give it a class"),
+        (aiogpu.remote(lambda: 7), "was given <RemoteFunction .*>; give it a class"),
         (lambda: 7, "gave 7; it must give an actor's handle"),
         (lambda: Remote, "gave <RemoteClass .*>; it must give an actor's handle"),
     ],
@@ -53,6 +55,12 @@ Remote: Any = aiogpu.remote(Model)
 async def test_what_makes_no_actors_is_refused(thing: Any, words: str) -> None:
     with pytest.raises(MisuseError, match=words):
         aiogpu.ActorPool(thing, 2)
+
+
+async def test_actors_that_there_are_already_make_no_pool() -> None:
+    """As Ray's does; that it was not told how many to make would mislead."""
+    with pytest.raises(MisuseError, match="give it a class under"):
+        aiogpu.ActorPool([])  # type: ignore[arg-type]
 
 
 async def test_ill_valued_bounds_are_refused_before_any_is_made(paper: Paper) -> None:

@@ -673,3 +673,9 @@ async def test_in_a_plain_loop(paper: Paper) -> None:
 def test_without_a_loop() -> None:
     with pytest.raises(NoLoopError, match=r"aiogpu\.run"):
         train.map([1])
+
+
+def test_several_iterables_are_told_to_be_zipped() -> None:
+    """As `map` of Python and of executors takes them."""
+    with pytest.raises(MisuseError, match=r"train\.map\(\) takes one .*`zip\(a, b\)`"):
+        train.map([1], [2])  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The wrong loop, the wrong `with`, a result that is still to come: told in words."""
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +15,11 @@ from aiogpu.errors import MisuseError
 @aiogpu.remote
 def pair() -> list[int]:
     return [1, 2]
+
+
+@aiogpu.remote
+def given(thing: object) -> str:
+    return repr(thing)
 
 
 @aiogpu.remote
@@ -188,6 +194,47 @@ async def test_a_method_that_was_not_called_yet(node: aiogpu.Session) -> None:
     for use in (loop_on, loop_over, wait_for, lambda method: method()):
         said = await told(use, counter.each)
         assert "write `async for item in actor.each.remote(...)`" in said
+
+
+def in_two(thing: Any) -> None:
+    _ready, _pending = thing
+
+
+async def test_a_wait_that_is_not_awaited(node: aiogpu.Session) -> None:
+    handle = pair.remote()
+    for use in in_two, loop_over:
+        said = await told(use, aiogpu.wait([handle]))
+        assert said.endswith("write `ready, pending = await aiogpu.wait(handles)`.")
+    for waits in (
+        asyncio.create_task(aiogpu.wait([handle])),  # type: ignore[arg-type]
+        asyncio.wait_for(aiogpu.wait([handle]), 60),
+        asyncio.gather(aiogpu.wait([handle])),
+    ):
+        assert await waits in (([handle], []), [([handle], [])])
+
+
+async def test_a_method_is_no_argument(node: aiogpu.Session) -> None:
+    counter = Counter.remote()
+    with pytest.raises(aiogpu.SerializationError) as raised:
+        given.remote(counter.add)
+    told = "args[0] (a RemoteMethod): MisuseError: Counter.add is a method of one actor"
+    assert told in str(raised.value)
+    assert "`actor.add.remote(...)` there." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda: aiogpu.put(1), "aiogpu.put()"),
+        (lambda: aiogpu.placement([{"CPU": 1}]), "aiogpu.placement()"),
+        (lambda: aiogpu.get_placement("a"), "aiogpu.get_placement()"),
+        (lambda: pair.remote(), ".remote()"),
+    ],
+)
+def test_what_needs_a_loop_says_its_name(use: Callable[[], Any], what: str) -> None:
+    with pytest.raises(aiogpu.NoLoopError) as raised:
+        use()
+    assert str(raised.value).startswith(f"{what} needs a running event loop")
 
 
 def test_an_actors_class_has_not_what_its_actors_have() -> None:

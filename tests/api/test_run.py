@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import uvloop
@@ -108,6 +109,50 @@ def test_a_ctrl_c_while_uvloop_is_imported(
         aiogpu.run(main)
     assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+async def clean_up(done: list[str]) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        await loop.create_future()
+    except asyncio.CancelledError:
+        try:
+            loop.call_soon(signal.raise_signal, signal.SIGINT)
+            await loop.create_future()
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+
+def test_what_a_second_ctrl_c_interrupts_may_await_in_its_finally(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(clean_up(done))
+    assert done == ["cleaned up"]
+    assert caplog.messages == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_ctrl_c_before_the_first_step_complains_of_no_coroutine(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presses = [signal.SIGINT]
+
+    class Loop(uvloop.Loop):
+        def run_until_complete(self, future: Any) -> Any:
+            while presses:
+                signal.raise_signal(presses.pop())
+            return super().run_until_complete(future)
+
+    monkeypatch.setattr(uvloop, "new_event_loop", Loop)
+    main = fail()
+    with pytest.raises(KeyboardInterrupt):
+        aiogpu.run(main)
+    assert inspect.getcoroutinestate(main) == inspect.CORO_CLOSED
+    assert not recwarn.list
 
 
 def test_what_keeps_uvloop_from_being_imported_comes_out(

@@ -58,6 +58,11 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
             "it lacks CPUs 1 of 0 (did you mean 'CPU'?)",
         ),
         (
+            MIXED,
+            Request.of({"gpu": UNIT}, {}),
+            "it lacks gpu 1 of 0 (did you mean 'GPU'?)",
+        ),
+        (
             Ledger({"CPU": 0}, ()),
             Request.of({"CPU": UNIT}, {}),
             "it lacks CPU 1 of 0",

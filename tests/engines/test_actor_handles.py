@@ -167,3 +167,45 @@ async def test_before_the_node_is_open() -> None:
         handed_on.add_to.remote(counter, 1)
     assert await counter.add.remote() == 1
     await aiogpu.shutdown()
+
+
+async def test_a_handle_of_a_closed_node_is_no_actor_of_the_next() -> None:
+    """Their numbers may be the same."""
+    async with aiogpu.init(num_cpus=2):
+        before = await Counter.remote(5)
+    async with aiogpu.init(num_cpus=2):
+        counter = await Counter.remote(100)
+        with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+            handed_on.add_to.remote(before, 1)
+        with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+            handed_on.Holder.remote(before)
+        assert await counter.add.remote(1) == 101
+
+
+@pytest.mark.needs("holders")
+async def test_a_function_that_holds_a_handle_of_a_closed_node_does_not_start() -> None:
+    async with aiogpu.init(num_cpus=2):
+        before = await Counter.remote(5)
+        add: Any = aiogpu.remote(lambda: aiogpu.get(before.add.remote(1)))
+        assert await add.remote() == 6
+    async with aiogpu.init(num_cpus=2):
+        counter = await Counter.remote(100)
+        with pytest.raises((aiogpu.DeserializationError, aiogpu.ActorDiedError)):
+            await add.remote()
+        assert await counter.add.remote(1) == 101
+
+
+async def test_a_handle_of_another_loops_node_is_none_of_this_ones(
+    address: str,
+) -> None:
+    async def elsewhere(handle: aiogpu.ActorHandle[Any]) -> None:
+        async with aiogpu.init(num_cpus=2):
+            counter = await Counter.remote(100)
+            with pytest.raises(aiogpu.SerializationError, match="belongs to another"):
+                handed_on.add_to.remote(handle, 1)
+            assert await counter.add.remote(1) == 101
+
+    async with aiogpu.init(num_cpus=2):
+        counter = await Counter.remote(5)
+        await asyncio.to_thread(asyncio.run, elsewhere(counter))
+        assert await handed_on.add_to.remote(counter, 1) == 6

@@ -49,6 +49,14 @@ def test_a_signal_without_a_name(number: int) -> None:
     assert error.cause == "signal"
 
 
+def test_of_a_long_line_the_text_quotes_the_beginning() -> None:
+    lines = ("x" * 65536, "y" * 500)
+    error = describe_death("train", Death(12, 9, lines))
+    quoted = str(error).partition("Its last output:")[2]
+    assert quoted == f"\n  {'x' * 500}... (65536 characters)\n  {'y' * 500}"
+    assert error.last_output == lines
+
+
 def test_all_that_is_known_is_told() -> None:
     log = "python[12]: segfault at 0 ip 0 sp 0 error 4 in libx.so"
     death = Death(12, 11, ("one", "two"), "it was new", findings=Findings(log=log))

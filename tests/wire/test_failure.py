@@ -65,6 +65,11 @@ class Quota(Exception):
         self.limit = limit
 
 
+class Pair(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} of {second}")
+
+
 # What arrives as itself
 
 
@@ -355,6 +360,31 @@ def test_a_result_that_could_not_be_sent_says_so():
     assert type(arrived) is SerializationError
     assert str(arrived) == "work ran, but the result cannot be pickled"
     assert type(arrived.__cause__) is RemoteTraceback
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(6), "SystemExit: 6"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ValueError("no"), "ValueError: no"),
+    ],
+)
+def test_what_pickling_a_result_has_raised_is_named(error, told):
+    arrived = travel(error, UNSENDABLE)
+    assert type(arrived) is SerializationError
+    assert str(arrived) == f"work ran, but its result cannot be pickled: {told}."
+
+
+def test_an_exception_that_does_not_unpickle_says_why():
+    arrived = travel(Pair("a", "b"))
+    assert type(arrived) is TaskError
+    assert str(arrived) == (
+        f"work failed with an exception that cannot be raised here: {__name__}.Pair: "
+        f"a of b (unpickling it raises TypeError: Pair.__init__() missing 1 required "
+        f"positional argument: 'second'; a class whose __init__ takes other arguments "
+        f"than it hands to super().__init__() needs a __reduce__)"
+    )
 
 
 def test_a_result_without_room_says_so():

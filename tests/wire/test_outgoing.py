@@ -14,6 +14,7 @@ from aiogpu.wire.outgoing import (
     Outgoing,
     attach,
     collecting,
+    of_closed_node,
     refer,
     take_out,
 )
@@ -209,3 +210,9 @@ def test_what_goes_along_goes_with_the_pickle_that_is_made():
         with collecting() as second:
             assert attach(other)
     assert (first, second) == ([one], [other])
+
+
+def test_a_value_of_a_closed_node_is_named():
+    assert "the handle of train belongs to a node that was closed" in str(
+        of_closed_node("train")
+    )

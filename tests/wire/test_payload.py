@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiogpu.errors import DeserializationError, SerializationError
+from aiogpu.errors import DeserializationError, MisuseError, SerializationError
 from aiogpu.wire.outgoing import refer
 from aiogpu.wire.payload import (
     NOTHING,
@@ -474,6 +474,20 @@ def test_what_would_end_the_loop_is_named_and_not_raised(error):
         load_result(payload)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyboardInterrupt(), "unpickled in this process: KeyboardInterrupt. Is its"),
+        (ValueError("no."), "unpickled in this process: ValueError: no. Is its"),
+        (MisuseError("not so."), "had in this process: not so.$"),
+    ],
+)
+def test_an_error_on_unpickling_a_result_is_told_in_sentences(error, told):
+    payload = dump_result(Raising(error))
+    with pytest.raises(DeserializationError, match=f"the result cannot be {told}"):
+        load_result(payload)
 
 
 @pytest.mark.parametrize("payload", [b"", b"garbage", NOTHING[:-1], b"\x80\xff."])

@@ -52,6 +52,7 @@ class RayEngine(Questions):
     """
 
     waits = None
+    home = ""
 
     def __init__(
         self,

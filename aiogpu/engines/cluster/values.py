@@ -35,6 +35,11 @@ class ClusterValues:
         return f"<ClusterValues of {self._engine!r}>"
 
     @property
+    def far(self) -> ClusterValues:
+        """Whose way to values this is."""
+        return self
+
+    @property
     def loans(self) -> ClusterValues:
         """What was lent to this process."""
         return self

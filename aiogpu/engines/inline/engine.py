@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import os
 from importlib import import_module
+from itertools import count
+from typing import Final
 
 from aiogpu.core.gang import Gang
 from aiogpu.core.snapshot import NodeStatus
@@ -32,6 +34,8 @@ from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.store import Store
 from aiogpu.wire.outgoing import Outgoing
 
+_numbers: Final = count(1)
+
 
 class InlineEngine:
     """A node without processes."""
@@ -40,6 +44,7 @@ class InlineEngine:
     has_gone = False
 
     def __init__(self, options: NodeOptions, loop: asyncio.AbstractEventLoop) -> None:
+        self.home = f"inline {next(_numbers)}"
         self._options = options
         self._loop = loop
         self._runner: Runner | None = None
