@@ -24,8 +24,8 @@ class Context:
 
     Attributes:
         is_actor: whether this process is an actor.
-        loader: the thread that unpickles a function or a class, which may import its
-            module, before it is called; 0 for none.
+        loader: the thread that unpickles a function, a class or arguments, which may
+            import their modules; 0 for none.
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
@@ -63,7 +63,7 @@ class Context:
 
     @property
     def is_loading(self) -> bool:
-        """Whether what runs now, in this thread, is the import of a task's module."""
+        """Whether this thread unpickles a function, a class or arguments."""
         return self.loader == get_ident()
 
 
