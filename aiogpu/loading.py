@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import gc
 from sys import modules
+from typing import Final
+
+PYTHONS: Final = 1000
+"""Objects that Python may have frozen itself: 3.12 begins with 375. A program that
+freezes what it has freezes 4000 at least, the smallest one."""
 
 
 class Loading:
@@ -28,7 +33,7 @@ class Loading:
     def __exit__(self, *_: object) -> None:
         try:
             # Mostly all is there already; and the frozen are counted one by one.
-            if len(modules) != self._known and not gc.get_freeze_count():
+            if len(modules) != self._known and gc.get_freeze_count() < PYTHONS:
                 gc.freeze()
                 gc.unfreeze()  # there are no other words for "all is old"
         finally:
