@@ -21,6 +21,12 @@ async def main():
         await work.remote()
 aiogpu.run(main())
 """,
+    "a preload": """
+async def main():
+    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=["unguarded"]):
+        pass
+asyncio.run(main())
+""",
     "a first call": """
 async def main():
     await work.remote()
