@@ -79,6 +79,28 @@ async def main():
     await Taker.options(max_concurrency=2).remote().take.remote(Own())
 asyncio.run(main())
 """,
+    "a task that imports it": """
+from elsewhere import look
+
+async def main():
+    await look.remote()
+asyncio.run(main())
+""",
+    "a method that imports it": """
+from elsewhere import Taker
+
+async def main():
+    await Taker.remote().look.remote()
+asyncio.run(main())
+""",
+    "a task that imports it, and init": """
+from elsewhere import look
+
+async def main():
+    async with aiogpu.init(num_cpus=1, num_gpus=0):
+        await look.remote()
+aiogpu.run(main())
+""",
 }
 BEGINNING = """
 import asyncio, aiogpu
@@ -104,6 +126,13 @@ class Taker:
 
     def take(self, given):
         return 1
+
+    def look(self):
+        import unguarded
+
+@aiogpu.remote
+def look():
+    import unguarded
 """
 
 
