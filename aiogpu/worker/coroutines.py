@@ -1,16 +1,23 @@
 """Runs `async def` tasks. asyncio's only door in a worker.
 
 While a coroutine runs, its loop watches the driver's connection, so a cancel
-arrives as a message and becomes a `CancelledError` at the coroutine's `await`.
+arrives as a message and becomes a `CancelledError` at the coroutine's `await`. The
+signals that follow are for code that does not await. A worker that has no CPU meets
+both at once, and then a coroutine that awaits is to be cancelled all the same: raised
+inside the loop, an interrupt would take the loop away and the coroutine's `finally`
+with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from os.path import dirname
+from types import FrameType
+from typing import Any, Final
 
 from aiogpu.wire.messages import Cancel
 from aiogpu.wire.streaming import Demand
@@ -19,6 +26,9 @@ from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.outflow import Outflow, pour_softly
 from aiogpu.worker.parcels import arguments_in
+
+_OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
+"""Where the code is that runs a coroutine and is no part of it."""
 
 
 class Coroutines:
@@ -57,6 +67,7 @@ class Coroutines:
         loop = self._loop
         asyncio.set_event_loop(loop)
         task = loop.create_task(coroutine)
+        self._interrupts.soften = Softening(task, partial(self._cancel, task, task_id))
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
         children = current.children
         if children is not None:
@@ -73,6 +84,7 @@ class Coroutines:
                 task.exception()
             raise
         finally:
+            self._interrupts.soften = None
             if children is not None:
                 children.loop = children.wake = None
             if loop is self._loop and not self._channel.is_closed:
@@ -93,13 +105,18 @@ class Coroutines:
     def _heed(self, task: asyncio.Task[Any], task_id: int) -> None:
         for message in self._channel.take(Cancel):
             if isinstance(message, Cancel) and message.task == task_id:
-                self._interrupts.hear(task_id)
-                task.cancel()
+                self._cancel(task, task_id)
         flow = self._flow
         if flow is not None:
             for message in self._channel.take(Demand):
                 if isinstance(message, Demand) and message.task == flow.task:
                     flow.rise(message.limit)
+
+    def _cancel(self, task: asyncio.Task[Any], task_id: int) -> None:
+        """Once: a second time would cut its clearing up short."""
+        if not (task.done() or self._interrupts.has_heard(task_id)):
+            self._interrupts.hear(task_id)
+            task.cancel()
 
     def _end_rest(self) -> None:
         """Cancel tasks that outlived their own; nothing of a task goes on."""
@@ -122,3 +139,41 @@ class Coroutines:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._loop.close()
         self._loop = asyncio.new_event_loop()
+
+
+class Softening:
+    """Cancels a coroutine where an interrupt would not be raised in its own code.
+
+    Args:
+        task: the coroutine's.
+        cancel: cancels it, from the loop.
+    """
+
+    def __init__(self, task: asyncio.Task[Any], cancel: Callable[[], None]) -> None:
+        self._task = task
+        self._cancel = cancel
+        self._is_asked = False
+
+    def __call__(self, frame: FrameType) -> bool:
+        """Whether the coroutine is, or is about to be, cancelled by its loop.
+
+        It is not if its own code runs, which does not await; and not if other code
+        has held the loop since this was asked before.
+        """
+        loop = self._task.get_loop()
+        if asyncio.current_task(loop) is self._task:
+            return False
+        if self._is_asked:
+            return _is_of_the_loop(frame)
+        self._is_asked = True
+        loop.call_soon_threadsafe(self._cancel)
+        return True
+
+
+def _is_of_the_loop(frame: FrameType | None) -> bool:
+    """Whether nobody's code runs but the loop's, from `Coroutines.run` on."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_THE_LOOP):
+        if frame.f_code is Coroutines.run.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Final
@@ -30,6 +30,8 @@ class Interrupts:
             lists his code object in `own`, so that no interrupt lands between
             two steps of his.
         is_shielded: whether an interrupt is put off.
+        soften: asked before one is raised in a frame; True if it has seen to the
+            task's end in another way, or is about to. None where nobody is asked.
     """
 
     def __init__(self, page: ControlPage, slot: int = 0) -> None:
@@ -37,6 +39,7 @@ class Interrupts:
         self._page = page
         self._slot = slot
         self.is_shielded = False
+        self.soften: Callable[[FrameType], bool] | None = None
         self._is_pending = False
         self._own: set[CodeType] = set()
         self._handler = self._on_signal
@@ -82,7 +85,8 @@ class Interrupts:
         """How many calls were dropped that this process was sent."""
         return self._page.dropped(self._slot)
 
-    def _has_heard(self, task: int) -> bool:
+    def has_heard(self, task: int) -> bool:
+        """Whether the driver was told that this task knows."""
         return self._page.heard(self._slot) == task
 
     def hear(self, task: int) -> None:
@@ -93,12 +97,17 @@ class Interrupts:
         task = self.entered
         # The driver may have sent it again just before it saw that the first was heard:
         # whatever ends a task's code is not to be cut short.
-        if task == 0 or not self.is_asked(task) or self._has_heard(task):
+        if task == 0 or not self.is_asked(task) or self.has_heard(task):
             return
         if self.is_shielded:
             self._is_pending = True
-        elif frame is None or not (frame.f_code in self._own or _imports(frame)):
+        elif frame is None or self._is_open_to_it(frame):
             self._raise(task)
+
+    def _is_open_to_it(self, frame: FrameType) -> bool:
+        if frame.f_code in self._own or _imports(frame):
+            return False
+        return self.soften is None or not self.soften(frame)
 
     def _raise(self, task: int) -> None:
         self.hear(task)

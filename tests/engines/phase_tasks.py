@@ -57,11 +57,15 @@ def loop(path: str, name: str, place: str) -> None:
 
 @aiogpu.remote
 async def coroutine(path: str, name: str, place: str) -> None:
+    """Clears up by what needs its loop."""
     import asyncio
 
     with noted(place):
-        say(path, name)
-        await asyncio.Event().wait()
+        try:
+            say(path, name)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
 
 
 @aiogpu.remote

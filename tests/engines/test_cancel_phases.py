@@ -107,6 +107,32 @@ async def test_cancelling_where_its_code_is(
         await all_is_well()
 
 
+async def test_a_coroutine_that_has_no_cpu_clears_up(gate: Gate, place: Path) -> None:
+    """Message and signal are both there when it goes on."""
+    async with node(grace=grace_of("coroutine")):
+        handle = (
+            PHASES["coroutine"].options(**WHOLE).remote(gate.path, "in", str(place))
+        )
+        await gate.entered("in")
+        worker = psutil.Process(gate.pids["in"])
+        worker.suspend()
+        handle.cancel()
+        async with asyncio.timeout(60):
+            while not is_pending(worker.pid, signal.SIGINT):
+                await asyncio.sleep(0)
+        worker.resume()
+        await all_free(lambda: has_stopped("coroutine", place, worker.pid))
+        assert await tasks.pid.options(**WHOLE).remote() == worker.pid
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a signal waits for a process to take it; see proc_pid_status(5)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("ShdPnd:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    raise AssertionError(pid)
+
+
 COMMON = ("loop", "coroutine", "in_finally", "packing", "swallowing")
 
 
@@ -166,6 +192,7 @@ async def test_a_timeout_wherever_its_code_is(gate: Gate, tmp_path: Path) -> Non
     """All phases at once, each with a CPU of its own; again if one came too late."""
     timeout = 1.0
     while True:
+        gate.pids.clear()
         places = {phase: tmp_path / f"{phase}-{timeout:g}" for phase in NAMES}
         async with node(len(NAMES)), asyncio.TaskGroup() as group:
             for phase, place in places.items():

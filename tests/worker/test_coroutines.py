@@ -138,6 +138,66 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def asked(interrupts: Interrupts, page: ControlPage) -> Iterator[None]:
+    """Task 7 runs, and is to stop."""
+    page.ask(3, 7)
+    interrupts.entered = 7
+    yield
+    interrupts.entered = 0
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("is_told", [False, True])
+def test_interrupts_of_a_loop_that_rests_are_one_cancel(
+    is_told: bool, coroutines: Coroutines, driver: DriverEnd, page: ControlPage
+) -> None:
+    seen = []
+
+    async def careful() -> None:
+        loop = asyncio.get_running_loop()
+        if is_told:
+            driver.send(Cancel(7))
+        for _ in range(3):
+            # The handler runs in the frame that calls this, which is asyncio's.
+            loop.call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await forever()
+        finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            seen.append("cleaned up")
+
+    loop = coroutines._loop
+    with pytest.raises(asyncio.CancelledError):
+        coroutines.run(careful(), 7)
+    assert seen == ["cleaned up"]
+    assert page.heard(3) == 7
+    assert coroutines._loop is loop, "another task may have it"
+
+
+@pytest.mark.usefixtures("asked")
+def test_code_that_holds_the_loop_is_interrupted(
+    coroutines: Coroutines, page: ControlPage
+) -> None:
+    """The first time its loop is asked to cancel; it does not come to that."""
+    heard = []
+
+    def hold() -> None:
+        interrupt()
+        heard.append(page.heard(3))
+        interrupt()
+        raise AssertionError
+
+    async def outer() -> None:
+        asyncio.get_running_loop().call_soon(hold)
+        await forever()
+
+    with pytest.raises(KeyboardInterrupt):
+        coroutines.run(outer(), 7)
+    assert heard == [0], "so that the driver asks again"
+
+
 def test_an_interrupt_costs_the_loop(
     coroutines: Coroutines, interrupts: Interrupts, page: ControlPage
 ) -> None:
@@ -195,7 +255,7 @@ def test_an_interrupt_before_its_first_step(
     interrupts.entered = 7
     coroutines._loop.call_soon(interrupt)
     coroutine = answer(1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(asyncio.CancelledError):
         coroutines.run(coroutine, 7)
     interrupts.entered = 0
     coroutine.close()  # as whoever has made it does
