@@ -6,7 +6,7 @@ import gc
 from sys import modules
 from typing import Final
 
-PYTHONS: Final = 1000
+PYTHONS_OWN: Final = 1000
 """Objects that Python may have frozen itself: 3.12 begins with 375. A program that
 freezes what it has freezes 4000 at least, the smallest one."""
 
@@ -33,7 +33,7 @@ class Loading:
     def __exit__(self, *_: object) -> None:
         try:
             # Mostly all is there already; and the frozen are counted one by one.
-            if len(modules) != self._known and gc.get_freeze_count() < PYTHONS:
+            if len(modules) != self._known and gc.get_freeze_count() < PYTHONS_OWN:
                 gc.freeze()
                 gc.unfreeze()  # there are no other words for "all is old"
         finally:

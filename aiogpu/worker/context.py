@@ -25,7 +25,7 @@ class Context:
     Attributes:
         is_actor: whether this process is an actor.
         loader: the thread that unpickles a function, a class or arguments, which may
-            import their modules; 0 for none.
+            import their modules, or preloads some; 0 for none.
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
@@ -63,7 +63,7 @@ class Context:
 
     @property
     def is_loading(self) -> bool:
-        """Whether this thread unpickles a function, a class or arguments."""
+        """Whether this thread imports modules, or may, for a task that is to begin."""
         return self.loader == get_ident()
 
 
