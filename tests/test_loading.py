@@ -76,6 +76,35 @@ def test_a_block_in_a_block() -> None:
     assert gc.isenabled()
 
 
+def test_a_block_that_begins_as_one_in_another_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ending, beginning = Loading(), Loading()
+    ending.__enter__()
+    is_enabled = gc.isenabled
+
+    def ask_late() -> bool:
+        answer = is_enabled()
+        ending.__exit__()
+        return answer
+
+    monkeypatch.setattr(gc, "isenabled", ask_late)
+    beginning.__enter__()
+    monkeypatch.undo()
+    beginning.__exit__()
+    assert gc.isenabled()
+
+
+def test_a_ctrl_c_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "get_freeze_count", press)
+    with pytest.raises(KeyboardInterrupt), Loading():
+        load()
+    assert gc.isenabled()
+
+
 def test_a_collector_that_is_off_stays_off_also_after_an_error() -> None:
     gc.disable()
     with pytest.raises(ImportError), Loading():

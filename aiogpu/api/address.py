@@ -17,9 +17,9 @@ def refuse_in_worker(what: str) -> None:
     """Raise `NodeError` where this process is a worker.
 
     Raises:
-        MisuseError: it is one that imports the module of its task's function.
+        MisuseError: it is one that imports a module for its task, or whose task does.
     """
-    if current.is_loading:
+    if current.worker or current.is_loading:
         from aiogpu.worker.loading import refuse_to_begin_anew
 
         refuse_to_begin_anew()

@@ -42,7 +42,11 @@ class EnteredOnLoop:
 
 
 class IteratedOnLoop(EnteredOnLoop):
-    """What is iterated by `async for`, and not by `for`."""
+    """What is iterated by `async for`, and not by `for`.
+
+    To `isinstance` it is an `Iterable`, and so to libraries that take both kinds: not
+    for what is given to them, as a `Stream` is.
+    """
 
     __slots__ = ()
 

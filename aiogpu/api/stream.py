@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from aiogpu.api.inflow import Inflow
-from aiogpu.api.misuse import IteratedOnLoop
+from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -78,12 +78,15 @@ class LoopInflow(Inflow):
             self.waiter.set_result(None)
 
 
-class Stream(IteratedOnLoop, AsyncIterator[T]):
+class Stream(EnteredOnLoop, AsyncIterator[T]):
     """The items of a generator that runs as a task, by `async for`.
 
     `async with f.remote() as stream:` stops the generator at the end of its block.
     Without it that happens when the last reference goes, which in `async for item in
     f.remote()` is when the loop is left.
+
+    A plain `for` over it gets Python's own words: with an `__iter__` that raises better
+    ones it would be an `Iterable`, and httpx, for one, would send it as such.
     """
 
     def __init__(

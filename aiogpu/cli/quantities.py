@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from aiogpu.core.sizes import bytes_told, parse_size, too_small
+from aiogpu.core.sizes import LEAST, bytes_told, parse_size, too_small
+from aiogpu.core.sizes import size as told_size
 from aiogpu.errors import OptionError
 
 
@@ -54,10 +55,10 @@ def size(text: str) -> str | int:
             f"500MB, or in bytes."
         ) from None
     if count and (meant := too_small(count)):
-        raise click.BadParameter(
-            f"{text!r} is read as {bytes_told(count)}; write it with its unit, such as "
-            f"{meant}."
-        )
+        advice = f"write it with its unit, such as {meant}"
+        if not is_bytes:
+            advice = f"give {told_size(LEAST)} at least"
+        raise click.BadParameter(f"{text!r} is read as {bytes_told(count)}; {advice}.")
     return count if is_bytes else text
 
 

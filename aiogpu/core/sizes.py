@@ -48,13 +48,17 @@ def memory_size(option: str, value: object) -> int:
     """The same of what a program is to have, or has: nothing, or `LEAST` at least.
 
     Raises:
-        OptionError: it is no size, or so small that its unit was forgotten.
+        OptionError: it is no size, or so small that its unit was forgotten, or is
+            the wrong one.
     """
     count = parse_size(option, value)
     if count and (meant := too_small(count)):
+        advice = f'write it with its unit, such as {option}="{meant}"'
+        if isinstance(value, str):
+            advice = f"give {size(LEAST)} at least"
         raise OptionError(
             f"{option}={value!r} is read as {bytes_told(count)}, in which nothing "
-            f'runs; write it with its unit, such as {option}="{meant}".'
+            f"runs; {advice}."
         )
     return count
 
@@ -65,7 +69,7 @@ def bytes_told(count: int) -> str:
 
 
 def too_small(count: int) -> str | None:
-    """What may have been meant by so few bytes, None where they are enough."""
+    """What so few, without a unit, may have meant; None where they are enough."""
     if count >= LEAST:
         return None
     return f"{count}GiB" if count < 1 << 10 else f"{min(count, 1 << 16)}MiB"

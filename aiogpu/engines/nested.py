@@ -71,7 +71,16 @@ def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
 
 
 def describe(site: Site) -> Declare:
-    """What the driver must know of a site."""
+    """What the driver must know of a site.
+
+    Raises:
+        MisuseError: a module that a task imports would start that task anew.
+    """
+    if site.spec.name == current.name:
+        # Late: a task that starts itself is rare, and mostly meant.
+        from aiogpu.worker.loading import refuse_to_begin_anew
+
+        refuse_to_begin_anew()
     terms = Terms.of(site).pack()
     return Declare(site.id, site.spec.name, terms, site.function.payload)
 

@@ -20,4 +20,4 @@ def keep_pages() -> None:
     set the threshold itself, is left as it is, and so is another C library. What is
     forked later has learnt it too.
     """
-    bytearray(KEPT)  # no page of it is ever touched
+    bytes(KEPT)  # of zeros that the kernel gives: no page of it is touched

@@ -130,15 +130,14 @@ class Store:
     def _write(
         self, outgoing: Outgoing, contents: Contents
     ) -> tuple[SharedSegment | None, Contents]:
-        buffers = outgoing.laid_out()
+        buffers, stream = outgoing.laid_out()
         try:
             shared, spans = self._written(buffers)
         except OSError:
             # No descriptor, or no memory: then it travels as a whole.
             whole = tuple(map(bytes, outgoing.buffers))
             return None, contents._replace(buffers=whole)
-        if len(buffers) > len(outgoing.buffers):
-            contents = contents._replace(stream=b"")
+        contents = contents._replace(stream=stream)
         return shared, contents.placed(shared.id, shared.size, spans)
 
     def _written(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from copyreg import dispatch_table
 from sys import modules
 from typing import Any, Final
 
@@ -21,19 +22,28 @@ _KINDS: Final = frozenset("biufc")
 
 def are_numbers(values: Iterable[object]) -> bool:
     """Whether each is a scalar or an array of numbers, and of no class of its own."""
-    # Half imported it has no arrays yet, and nobody has one.
-    array = getattr(modules.get("numpy"), "ndarray", None)
     for value in values:
         kind = type(value)
-        if kind not in SCALARS and (kind is not array or not _has_numbers(value)):
+        # By its name first: numpy may be a module that is loaded by a look at it.
+        if kind not in SCALARS and (
+            kind.__name__ != "ndarray" or not _is_array_of_numbers(kind, value)
+        ):
             return False
     return True
 
 
-def _has_numbers(array: Any) -> bool:
-    dtype = array.dtype
-    # What a type is annotated with may be an object of any kind.
-    return dtype.kind in _KINDS and dtype.metadata is None
+def _is_array_of_numbers(kind: type, value: Any) -> bool:
+    if kind is not getattr(modules.get("numpy"), "ndarray", None):
+        return False
+    dtype = value.dtype
+    return (
+        dtype.kind in _KINDS
+        # What it, or a part of each item, is annotated with may be of any kind.
+        and dtype.metadata is None
+        and dtype.names is None
+        # Nor has the program its own way to pickle arrays.
+        and kind not in dispatch_table
+    )
 
 
 def dump_numbers(value: object) -> bytes | Outgoing:

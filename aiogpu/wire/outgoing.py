@@ -66,13 +66,15 @@ class Outgoing(NamedTuple):
         """Whether it goes into shared memory: it has buffers, or a long pickle."""
         return bool(self.buffers) or len(self.stream) >= APART
 
-    def laid_out(self) -> list[memoryview]:
-        """What of it goes there: the buffers, and before them the pickle if it is long.
+    def laid_out(self) -> tuple[list[memoryview], bytes]:
+        """What of it goes there, and what of the pickle does not: all or nothing.
 
-        One of the length of `buffers` is without the pickle.
+        A long pickle goes there, before the buffers.
         """
         is_long = len(self.stream) >= (ALONG if self.buffers else APART)
-        return [*([memoryview(self.stream)] if is_long else ()), *self.buffers]
+        if is_long:
+            return [memoryview(self.stream), *self.buffers], b""
+        return [*self.buffers], self.stream
 
 
 def keeping(apart: list[memoryview]) -> Callable[[PickleBuffer], bool]:

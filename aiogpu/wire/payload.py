@@ -1,8 +1,8 @@
 """Objects to bytes and back.
 
-Arguments that are plain scalars take the C pickler directly; all else goes by
-`pickler`, and so by cloudpickle, which carries lambdas, closures and what lives in
-`__main__` by value.
+Scalars and arrays of numbers take the C pickler directly; all else goes by `pickler`,
+and so by cloudpickle, which carries lambdas, closures and what lives in `__main__` by
+value.
 """
 
 from __future__ import annotations

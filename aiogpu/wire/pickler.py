@@ -162,7 +162,8 @@ def _pickler(
     file: BytesIO | _Scale, is_kept: Callable[[pickle.PickleBuffer], bool] | None
 ) -> _Pickler:
     torch = modules.get("torch")
-    if torch is not None and torch is not _Pickler.dispatch_table.torch:
+    if torch is not _Pickler.dispatch_table.torch and "torch.storage" in modules:
+        # Before that it may be one that is loaded by the first look at it.
         _Pickler.dispatch_table.learn(torch)
     program = modules.get(_SPAWNED)
     # Elsewhere multiprocessing has given that name to `__main__`, too.

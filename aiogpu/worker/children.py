@@ -11,7 +11,7 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
@@ -108,7 +108,7 @@ class Children:
             Its number; 0 if no task runs any more.
 
         Raises:
-            MisuseError: what starts it is the import of this task's function.
+            MisuseError: what starts it is the import of a module for this task.
         """
         if current.is_loading:
             _refuse_to_begin_anew()
@@ -167,7 +167,7 @@ class Children:
             describe: says what the site is; asked if the driver may not know.
 
         Raises:
-            MisuseError: what starts it is the import of this task's function.
+            MisuseError: what starts it is the import of a module for this task.
         """
         if current.is_loading:
             _refuse_to_begin_anew()
@@ -332,8 +332,8 @@ class Children:
         return False
 
 
-def _refuse_to_begin_anew() -> NoReturn:
-    # Late: a program that is written as it should be never comes here.
+def _refuse_to_begin_anew() -> None:
+    # Late: a program that is written as it should be hardly comes here.
     from aiogpu.worker.loading import refuse_to_begin_anew
 
     refuse_to_begin_anew()

@@ -24,8 +24,8 @@ class Context:
 
     Attributes:
         is_actor: whether this process is an actor.
-        loader: the thread that unpickles a function or a class, which may import its
-            module, before it is called; 0 for none.
+        loader: the thread that unpickles a function, a class or arguments, which may
+            import their modules, or preloads some; 0 for none.
         children: what the task has started; None in a process that is no worker.
         loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
@@ -66,7 +66,7 @@ class Context:
 
     @property
     def is_loading(self) -> bool:
-        """Whether what runs now, in this thread, is the import of a task's module."""
+        """Whether this thread imports modules, or may, for a task that is to begin."""
         return self.loader == get_ident()
 
 

@@ -230,11 +230,13 @@ class Executor:
                 function = self._functions.get(known_as)
                 if function is None:
                     function = self._load(known_as)
+            current.loader = get_ident()
             args, kwargs = (
                 load_arguments(payload)
                 if type(payload) is bytes
                 else self._opened(function, payload)
             )
+            current.loader = 0
             kind = RAISED
             value = _call(function, args, kwargs)
             if type(value) is CoroutineType:
@@ -251,7 +253,7 @@ class Executor:
             done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)  # type: ignore[arg-type]
             interrupts.entered = 0
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the task's
-            interrupts.entered = 0
+            interrupts.entered = current.loader = 0
             if type(value) is CoroutineType and not value.cr_suspended:
                 value.close()  # one that never began would complain of that
             return Raised(UNSENDABLE if type(error) is UnsendableError else kind, error)

@@ -248,15 +248,14 @@ class Loans:
         return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
-        buffers = outgoing.laid_out()
+        buffers, stream = outgoing.laid_out()
         try:
             segment, spans = self._written(buffers)
         except OSError:
             # No descriptor, or no memory: then it travels as a whole.
             whole = tuple(map(bytes, outgoing.buffers))
             return contents._replace(buffers=whole)
-        if len(buffers) > len(outgoing.buffers):
-            contents = contents._replace(stream=b"")
+        contents = contents._replace(stream=stream)
         return contents.placed(segment.id, segment.size, spans)
 
     def _written(

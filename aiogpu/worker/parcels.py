@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.errors import NodeClosedError
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
 def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a call is given; what of it is kept keeps alive what it needs itself."""
-    if type(payload) is not Parcel:
-        return load_arguments(payload)
+    current.loader = get_ident()
     try:
         return load_arguments(payload)
     finally:
-        payload.let_go()
+        current.loader = 0
+        if type(payload) is Parcel:
+            payload.let_go()
 
 
 def packed(outgoing: Outgoing) -> bytes:

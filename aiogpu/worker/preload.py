@@ -6,15 +6,15 @@ import gc
 import importlib
 import os
 import sys
+from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from aiogpu.wire.forking import LeftOut, Ready, Unfit
-from aiogpu.wire.messages import (
-    Message,
-)
+from aiogpu.wire.messages import Message
 from aiogpu.wire.setup import Setup
+from aiogpu.worker.context import current
 from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 from aiogpu.worker.keeper import end_children
 from aiogpu.worker.probe import DriverHasDied, probe
@@ -65,7 +65,7 @@ class Preload:
                 return None
             gc.enable()  # until here there was nothing but modules, which stay
             before = _top_level()
-            with recorded_reads() as names:
+            with recorded_reads() as names, _loading():
                 if not self._import_asked():
                     return None
         modules = _top_level() - before - sys.stdlib_module_names
@@ -127,6 +127,16 @@ class Preload:
 
 def _top_level() -> set[str]:
     return {name.partition(".")[0] for name in sys.modules}
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Have a module refused that would begin its program, and so another zygote."""
+    current.loader, current.name = get_ident(), "init(preload=...)"
+    try:
+        yield
+    finally:
+        current.loader, current.name = 0, ""
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def test_no_modules_at_all(plans: list[Plan]) -> None:
             ["--head", "--gpu-memory=2"],
             "'2' is read as 2 bytes; write it with its unit",
         ),
-        (["--head", "--memory=64B"], "with its unit, such as 64GiB."),
+        (["--head", "--memory=64B"], "is read as 64 bytes; give 1MiB at least."),
         (["--head", "--object-store-memory=1"], "'1' is read as 1 byte; write it with"),
         (["--head", "--gpu-memory=-1"], "--gpu-memory': '-1' is no amount of memory"),
         (["--head", "--socket="], "--socket: it is empty"),

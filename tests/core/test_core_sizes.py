@@ -74,9 +74,7 @@ def test_what_a_program_may_have(given):
     [
         (1, "1 byte,", "1GiB"),
         (2, "2 bytes,", "2GiB"),
-        ("80B", "80 bytes,", "80GiB"),
         (8000, "8000 bytes,", "8000MiB"),
-        ("500KB", "500000 bytes,", "65536MiB"),
         (LEAST - 1, f"{LEAST - 1} bytes,", "65536MiB"),
     ],
 )
@@ -87,6 +85,18 @@ def test_so_little_that_its_unit_was_forgotten(given, read, meant):
     assert said.startswith(f"gpu_memory={given!r} is read as {read}")
     assert said.endswith(f'such as gpu_memory="{meant}".')
     assert memory_size("gpu_memory", meant)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("80B", "80 bytes"), ("500KB", "500000 bytes")]
+)
+def test_so_little_that_its_unit_is_the_wrong_one(given, read):
+    with pytest.raises(OptionError) as caught:
+        memory_size("gpu_memory", given)
+    assert str(caught.value) == (
+        f"gpu_memory={given!r} is read as {read}, in which nothing runs; give 1MiB at "
+        f"least."
+    )
 
 
 def test_what_is_no_size_is_no_size_of_a_program():

@@ -52,4 +52,4 @@ async def node_here(directory: Path) -> AsyncIterator[Here]:
             yield Here(engine, str(path))
         finally:
             await engine.close()
-            path.unlink()
+            path.unlink(missing_ok=True)  # asyncio does so itself from Python 3.13 on

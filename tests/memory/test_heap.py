@@ -12,17 +12,23 @@ import resource, sys
 from aiogpu.memory.heap import keep_pages
 from aiogpu.wire.outgoing import APART
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def copy_blocks():
     for _ in range(100):
         block = bytes(APART)
         copy = block + b"x"
         del block, copy
+
+def faults(of):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    of()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-if sys.argv[1] == "kept":
-    keep_pages()
-print(faults())
+if sys.argv[1] == "learning":
+    print(faults(keep_pages))
+else:
+    if sys.argv[1] == "kept":
+        keep_pages()
+    print(faults(copy_blocks))
 """
 
 
@@ -39,3 +45,8 @@ def test_pages_are_faulted_in_once() -> None:
     if afresh < 1000:
         pytest.skip("this C library keeps pages by itself")
     assert faults("kept") < afresh / 20
+
+
+def test_what_it_learns_from_costs_no_page() -> None:
+    """Each start of a node and of a zygote would pay for 256."""
+    assert faults("learning") < 20

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import sys
+from types import ModuleType
 from unittest.mock import patch
 
 import numpy as np
@@ -31,6 +33,9 @@ NUMBERS = {
 OTHERS = {
     "objects": np.array([1, None], object),
     "a class in it": np.zeros(2, np.dtype("f8", metadata={"of": object()})),
+    "a class in parts of it": np.zeros(
+        2, np.dtype(("u1", [("a", np.dtype("u1", metadata={"of": object()}))]))
+    ),
     "text": np.array(["a"]),
     "records": np.zeros(2, [("a", "i4"), ("b", object)]),
     "of a class of its own": np.zeros(2).view(np.recarray),
@@ -38,6 +43,7 @@ OTHERS = {
     "one number": np.float64(1),
     "a list": [1],
     "a subclass": type("Mine", (int,), {})(1),
+    "of the same name": type("ndarray", (), {})(),
 }
 
 
@@ -75,6 +81,23 @@ def test_without_numpy_there_are_no_arrays():
     with patch.dict(sys.modules):
         del sys.modules["numpy"]
         assert are_numbers([1])
+        assert not are_numbers([NUMBERS["floats"]])
+
+
+def test_numpy_is_not_loaded_by_a_look_at_what_is_none_of_its():
+    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(name)
+
+    with patch.dict(sys.modules, numpy=Lazy("numpy")):
+        assert not are_numbers([[1]])
+
+
+def test_a_program_may_pickle_arrays_its_own_way():
+    with patch.dict(copyreg.dispatch_table, {np.ndarray: lambda _: (str, ("mine",))}):
+        assert load(dump_result(NUMBERS["floats"])) == "mine"
         assert not are_numbers([NUMBERS["floats"]])
 
 

@@ -116,7 +116,7 @@ def test_large_buffers_stay_beside_the_pickle():
     outgoing = dump_arguments("f", (LARGE,), {"n": 1})
     assert isinstance(outgoing, Outgoing)
     assert outgoing.is_large
-    assert outgoing.laid_out() == [memoryview(LARGE).cast("B")]
+    assert outgoing.laid_out() == ([memoryview(LARGE).cast("B")], outgoing.stream)
     (args, kwargs) = load_arguments(carried(outgoing))
     assert (args[0] == LARGE).all()
     assert not args[0].flags.writeable
@@ -131,7 +131,7 @@ def test_a_large_pickle_is_no_plain_payload(value, dumped):
     )
     assert isinstance(outgoing, Outgoing)
     assert outgoing.is_large
-    assert outgoing.laid_out() == [memoryview(outgoing.stream)]
+    assert outgoing.laid_out() == ([memoryview(outgoing.stream)], b"")
     found = load(carried(outgoing))
     assert (found if dumped == "result" else found[0][0]) == value
 
@@ -148,12 +148,12 @@ def test_buffers_stay_in_the_pickle_while_there_is_room():
 
 def test_a_long_pickle_goes_along_with_its_buffers():
     short, long = dump_result([b"x", LARGE]), dump_result([b"x" * ALONG, LARGE])
-    assert short.laid_out() == list(short.buffers)
-    assert long.laid_out() == [memoryview(long.stream), *long.buffers]
+    assert short.laid_out() == ([*short.buffers], short.stream)
+    assert long.laid_out() == ([memoryview(long.stream), *long.buffers], b"")
     assert len(long.stream) < APART
     alone = Outgoing(long.stream)
     assert alone.is_plain
-    assert not alone.laid_out()
+    assert alone.laid_out() == ([], long.stream)
 
 
 @pytest.mark.parametrize("value", [1, "x", b"x", None, [1], np.arange(3)])

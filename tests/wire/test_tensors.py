@@ -142,6 +142,18 @@ def torch(monkeypatch):
     return torch
 
 
+def test_torch_is_not_loaded_by_a_look(monkeypatch):
+    """`importlib.util.LazyLoader` loads a module when it is asked for anything."""
+
+    class Lazy(ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(name)
+
+    monkeypatch.setitem(sys.modules, "torch", Lazy("torch"))
+    monkeypatch.delitem(sys.modules, "torch.storage", raising=False)
+    assert twice([1]) == [1]
+
+
 def twice(value):
     stream, buffers = dump(value)
     return load(stream, buffers)

@@ -17,6 +17,7 @@ from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Define, Done, Failed, Run
+from aiogpu.wire.parcel import Contents, Parcel
 from aiogpu.wire.payload import (
     dump_arguments,
     dump_function,
@@ -139,6 +140,34 @@ class Unloaded:
 def test_only_the_thread_that_loads_a_function_is_loading(desk: Desk) -> None:
     desk.knows(Unloaded())
     assert value(desk.run()) == [False, True, False, True, False]
+
+
+def is_loading() -> bool:
+    return current.is_loading
+
+
+class Seen:
+    """An argument that tells whether it is loading while it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        return is_loading, ()
+
+
+class Broken:
+    """An argument that cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return int, ("none",)
+
+
+def test_who_unpickles_arguments_is_loading_until_the_call(desk: Desk) -> None:
+    desk.knows(lambda *given: [*given, current.is_loading])
+    assert value(desk.run(Seen())) == [True, False]
+    assert type(desk.run(Broken())) is Failed
+    assert value(desk.run()) == [False]
+    parcel = Parcel.of(Contents(dump_arguments("train", (Seen(),), {})))  # type: ignore[arg-type]
+    answer = desk.executor.run(Run(7, 1, parcel, False))
+    assert value(answer) == [True, False]
 
 
 def fresh_object() -> str:
