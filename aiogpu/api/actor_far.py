@@ -28,7 +28,7 @@ from aiogpu.wire.acting import (
     Stop,
 )
 from aiogpu.wire.payload import NOTHING, load_result
-from aiogpu.worker.context import current, passing
+from aiogpu.worker.context import current, note_passed
 
 if TYPE_CHECKING:
     from aiogpu.api.face import Face
@@ -87,7 +87,7 @@ class FarLink:
 
     def reference(self) -> tuple[int, str, str]:
         """What a handle is pickled as; whoever gets it counts as a holder."""
-        passing.append(self.actor)
+        note_passed(self.actor)
         return self.actor, self.name, current.home
 
     def call(self, label: str, method: str, payload: bytes) -> Any:
@@ -175,7 +175,11 @@ def find(name: str, namespace: str) -> tuple[FarLink, Face]:
     handle: BlockingHandle[tuple[int, str, bytes]] = BlockingHandle(name, family)
     handle.child = family.find(name, namespace, handle)
     actor, of_class, face = get(cast("Any", handle))
-    link = _links.get(actor) or FarLink(of_class, actor)
+    link = _links.get(actor)
+    if link is None:
+        link = FarLink(of_class, actor)
+    else:
+        family.drop(actor)  # it counts as a holder already
     return link, load_result(face)
 
 

@@ -6,6 +6,7 @@ asyncio, so it is itself imported late.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
 from aiogpu.errors import AiogpuError, MisuseError
 from aiogpu.runtime.child import Carrying, Then
-from aiogpu.worker.context import kept, passing, take_kept
+from aiogpu.worker.context import note_passed, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.early import Awaited
@@ -115,8 +116,11 @@ class ActorLink:
             )
         if not may_use(self._session):
             raise stranger(self.name)
-        passing.append(self._actor.id)
-        kept.append(self)
+        note_passed(self._actor.id, self)
+        if asyncio._get_running_loop() is not None:
+            # What is sent is sent before the loop turns: not what `put` was given, nor
+            # what turned out not to be picklable.
+            asyncio.get_running_loop().call_soon(take_kept)
         self._actor.pass_on()
         return self._actor.id, self.name, self._session.home
 

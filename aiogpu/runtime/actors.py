@@ -177,8 +177,14 @@ class Actors(Register):
         if known is None or known.actor is None:
             return False
         # Not before the answer that follows is here.
-        self._loop.call_later(SPOILT, self.kill, known.actor.id, False)
+        self._loop.call_later(SPOILT, self._end_spoilt, known)
         return True
+
+    def _end_spoilt(self, worker: LiveWorker) -> None:
+        """End that process, unless it has ended by itself and another is the actor."""
+        actor = worker.actor
+        if actor is not None and actor.worker is worker:
+            self.kill(actor.id, no_restart=False)
 
     def disown(self, worker: int) -> None:
         """A worker runs tasks: it was to be an actor, and that was taken back."""

@@ -119,7 +119,7 @@ class Far:
             # Its process holds them from here on, whether it looks or not.
             for actor in message.actors:
                 self._count(receiver.caller, actor)
-            if receiver.caller.client and receiver.caller.peer is not None:
+            if receiver.caller.peer is not None:
                 receiver.caller.peer.post(Carried(receiver.number, message.actors))
             return
         for actor in message.actors:

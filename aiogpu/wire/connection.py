@@ -123,7 +123,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     WORKER: frozenset(
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
-            *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems),
+            *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems, Carried),
         }
     ),
     CLIENT: frozenset(

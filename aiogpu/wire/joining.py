@@ -83,9 +83,9 @@ class Inquire(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Node to client: the answer of this child, which follows, has handles to these.
+    """Node to whoever asked: the child's answer, which follows, has handles to these.
 
-    They count as held by the client until it says `Release` of each.
+    They count as held by whoever is told until he says `Release` of each.
     """
 
     child: int

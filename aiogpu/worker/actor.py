@@ -106,19 +106,20 @@ class Stage:
             self.channel.send(pack_failure(answer.task, UNSENDABLE, error, OWN_FRAMES))
         self.tell_rest()
 
-    def answer_all(self, answers: list[Done | Failed]) -> None:
-        """Send answers together after what was printed before them."""
+    def answer_all(self, answers: list[Message]) -> None:
+        """Send answers together after what was printed before them.
+
+        Before one that has handles to actors stands the `Carry` that says so.
+        """
         self._stdio.end_lines()
-        carries: list[Message] = []
-        if passing:
-            # In which of the answers a handle is, nobody has noted.
-            passed = take_passing()
-            carries = [Carry(one.task, passed) for one in answers if type(one) is Done]
         try:
-            self.channel.send_all([*carries, *answers])
+            self.channel.send_all(answers)
         except SerializationError:
             for answer in answers:
-                self.answer(answer)
+                if isinstance(answer, Done | Failed):
+                    self.answer(answer)
+                else:
+                    self.channel.send(answer)
         self.tell_rest()
 
     def tell_rest(self) -> None:

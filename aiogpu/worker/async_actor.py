@@ -6,20 +6,21 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction, signature
 from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.wire.acting import Drop, Invoke
+from aiogpu.wire.acting import Carry, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.messages import Done, Failed
+from aiogpu.wire.messages import Done, Failed, Message
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import SHORT
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
 from aiogpu.worker.parcels import arguments_in, packed
@@ -43,10 +44,11 @@ class AsyncActor:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._dropped: set[int] = set()
         self._flows: dict[int, Outflow] = {}
-        self._answers: list[Done | Failed] = []
+        self._answers: list[Message] = []
         self._is_over = False
         self._waits_since = 0.0
         self._is_awake = False
+        self._is_telling = False
         self._awake_until = 0.0
         self._loop = asyncio.new_event_loop()
 
@@ -57,6 +59,7 @@ class AsyncActor:
         children = current.children
         if children is not None:
             children.loop, children.wake = loop, self._look_soon
+            children.on_drop = self._tell_soon
         loop.add_reader(self._channel.fileno(), self._read)
         loop.call_soon(self._obey)
         try:
@@ -71,7 +74,7 @@ class AsyncActor:
             loop.close()
             if children is not None:
                 # It holds the actor, which is to go now.
-                children.loop = children.wake = None
+                children.loop = children.wake = children.on_drop = None
 
     async def _close(self) -> None:
         await _end(self._running.values())
@@ -183,7 +186,7 @@ class AsyncActor:
         loans = current.loans
         if loans is not None and loans.are_used:
             # Not before this frame, which holds the arguments, has gone.
-            self._loop.call_soon(self._stage.tell_rest)
+            self._tell_soon()
 
     async def _pour(self, items: Any, message: Invoke) -> None:
         """Send what a generator yields; a plain one has the loop until it is held."""
@@ -206,9 +209,26 @@ class AsyncActor:
         else:
             if not self._answers:
                 self._loop.call_soon(self._flush)
+            if passing:
+                # Now: what another call sends before the loop comes to these answers
+                # would take along what keeps this one's actors alive.
+                self._answers.append(Carry(answer.task, take_passing()))
             self._answers.append(answer)
         if self._stage.executor.has_left:
             self._stop()
+
+    def _tell_soon(self) -> None:
+        """Something is not needed any more that was in what has ended just now."""
+        if not self._is_telling:
+            self._is_telling = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        self._is_telling = False
+        # Answers first: one may have a handle that its method has dropped since.
+        self._flush()
+        self._stage.tell_rest()
 
     def _flush(self) -> None:
         answers, self._answers = self._answers, []

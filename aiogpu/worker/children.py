@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
+from aiogpu.wire.joining import Carried
 from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
@@ -28,7 +29,7 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.sharing import Fetch
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.shares import Shares
+from aiogpu.worker.shares import NUMBERS, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 SLICE: Final = 0.05
 """Seconds after which a waiting thread sees what another one has read for it."""
-
-
 DECLARED: Final = 512
 """Sites that a worker takes for declared; then it declares all anew. The driver
 keeps more, so that it never forgets one that the worker still counts on."""
@@ -66,6 +65,8 @@ class Children:
     Attributes:
         loop: the event loop that reads the socket for the task; None without one.
         wake: has that loop look at what another thread has read.
+        on_drop: told that there is something to say by `tell_dropped`, in whichever
+            thread and maybe amid a send; None where that is said after each task.
         upsets: how many children have ended without a result so far.
         shares: their results, as others are given them.
     """
@@ -73,6 +74,7 @@ class Children:
     def __init__(self, channel: Channel) -> None:
         self.loop: object = None
         self.wake: Callable[[], object] | None = None
+        self.on_drop: Callable[[], object] | None = None
         self.upsets = 0
         self._channel = channel
         self._receivers: dict[int, Receiver] = {}
@@ -174,7 +176,7 @@ class Children:
         with self._submitting:
             if site not in self._declared:
                 self._declare(describe())
-            actor = -((current.worker << 20) + next(self._numbers))
+            actor = -((current.worker << NUMBERS) + next(self._numbers))
             self._send_passed()
             self._channel.send(made(actor))
         return actor
@@ -197,6 +199,8 @@ class Children:
     def drop(self, actor: int) -> None:
         """The last handle to an actor is gone; said soon, since it may go anywhere."""
         self._dropped.append(actor)
+        if self.on_drop is not None:
+            self.on_drop()
 
     def tell_dropped(self) -> None:
         """Say which handles are gone, and what else was lent and is not needed."""
@@ -328,6 +332,12 @@ class Children:
             if receiver is not None:
                 receiver.reject(Failed(*message))
                 self.upsets += 1
+            return True
+        if type(message) is Carried:
+            # Late: few results have handles to actors.
+            from aiogpu.worker.carried import hold_for
+
+            hold_for(self._receivers.get(message.child), message.actors, self.drop)
             return True
         return False
 

@@ -70,25 +70,35 @@ class Context:
         return self.loader == get_ident()
 
 
-passing: list[int] = []
-"""Actors to which handles were pickled that have not been sent yet."""
-kept: list[object] = []
-"""What keeps these actors alive, in a program."""
+passing: dict[int, list[int]] = {}
+"""By thread, actors to which it has pickled handles that it has not sent yet."""
+kept: dict[int, list[object]] = {}
+"""By thread, what keeps these actors alive, in a program."""
+
+
+def note_passed(actor: int, tie: object = None) -> None:
+    """This thread pickles a handle to an actor, for what it sends next.
+
+    Args:
+        actor: its id.
+        tie: what keeps it alive until that was sent; None in a worker.
+    """
+    me = get_ident()
+    passing.setdefault(me, []).append(actor)
+    if tie is not None:
+        kept.setdefault(me, []).append(tie)
 
 
 def take_kept() -> list[object]:
-    """What keeps the actors alive whose handles are in what is sent next."""
-    taken = kept[:]
-    kept.clear()
-    passing.clear()
-    return taken
+    """What keeps the actors alive whose handles are in what this thread sends next."""
+    me = get_ident()
+    passing.pop(me, None)
+    return kept.pop(me, [])
 
 
 def take_passing() -> tuple[int, ...]:
-    """The actors to which what is sent next holds handles."""
-    passed = tuple(passing)
-    passing.clear()
-    return passed
+    """The actors to which what this thread sends next holds handles."""
+    return tuple(passing.pop(get_ident(), ()))
 
 
 current = Context()

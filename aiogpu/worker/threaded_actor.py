@@ -7,14 +7,14 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from aiogpu.wire.acting import DEFAULT_GROUP, Create, Drop, Invoke
+from aiogpu.wire.acting import DEFAULT_GROUP, Carry, Create, Drop, Invoke
 from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
@@ -107,6 +107,10 @@ class ThreadedActor:
             result = dump_result(value)
             if isinstance(result, Outgoing):
                 result = packed(result)
+            if passing:
+                # Now, while the value keeps its handles: once they are dropped another
+                # thread may say so, before this one comes to answer.
+                self._channel.send(Carry(call, take_passing()))
             took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             kind = UNSENDABLE if type(error) is UnsendableError else kind

@@ -7,8 +7,11 @@ import asyncio
 import pytest
 
 import aiogpu
+from aiogpu.runtime.actors import SPOILT
 from tests.engines import tasks
 from tests.engines.backlog_tasks import break_context
+from tests.engines.let_go_tasks import Fragile
+from tests.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -67,3 +70,17 @@ async def test_it_is_tried_again_in_another_process() -> None:
         with pytest.raises(RuntimeError) as caught:
             await task.remote(STICKY)
         assert caught.value.args[1] != before
+
+
+async def test_of_an_actor_that_crashes_for_it_the_successor_lives() -> None:
+    loop = asyncio.get_running_loop()
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        actor = await Fragile.remote()
+        broken, crashed = actor.break_context.remote(), actor.crash.remote()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            await broken
+        with pytest.raises(aiogpu.ActorDiedError, match="exited with code 3"):
+            await crashed
+        successor, seen_until = await actor.pid.remote(), loop.time() + 2 * SPOILT
+        await until(lambda: loop.time() > seen_until)
+        assert await actor.pid.remote() == successor

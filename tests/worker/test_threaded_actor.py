@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 
-from aiogpu.wire.acting import DEFAULT_GROUP, THREADED, Create, Invoke, Leave
+from aiogpu.wire.acting import (
+    DEFAULT_GROUP,
+    THREADED,
+    Carry,
+    Create,
+    Invoke,
+    Leave,
+    Release,
+)
 from aiogpu.wire.messages import Done
 from aiogpu.wire.payload import dump_arguments
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
-from aiogpu.worker.context import current
+from aiogpu.worker.context import current, note_passed
 from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
 
@@ -74,3 +82,40 @@ def test_what_a_method_has_read_for_others_is_begun(
     ThreadedActor(stage, Echo(), creation).play()
     method.join(60)
     assert [type(one) for one in answers] == [Done]
+
+
+class Given:
+    """Stands for a handle to actor 5: what says that it has gone may be any thread."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        note_passed(5)
+        return int, (5,)
+
+    def __del__(self) -> None:
+        assert current.children is not None
+        current.children.drop(5)
+        self._stage.tell_rest()
+
+
+class Giver:
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def give(self) -> Given:
+        return Given(self._stage)
+
+
+def test_a_result_holds_its_handles_before_anybody_says_that_they_are_gone(
+    driver: DriverEnd, channel: Channel, children: Children
+) -> None:
+    quiet: Any = Quiet()
+    stage = Stage(channel, quiet, quiet, quiet, quiet, quiet)
+    driver.send(Invoke(1, "give", dump_arguments("give", (), {})), Leave())
+    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
+    ThreadedActor(stage, Giver(stage), creation).play()
+    told = [driver.next() for _ in range(3)]
+    assert told[:2] == [Carry(1, (5,)), Release(5)]
+    assert isinstance(told[2], Done)

@@ -1,0 +1,108 @@
+"""Actors that are given handles to others, and give some away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from threading import Lock
+from typing import Any
+
+import aiogpu
+
+
+@aiogpu.remote(num_gpus=1)
+class Model:
+    def answer(self) -> int:
+        return 42
+
+
+@aiogpu.remote
+def nothing(*_args: Any) -> None: ...
+
+
+class Plain:
+    """Is given some, or gives one away."""
+
+    def take(self, models: list[Any]) -> int:
+        return aiogpu.get(models[0].answer.remote())  # type: ignore[no-any-return]
+
+    def make(self) -> list[Any]:
+        return [Model.remote()]
+
+    def ask(self, maker: Any) -> int:
+        (model,) = aiogpu.get(maker.make.remote())
+        return aiogpu.get(model.answer.remote())  # type: ignore[no-any-return]
+
+    def find_twice(self, name: str) -> int:
+        first = aiogpu.get_actor(name)
+        second = aiogpu.get_actor(name)
+        told: list[int] = aiogpu.get([first.answer.remote(), second.answer.remote()])
+        return sum(told)
+
+
+Serial = aiogpu.remote(Plain)
+
+
+@aiogpu.remote
+class Soft:
+    """The same on an event loop."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.waiting = 0
+
+    async def take(self, models: list[Any]) -> int:
+        return await models[0].answer.remote()  # type: ignore[no-any-return]
+
+    async def make(self) -> list[Any]:
+        return [Model.remote()]
+
+    async def ask(self, maker: Any) -> int:
+        (model,) = await maker.make.remote()
+        return await model.answer.remote()  # type: ignore[no-any-return]
+
+    async def make_at_the_gate(self) -> list[Any]:
+        model = await Model.remote()
+        await self._wait()
+        return [model]
+
+    async def call_at_the_gate(self) -> None:
+        await self._wait()
+        await nothing.remote()
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        await self.gate.wait()
+
+    async def count(self) -> int:
+        return self.waiting
+
+    async def open(self) -> None:
+        self.gate.set()
+
+
+@aiogpu.remote
+def ask(maker: Any) -> int:
+    (model,) = aiogpu.get(maker.make.remote())
+    return aiogpu.get(model.answer.remote())  # type: ignore[no-any-return]
+
+
+def send_with_a_lock(model: Any) -> None:
+    nothing.remote(model, Lock())
+
+
+def pickle_by_hand(model: Any) -> None:
+    pickle.dumps(model)
+
+
+@aiogpu.remote(num_gpus=1, max_restarts=1)
+class Fragile:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def break_context(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def crash(self) -> None:
+        os._exit(3)
