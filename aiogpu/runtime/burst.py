@@ -85,7 +85,8 @@ class Burst:
         # Who was not heard the last time is heard first.
         first = self._first if self._first < len(ready) else 0
         for place in (*range(first, len(ready)), *range(first)):
-            _take_in(ready[place])
+            if ready[place].readable >= 0:  # still, whatever the others have said
+                _take_in(ready[place])
             if perf_counter() > until:
                 self._first = place + 1
                 return

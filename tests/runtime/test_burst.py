@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ class Speaker:
         self.heard = 0
         self.takes = self.costs = self.sent_at = 0.0
         self.error: Exception | None = None
+        self.then: Callable[[], object] = bool
         self.is_readable = True
         self.is_cut_off = False
         self._house = house
@@ -42,6 +43,7 @@ class Speaker:
         self.heard += len(os.read(self.ours.fileno(), 100))
         self._house.now += self.takes
         assert self._house.burst.count < 0
+        self.then()
         if self.error is not None:
             raise self.error
         # What is submitted by whoever is told of an answer.
@@ -152,6 +154,18 @@ def test_one_that_may_not_be_read_now_is_left_to_the_loop(house: House) -> None:
     house.all_say()
     house.submit()
     assert house.heard == [0, 1, 1]
+
+
+def test_one_that_is_given_up_for_what_another_says_is_not_read(house: House) -> None:
+    first, second, _ = house.speakers
+
+    def give_up() -> None:
+        second.is_readable = False
+
+    first.then = give_up
+    house.all_say()
+    house.submit()
+    assert house.heard == [1, 0, 1]
 
 
 def test_none_are_heard_amid_others(house: House) -> None:
