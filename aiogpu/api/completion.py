@@ -17,7 +17,7 @@ from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.api.misuse import options_of
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
-from aiogpu.errors import MisuseError, NoLoopError, OptionError
+from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -298,7 +298,12 @@ def _check_here(what: str, handles: list[Any]) -> None:
         if not one.child and isinstance(one.owner, Borrowed):
             # Nobody tells how it ends to whoever does not want its value.
             one.owner.fetch(one)
-    family = nested.current_family()
+    try:
+        family = nested.current_family()
+    except NodeError:
+        from aiogpu.api.sessions import no_loop
+
+        raise no_loop(what) from None
     for one in handles:
         if one.family is not family:
             raise MisuseError(

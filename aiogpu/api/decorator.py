@@ -14,6 +14,7 @@ from typing import (
     TypeVar,
     Unpack,
     cast,
+    get_origin,
     overload,
 )
 
@@ -117,6 +118,9 @@ def _check_any(options: dict[str, Any]) -> None:
 
 
 def _decorate(function: object, options: dict[str, Any]) -> object:
+    origin = get_origin(function)
+    if isinstance(origin, type):
+        function = origin  # `Model[int]`: type checkers alone tell it from `Model`
     if isinstance(function, type):
         from aiogpu.api.actor import decorate_class
 

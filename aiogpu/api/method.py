@@ -20,7 +20,7 @@ from typing import (
 
 from aiogpu.api.actor_options import MethodOptions
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst
+from aiogpu.api.misuse import CalledFirst, OptionsWhereDefined
 from aiogpu.api.options import MAX_BUFFERED
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError
@@ -177,7 +177,7 @@ class Link(Protocol):
         ...
 
 
-class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
+class RemoteMethod(CalledFirst, OptionsWhereDefined, Mapper, Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
     __slots__ = ("_link", "_method")

@@ -121,6 +121,26 @@ class CalledFirstToIterate(CalledFirst):
         __iter__ = __aiter__ = CalledFirst.__await__
 
 
+class OptionsWhereDefined:
+    """An actor's method, which has its options where the class says them."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def options(self, **options: object) -> NoReturn:
+            """Always raises; `OptionError` for one that no method has."""
+            from aiogpu.api.actor_options import check_method_options
+
+            check_method_options(options)
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise MisuseError(
+                f"{self.__name__} is a method of an actor, and has its options where "
+                f"its class defines it: write `@aiogpu.method({given or '...'})` above "
+                f"it, and call it by `.remote(...)`."
+            )
+
+
 def options_of(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function refuse options that it has not by an `OptionError`.
 

@@ -14,7 +14,12 @@ from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
 from aiogpu.api.bounds import check_bounds
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst, EnteredOnLoop, options_of
+from aiogpu.api.misuse import (
+    CalledFirst,
+    EnteredOnLoop,
+    OptionsWhereDefined,
+    options_of,
+)
 from aiogpu.api.task import Decorated
 from aiogpu.errors import MisuseError, NoLoopError
 
@@ -52,7 +57,7 @@ class Tie:
                 crew.loop.call_soon_threadsafe(crew.close, False)
 
 
-class PoolMethod(CalledFirst, Mapper):
+class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
     """A method of a pool's actors; call one of them by `.remote(...)`."""
 
     __slots__ = ("_name", "_tie")

@@ -50,11 +50,16 @@ def current_session(what: str = ".remote()") -> Session:
         for inherited in sessions.values():
             if inherited.is_forked:
                 raise inherited.unusable()
-        raise NoLoopError(
-            f"{what} needs a running event loop, and there is none in this thread. "
-            f"Call it inside an `async def` that runs by aiogpu.run(main())."
-        )
+        raise no_loop(what)
     return start_session(default_address(), NodeOptions(), loop)
+
+
+def no_loop(what: str) -> NoLoopError:
+    """The error for what is called where it has no event loop."""
+    return NoLoopError(
+        f"{what} needs a running event loop, and there is none in this thread. Call it "
+        f"inside an `async def` that runs by aiogpu.run(main())."
+    )
 
 
 def session_of(loop: asyncio.AbstractEventLoop | None) -> Session | None:

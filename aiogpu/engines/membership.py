@@ -87,6 +87,7 @@ class Membership:
         self._departed = loop.create_future()
         self.home = ""
         self._is_telling = False
+        self._is_leaving = False
         self._error: NodeError | None = None
         self._terminal: Terminal | None = None
 
@@ -160,10 +161,10 @@ class Membership:
         return self._error is not None
 
     def check_open(self) -> None:
-        """Raise `NodeError` where the node has gone."""
+        """Raise `NodeError` where the node has gone, or is being left."""
         if self._error is not None:
             raise _again(self._error)
-        if self._ledger is None:
+        if self._ledger is None or self._is_leaving:
             raise NodeClosedError("this node is not open.")
 
     def _on_messages(self, messages: list[Message]) -> None:
@@ -281,6 +282,7 @@ class Membership:
         """Stop what is this program's, wait for that, and leave."""
         if self._line.is_open and self._ledger is not None:
             self.send(Depart())
+            self._is_leaving = True  # it may answer still of what it is about to end
             receivers, self._receivers = self._receivers, {}
             for receiver in receivers.values():
                 name = getattr(receiver, "task_name", "it")

@@ -25,6 +25,8 @@ PER_SLOT: Final = 5
 """Descriptors that the driver holds for a slot: three connections and two pipes."""
 RESERVE: Final = 32
 """Descriptors for a node itself, and for a program that opens few."""
+FEW: Final = 8
+"""Workers below which a program is told at once: a few actors would take them all."""
 NOFILE: Final = resource.RLIMIT_NOFILE
 
 
@@ -52,6 +54,28 @@ def slots_within(soft: int, used: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return SLOTS
     return min(SLOTS, max(0, soft - used - RESERVE) // PER_SLOT)
+
+
+def warn_of_few(workers: int) -> None:
+    """Log a warning where a node has room for very few workers."""
+    if workers >= FEW:
+        return
+    soft, hard = resource.getrlimit(NOFILE)
+    _log.warning(
+        "! workers at a time: %d at most. Each actor has one for its life, and tasks "
+        "that need more wait: %s",
+        workers,
+        _too_few(soft, used_descriptors(), hard),
+    )
+
+
+def _too_few(soft: int, used: int, hard: int) -> str:
+    return (
+        f"this process may have {soft} descriptors open and has {used}; a node needs "
+        f"{RESERVE}, and {PER_SLOT} for each worker. Close some, or raise the hard "
+        f"limit ({hard}): `ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of a "
+        f"container."
+    )
 
 
 class DescriptorLimit:
@@ -83,12 +107,7 @@ class DescriptorLimit:
                 self._ours = soft = limit
             slots = slots_within(soft, used)
             if not slots:
-                raise NodeStartError(
-                    f"this process may have {soft} descriptors open and has {used}; "
-                    f"a node needs {RESERVE}, and {PER_SLOT} for each worker. Close "
-                    f"some, or raise the hard limit ({hard}): `ulimit -Hn`, "
-                    f"LimitNOFILE= of systemd, --ulimit nofile= of a container."
-                )
+                raise NodeStartError(_too_few(soft, used, hard))
             self._nodes += 1
             return slots
 

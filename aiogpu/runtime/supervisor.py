@@ -128,7 +128,7 @@ class Supervisor:
         # Imported while the zygote starts, not before.
         with Loading():
             from aiogpu.runtime.console import Console
-            from aiogpu.runtime.descriptors import descriptor_limit
+            from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
             from aiogpu.runtime.pool import Pool
             from aiogpu.runtime.zygotes import Zygotes
 
@@ -139,6 +139,7 @@ class Supervisor:
             zygotes = Zygotes(self._loop, console, ground.around, preload)
             pool = Pool(self._loop, zygotes, console, directory)
             pool.slots.bound(slots)
+            warn_of_few(pool.slots.most_workers)
             zygotes.start(ground.first)
         except BaseException:
             descriptor_limit.release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Iterator
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from itertools import chain
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Final
@@ -17,6 +17,7 @@ _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (
     (MethodType, ("__self__", "__func__")),
     ((staticmethod, classmethod), ("__func__",)),
     (property, ("fget", "fset", "fdel")),
+    (_lru_cache_wrapper, ("__wrapped__",)),
     (partial, ("func", "args", "keywords", "__dict__")),
 )
 """Types that hide their parts from `__reduce_ex__`, or name them worse."""

@@ -207,7 +207,14 @@ def dump_function(name: str, function: object) -> bytes:
     try:
         return _cloud_dumps(function)
     except Exception as error:
-        raise _unpicklable(f"the function {name}", {name: function}, error) from error
+        told, roots = f"the function {name}", {name: function}
+        if "<locals>" in getattr(function, "__qualname__", "<locals>"):
+            raise _unpicklable(told, roots, error) from error
+        advice = (
+            f"Create it inside the task, or put {name} into a module, which workers "
+            f"import."
+        )
+        raise _unpicklable(told, roots, error, advice) from error
 
 
 def dump_option(option: str, value: object) -> bytes:
@@ -266,12 +273,10 @@ def text_of(error: BaseException) -> str:
 
 def is_sent_by_value(module: str) -> bool:
     """Whether the user asked cloudpickle to send what that module defines."""
-    from aiogpu.wire.pickler import names_sent_by_value
+    # cloudpickle comes with it, which functions of modules do not need.
+    from aiogpu.wire import pickler
 
-    return any(
-        module == name or module.startswith(name + ".")
-        for name in names_sent_by_value()
-    )
+    return pickler.is_sent_by_value(module)
 
 
 def _dump(value: object) -> Outgoing:

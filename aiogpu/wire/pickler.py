@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from functools import _lru_cache_wrapper
 from io import BytesIO
 from sys import modules
 from typing import Any, ClassVar, Final
 
 import cloudpickle
 
+from aiogpu.wire.caches import reduced_cache
 from aiogpu.wire.outgoing import keeping
 
 _PROTOCOL: Final = 5
@@ -80,6 +82,14 @@ def names_sent_by_value() -> Iterable[str]:
     return names
 
 
+def is_sent_by_value(module: str) -> bool:
+    """Whether the user asked cloudpickle to send what that module defines."""
+    return any(
+        module == name or module.startswith(name + ".")
+        for name in names_sent_by_value()
+    )
+
+
 def view(buffer: memoryview | bytes, kind: str, shape: tuple[int, ...]) -> memoryview:
     """A memoryview as it was pickled: read-only, of the same format and shape.
 
@@ -105,6 +115,10 @@ def _reduced_view(seen: memoryview) -> tuple[object, ...]:
     return view, (pickle.PickleBuffer(source), kind, shape)
 
 
+def _reduced_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
+    return reduced_cache(cached, is_sent_by_value)
+
+
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """How aiogpu reduces some types; for the rest asks cloudpickle and the user.
 
@@ -113,7 +127,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     """
 
     def __init__(self) -> None:
-        super().__init__({memoryview: _reduced_view})
+        super().__init__(
+            {memoryview: _reduced_view, _lru_cache_wrapper: _reduced_cache}
+        )
         self.torch: object = None
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:

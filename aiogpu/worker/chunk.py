@@ -16,6 +16,7 @@ from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.outcome import Outcome
 from aiogpu.wire.payload import load_function
 from aiogpu.worker.context import current
+from aiogpu.worker.debugger import explain_quit
 from aiogpu.worker.letting_go import let_go
 from aiogpu.worker.poison import poisoned_by
 
@@ -99,6 +100,7 @@ def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
 
         if poisoned_by(error) or has_run_out(error):
             raise error
+    explain_quit(error)
     failed = tuple(pack_failure(0, RAISED, error, _OWN_FRAMES))
     let_go(error)
     return failed

@@ -26,6 +26,7 @@ from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.wire.shortage import RanOut
 from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.debugger import explain_quit
 from aiogpu.worker.letting_go import let_go
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
@@ -175,6 +176,7 @@ class Executor:
             kind = STOPPED
         elif has_devices:
             self._note_shortage(task, error)
+        explain_quit(error)
         failed = pack_failure(task, kind, error, OWN_FRAMES)
         let_go(error)
         return failed

@@ -473,9 +473,11 @@ class TestInCoroutinesOfTasks:
         assert channel.waits == [(1, 2, 3), ()]
 
 
-def test_outside_of_everything() -> None:
-    with pytest.raises(aiogpu.NodeError):
-        aiogpu.as_completed([])
+@pytest.mark.parametrize("name", ["wait", "as_completed"])
+def test_outside_of_everything(name: str) -> None:
+    told = rf"^aiogpu.{name}\(\) needs a running event loop"
+    with pytest.raises(aiogpu.NoLoopError, match=told):
+        getattr(aiogpu, name)([])
 
 
 async def test_results_are_had_from_the_handles(works: Works) -> None:

@@ -8,18 +8,21 @@ import pickle
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle
 import pytest
 
 import aiogpu
+from aiogpu.api.actor import RemoteClass
 from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.session import Session
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.payload import load_function
 from tests.api.paper_engine import PaperEngine
+
+T = TypeVar("T")
 
 
 @aiogpu.remote
@@ -63,6 +66,21 @@ def test_whatever_can_be_called_can_be_remote(function: Any, name: str) -> None:
     remote = aiogpu.remote(function)
     assert remote.__name__ == name
     assert callable(load_function(Definition(function).sent().payload))
+
+
+class Box(Generic[T]):
+    def open(self) -> int:
+        return 5
+
+
+async def test_a_class_with_its_parameter_is_that_class(
+    inline_node: aiogpu.Session,
+) -> None:
+    """`list[int]` and the like are called as classes are, and are none."""
+    boxes = aiogpu.remote(Box[int])
+    assert isinstance(boxes, RemoteClass)
+    assert aiogpu.remote(max_restarts=1)(Box[int])._options.max_restarts == 1
+    assert await boxes.remote().open.remote() == 5
 
 
 def generator() -> Any:

@@ -86,6 +86,18 @@ def test_a_soft_limit_is_raised_and_tasks_have_what_the_program_had() -> None:
     assert program(body, "128 1024") == "ok\n"
 
 
+@pytest.mark.parametrize(("limit", "is_told"), [("64", True), ("128", False)])
+def test_room_for_very_few_is_told_at_once(limit: str, is_told: bool) -> None:
+    """An actor has one for its life, and the next task would wait for ever."""
+    body = "assert (await pid.remote())[0]"
+    said = program(body, f"{limit} {limit}", "sys.stderr = sys.stdout; asyncio.run")
+    told = (
+        rf"at a time: \d at most.* may have {limit} .*limit \({limit}\): `ulimit -Hn`"
+    )
+    assert bool(re.search(told, said)) is is_told
+    assert said.endswith("ok\n")
+
+
 def test_why_the_next_one_waits() -> None:
     body = """
         with tempfile.TemporaryDirectory() as directory:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bdb
 import os
+import pdb
 import signal
 from pathlib import Path
 
@@ -43,6 +45,30 @@ async def test_an_exit_and_its_last_words() -> None:
         with pytest.raises(aiogpu.WorkerDiedError, match="last words") as caught:
             await tasks.exit_at_once.remote(0)
         assert (caught.value.cause, caught.value.exitcode) == ("exit", 0)
+
+
+@aiogpu.remote
+def debug(how: str) -> None:
+    breakpoint() if how == "breakpoint" else pdb.set_trace()
+
+
+@aiogpu.remote
+class Debugged:
+    def debug(self) -> None:
+        breakpoint()
+
+
+async def test_a_debugger_in_a_worker_says_where_there_is_a_terminal() -> None:
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+        chunks = debug.map(["breakpoint"], chunk=1)
+        for fails in (
+            debug.remote("breakpoint"),
+            debug.remote("set_trace"),
+            anext(aiter(chunks)),
+            Debugged.remote().debug.remote(),
+        ):
+            with pytest.raises(bdb.BdbQuit, match=r"no terminal.*address='inline'"):
+                await fails
 
 
 async def test_a_connection_that_the_task_closes() -> None:

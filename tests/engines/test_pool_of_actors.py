@@ -64,6 +64,19 @@ async def test_one_for_which_there_is_never_room_is_refused(size: int) -> None:
             assert sorted(counts) == [1, 1, 2, 2]
 
 
+@pytest.mark.usefixtures("served")
+@pytest.mark.either_loop
+@pytest.mark.parametrize("place", ["local", "inline", "node"])
+async def test_with_its_node_it_is_closed(place: str) -> None:
+    """A node of another process answers while it ends what its program leaves."""
+    async with aiogpu.init(address=place, num_cpus=2):
+        pool = await aiogpu.ActorPool(Counter, 2)
+        assert await pool.add.remote() == 1
+    assert "closed, 0 actors, 0 ready" in repr(pool)
+    with pytest.raises(aiogpu.MisuseError, match="pool of Counter is closed"):
+        await pool
+
+
 @aiogpu.remote
 async def pools(size: int) -> list[int]:
     async with aiogpu.ActorPool(Counter.options(num_gpus=0.5), size) as pool:

@@ -163,6 +163,16 @@ def test_the_path_leads_through_a_decorated_function():
     assert find(f) == "it.__closure__.lock (a lock)"
 
 
+def test_the_path_leads_through_a_cached_function():
+    lock = threading.Lock()
+
+    @functools.cache
+    def f():
+        return lock
+
+    assert find(f) == "it.__wrapped__.__closure__.lock (a lock)"
+
+
 def test_a_recursive_function_is_entered_once():
     lock = threading.Lock()
 

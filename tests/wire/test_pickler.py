@@ -331,6 +331,77 @@ def test_what_cloudpickle_can_goes_by_it():
         assert probe(twice(value)) == probe(value)
 
 
+@functools.lru_cache(maxsize=3)
+def remembered(n):
+    return n
+
+
+def in_the_program(text: str, name: str):
+    """What a program defines under a name, which is gone when it is unpickled."""
+    program = types.ModuleType("__main__")
+    vars(program)["functools"] = functools
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", program)
+        exec(text, vars(program))
+        stream = dump_whole(vars(program)[name])
+    return load(stream)
+
+
+def test_a_cached_function_goes_by_its_name_where_that_can_be_imported():
+    assert twice(remembered) is remembered
+
+
+def test_a_cached_function_of_the_program_goes_by_value():
+    again = in_the_program(
+        """
+@functools.lru_cache(50, typed=True)
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+fib(9)
+""",
+        "fib",
+    )
+    assert again.cache_info() == (0, 0, 50, 0)
+    assert again.cache_parameters() == {"maxsize": 50, "typed": True}
+    assert again(30) == 832040
+    assert again.cache_info().hits == 28, "it calls itself, not another copy"
+
+
+def test_what_is_cached_of_a_class_of_the_program_goes_with_it():
+    again = in_the_program(
+        """
+class Model:
+    @functools.cache
+    def twice(self, n):
+        return n * 2
+""",
+        "Model",
+    )
+    assert again().twice(4) == 8
+
+
+def test_a_cached_function_that_no_name_finds_goes_by_value():
+    base = 3
+
+    @functools.cache
+    def add(n):
+        return base + n
+
+    hidden = functools.cache(remembered.__wrapped__)
+    nameless = functools.cache(functools.partial(max, 4))
+    assert [twice(one)(1) for one in (add, hidden, nameless)] == [4, 1, 4]
+    assert twice(hidden) is not remembered
+
+
+def test_a_cached_function_of_a_module_sent_by_value(monkeypatch):
+    register = "list_registry_pickle_by_value"
+    monkeypatch.setattr(cloudpickle, register, lambda: {__name__})
+    again = twice(remembered)
+    assert again is not remembered
+    assert again(2) == 2
+
+
 def test_a_dataclass_with_an_array_arrives():
     again = twice(Sample("a", np.arange(EDGE)))
     assert (again.name, again.values[-1]) == ("a", EDGE - 1)

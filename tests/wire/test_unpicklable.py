@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
@@ -100,3 +101,18 @@ def test_what_cannot_be_read_says_so():
         payload = carried(dump_result([LARGE, Trap(error)]))
         with pytest.raises(DeserializationError, match=type(error).__name__):
             load_result(payload)
+
+
+def hidden(make):
+    """What a decorator has made of a function that its name finds no more."""
+    made = make(lambda: None)
+    made.__qualname__ = "sizes"
+    return made
+
+
+def test_a_function_that_cannot_be_pickled_may_be_imported():
+    """Not so one that is made within another."""
+    with pytest.raises(SerializationError, match=r"or put sizes into a module, which"):
+        dump_function("sizes", hidden(functools.singledispatch))
+    with pytest.raises(SerializationError, match=r"pass what it is made from\.$"):
+        dump_function("inner", lambda: LOCK)

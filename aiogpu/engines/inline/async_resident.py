@@ -16,6 +16,7 @@ from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiogpu.core.ids import WorkerId
+from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.job import acting_job
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.resident import Resident
@@ -47,7 +48,8 @@ class AsyncResident(Resident):
         super().__init__(actor, residents, worker_id, restarts_left)
         self._runner = residents.runner
         self._context = Context()
-        self._calls: dict[int, asyncio.Task[Outcome]] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._ending: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._is_made = False
@@ -80,17 +82,23 @@ class AsyncResident(Resident):
         call = self._invocation(message)
         call.worn = self.creation.worn
         self.begun = message.call
-        task = self._start(self._runner.node.executor.interleave(call))
+        task = self._start(self._run(call))
         self._calls[message.call] = task
         ended = partial(self._on_ended, message.call)
         task.add_done_callback(ended, context=Context())
 
-    def _on_ended(self, number: int, task: asyncio.Task[Outcome]) -> None:
+    async def _run(self, call: Invocation) -> None:
+        # Neither the task's result nor a name here: a loop that ends keeps its tasks
+        # for a while, and an error the frames that awaited it, so it would hold itself
+        # and the actor's object until the garbage is collected.
+        self._outcomes[call.id] = await self._runner.node.executor.interleave(call)
+
+    def _on_ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._calls[number]
-        if task.cancelled():
-            self._answer_dropped(number)  # it had not begun
+        outcome = self._outcomes.pop(number, None)
+        if outcome is None:
+            self._answer_dropped(number)  # it was cancelled before it had begun
             return
-        outcome = task.result()
         if task.cancelling() and isinstance(outcome.error, asyncio.CancelledError):
             self._tell_cancelled(number)
         self.answer(outcome)
