@@ -166,17 +166,18 @@ class ThreadHolding:
 
     Attributes:
         flow: its way out.
+        is_stopped: it was told to end before its time.
     """
 
     def __init__(self, flow: Outflow) -> None:
         self.flow = flow
+        self.is_stopped = False
         self._turn = _thread.allocate_lock()
-        self._is_stopped = False
         flow.on_open = self._wake
 
     def stop(self) -> None:
         """End the generator at its next `yield`; called by the thread that reads."""
-        self._is_stopped = True
+        self.is_stopped = True
         self._wake()
 
     def _wake(self) -> None:
@@ -189,8 +190,8 @@ class ThreadHolding:
         Raises:
             GeneratorExit: the call is to stop.
         """
-        while self.flow.is_held or self._is_stopped:
-            if self._is_stopped:
+        while self.flow.is_held or self.is_stopped:
+            if self.is_stopped:
                 raise GeneratorExit("the call was dropped")
             self._turn.acquire()
 

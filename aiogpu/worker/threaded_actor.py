@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from aiogpu.wire.acting import DEFAULT_GROUP, Carry, Create, Drop, Invoke
-from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
@@ -91,7 +91,7 @@ class ThreadedActor:
             self._stage.tell_rest()
 
     def _outcome(self, message: Invoke) -> Done | Failed:
-        call, kind = message.call, UNREADABLE
+        call, kind, stream = message.call, UNREADABLE, self._streams.get(message.call)
         started = perf_counter()
         try:
             args, kwargs = arguments_in(message.payload)
@@ -99,7 +99,6 @@ class ThreadedActor:
             value = self._methods[message.method](*args, **kwargs)
             if type(message.payload) is not bytes:
                 value = several(value, message.payload)
-            stream = self._streams.get(call)
             if stream is not None:
                 pour(value, stream.flow, stream.hold)
                 value = None
@@ -114,6 +113,8 @@ class ThreadedActor:
             took = int((perf_counter() - started) * 1e6) + 1
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             kind = UNSENDABLE if type(error) is UnsendableError else kind
+            if stream is not None and stream.is_stopped:
+                kind = STOPPED  # by the end of its actor, if somebody still waits
             return self._stage.executor.describe(call, Raised(kind, error))
         return Done(call, result, took)
 
