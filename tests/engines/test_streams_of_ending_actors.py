@@ -1,4 +1,4 @@
-"""Whoever reads a stream of an actor that ends is told so, and nothing of its inside."""
+"""Whoever reads a stream of an actor that ends is told so."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,16 @@ from aiogpu.wire.acting import (
     Leave,
     Release,
 )
-from aiogpu.wire.messages import Done
+from aiogpu.wire.failure import STOPPED, pack_failure
+from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import dump_arguments
+from aiogpu.wire.streaming import Items
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
 from aiogpu.worker.context import current, note_passed
+from aiogpu.worker.execute import Raised
+from aiogpu.worker.outflow import Outflow
 from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
 
@@ -119,3 +124,37 @@ def test_a_result_holds_its_handles_before_anybody_says_that_they_are_gone(
     told = [driver.next() for _ in range(3)]
     assert told[:2] == [Carry(1, (5,)), Release(5)]
     assert isinstance(told[2], Done)
+
+
+class Counter:
+    def count(self) -> Iterator[int]:
+        yield from range(1000)
+
+
+def test_a_stream_that_its_actors_end_stops_is_no_failure_of_its_own(
+    driver: DriverEnd, channel: Channel, children: Children
+) -> None:
+    def flow_of(call: int, message: Invoke) -> Outflow:
+        return Outflow(channel, call, message.limit, 0)
+
+    def describe(call: int, raised: Raised) -> Failed:
+        return pack_failure(call, raised.kind, raised.error, "")
+
+    quiet: Any = Quiet()
+    executor: Any = SimpleNamespace(has_left=False, flow_of=flow_of, describe=describe)
+    told: list[Any] = []
+
+    def read_one_item() -> None:
+        told.append(driver.next())
+        driver.send(Leave())
+
+    driver.send(Invoke(1, "count", dump_arguments("count", (), {}), 1))
+    consumer = threading.Thread(target=read_one_item)
+    consumer.start()
+    stage = Stage(channel, quiet, executor, quiet, quiet, quiet)
+    creation = Create(0, 0, b"", 0, THREADED, {DEFAULT_GROUP: 1}, {})
+    ThreadedActor(stage, Counter(), creation).play()
+    consumer.join(60)
+    told.append(driver.next())
+    assert [type(one) for one in told] == [Items, Failed]
+    assert told[1].kind == STOPPED
