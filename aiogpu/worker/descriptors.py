@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-from _thread import get_ident
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeClosedError
@@ -19,7 +17,6 @@ from aiogpu.worker.context import current
 if TYPE_CHECKING:
     from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
-    from aiogpu.worker.interrupts import Interrupts
 
 REFUSED: Final = 5e-3
 """Seconds after which a descriptor is sent again that the kernel would not take."""
@@ -28,13 +25,14 @@ PATIENCE: Final = 10.0
 
 
 class Descriptors:
-    """See above. Made in the zygote; used by one thread at a time."""
+    """See above. Made in the zygote; used by one thread at a time.
 
-    def __init__(self, path: str, interrupts: Interrupts, owner: int = 0) -> None:
+    Nothing may cut its methods short: who connects a second time is turned away.
+    """
+
+    def __init__(self, path: str, owner: int = 0) -> None:
         self._path = path
         self._owner = owner
-        self._interrupts = interrupts
-        self._main = get_ident()
         self._arrived: dict[int, int] = {}
         self._socket: socket.socket | None = None
         self._sender: DescriptorSender
@@ -66,14 +64,13 @@ class Descriptors:
         """Take in what has come, without waiting; raises as `receive` does."""
         if self._socket is None:
             return
-        with self._shielded():
-            try:
-                found = self._receiver.read(socket.MSG_DONTWAIT)
-            except EOFError:
-                raise NodeClosedError("the node has gone.") from None
-            for segment, descriptor in found:
-                self.close(segment)  # it may have come before
-                self._arrived[segment] = descriptor
+        try:
+            found = self._receiver.read(socket.MSG_DONTWAIT)
+        except EOFError:
+            raise NodeClosedError("the node has gone.") from None
+        for segment, descriptor in found:
+            self.close(segment)  # it may have come before
+            self._arrived[segment] = descriptor
 
     def close(self, segment: int) -> None:
         """A segment is not used any more."""
@@ -96,12 +93,11 @@ class Descriptors:
         connected = self._connected()
         descriptor = segment.share()
         try:
-            with self._shielded():
-                is_sent = self._sender.send(segment.id, descriptor)
-                while not is_sent:
-                    # Not by `select` alone: it is writable where the kernel refuses.
-                    select.select([], [connected], [], REFUSED)
-                    is_sent = self._sender.flush()
+            is_sent = self._sender.send(segment.id, descriptor)
+            while not is_sent:
+                # Not by `select` alone: it is writable where the kernel refuses.
+                select.select([], [connected], [], REFUSED)
+                is_sent = self._sender.flush()
         finally:
             os.close(descriptor)
 
@@ -135,11 +131,6 @@ class Descriptors:
             self._receiver = DescriptorReceiver(connected)
             self._socket = connected
         return self._socket
-
-    def _shielded(self) -> AbstractContextManager[object]:
-        if self._interrupts.entered and get_ident() == self._main:
-            return self._interrupts.shielded()
-        return nullcontext()
 
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""

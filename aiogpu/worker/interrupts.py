@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from _thread import get_ident
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from sys import _getframe
 from types import CodeType, FrameType
 from typing import Final
 
@@ -29,7 +31,6 @@ class Interrupts:
         entered: the task whose user code runs, 0 outside of it. Whoever sets it
             lists his code object in `own`, so that no interrupt lands between
             two steps of his.
-        is_shielded: whether an interrupt is put off.
         soften: asked before one is raised in a frame; True if it has seen to the
             task's end in another way, or is about to. None where nobody is asked.
     """
@@ -38,12 +39,17 @@ class Interrupts:
         self.entered = 0
         self._page = page
         self._slot = slot
-        self.is_shielded = False
         self.soften: Callable[[FrameType], bool] | None = None
-        self._is_pending = False
+        self._shield = Shield(self.catch_up)
         self._own: set[CodeType] = set()
         self._handler = self._on_signal
         self._is_installed = False
+        self._main = get_ident()
+
+    @property
+    def is_shielded(self) -> bool:
+        """Whether an interrupt would be put off."""
+        return self._shield.depth > 0
 
     def spare(self, *own: CodeType) -> None:
         """Never interrupt frames that run this code."""
@@ -99,8 +105,8 @@ class Interrupts:
         # whatever ends a task's code is not to be cut short.
         if task == 0 or not self.is_asked(task) or self.has_heard(task):
             return
-        if self.is_shielded:
-            self._is_pending = True
+        if self._shield.depth:
+            self._shield.is_pending = True
         elif frame is None or self._is_open_to_it(frame):
             self._raise(task)
 
@@ -113,17 +119,51 @@ class Interrupts:
         self.hear(task)
         raise KeyboardInterrupt(f"task {task} was cancelled")
 
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        """Put off an interrupt until the end of the block. Main thread only."""
-        self.is_shielded = True
-        try:
-            yield
-        finally:
-            self.is_shielded = False
-            if self._is_pending:
-                self._is_pending = False
+    def shielded(self) -> AbstractContextManager[None]:
+        """Put off an interrupt until the end of the outermost such block.
+
+        Main thread only.
+        """
+        return self._shield
+
+    def if_open(self) -> AbstractContextManager[None]:
+        """`shielded`, where this thread runs what may be interrupted."""
+        if self.entered and get_ident() == self._main:
+            return self._shield
+        return nullcontext()
+
+    def catch_up(self, frame: FrameType | None = None) -> None:
+        """Raise what a shield has put off; under it too, where that goes on for long.
+
+        Args:
+            frame: where it would be raised; None for the caller's.
+        """
+        if self._shield.is_pending and get_ident() == self._main:
+            self._shield.is_pending = False
+            if self.soften is None or not self.soften(frame or _getframe(1)):
                 self._raise(self.entered)
+
+
+class Shield:
+    """Puts off interrupts while a block of it runs; they may be nested.
+
+    Attributes:
+        depth: how many blocks are entered.
+        is_pending: whether an interrupt was put off.
+    """
+
+    def __init__(self, catch_up: Callable[[FrameType], None]) -> None:
+        self.depth = 0
+        self.is_pending = False
+        self._catch_up = catch_up
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self.depth -= 1
+        if self.is_pending and not self.depth:
+            self._catch_up(_getframe(1))
 
 
 def _imports(frame: FrameType | None) -> bool:

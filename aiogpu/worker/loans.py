@@ -83,7 +83,7 @@ class Loans:
             path: of the socket for descriptors.
             spill: directory for values beyond the limit, "" for the system's choice.
             page: tells how much memory is left for values.
-            interrupts: what must not cut a message in two.
+            interrupts: what must cut nothing of this in two.
             owner: id of the client whose process this is; 0 in a worker.
         """
         self.over: deque[tuple[int, int]] = deque()
@@ -92,10 +92,11 @@ class Loans:
         self._owner = owner
         self._spill = spill
         self._page = page
+        self._interrupts = interrupts
         self._lock = allocate_lock()
         self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
         self._mapped: dict[int, Loan] = {}
-        self.descriptors = Descriptors(path, interrupts, owner)
+        self.descriptors = Descriptors(path, owner)
         self._mappings: Mappings | None = None
         self._warm: WarmSegments | None = None
 
@@ -164,7 +165,7 @@ class Loans:
                 loan.count += count
             else:
                 ended[identity] = ended.get(identity, 0) + count
-        with self._lock:
+        with self._interrupts.if_open(), self._lock:
             # What nobody opened holds its segment as long as it is not read.
             self.descriptors.take_in()
             for identity in ended:
@@ -175,7 +176,7 @@ class Loans:
         """The buffers of a parcel, mapped and read-only; see `Source`."""
         identity, flat = contents.segment, contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
-        with self._lock:
+        with self._interrupts.if_open(), self._lock:
             if self._mappings is None:
                 from aiogpu.memory.mappings import Mappings
 
@@ -265,11 +266,13 @@ class Loans:
         from aiogpu.memory.segment import Segment
 
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
-        with self._lock:
+        with self._interrupts.if_open(), self._lock:
             warm = self._own_segments()
             segment = warm.take(room, is_scarce=room > self._page.left())
             try:
                 spans = segment.write(buffers)
+                # It has taken its time; once the driver has it, it is too late.
+                self._interrupts.catch_up()
                 self.descriptors.send(segment)
             except BaseException:
                 warm.discard(segment.id)
@@ -289,7 +292,7 @@ class Loans:
         return self._spill or spill_directory()
 
     def _recycle(self, segments: tuple[int, ...]) -> None:
-        with self._lock:
+        with self._interrupts.if_open(), self._lock:
             for identity in segments:
                 if identity < 0:
                     self._own_segments().discard(-identity)
@@ -304,7 +307,7 @@ class Loans:
 
     def close(self) -> None:
         """Give up this process's hold on all of it; what is mapped stays until read."""
-        with self._lock:
+        with self._interrupts.if_open(), self._lock:
             if self._warm is not None:
                 self._warm.close()
             self.descriptors.close_all()

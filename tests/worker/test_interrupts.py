@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from types import FrameType
 
 import pytest
 
@@ -103,6 +106,93 @@ def test_a_shield_puts_it_off(page: ControlPage, interrupts: Interrupts) -> None
     with interrupts.shielded():
         steps.append("no more pending")
     assert len(steps) == 2
+
+
+def test_a_shield_in_another_keeps_it_whole(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    page.ask(3, 7)
+    interrupts.entered = 7
+    steps = []
+
+    def shielded() -> None:
+        with interrupts.shielded():
+            with interrupts.if_open():
+                interrupt()
+            interrupt()
+            steps.append("still here")
+
+    with pytest.raises(KeyboardInterrupt):
+        shielded()
+    assert steps == ["still here"]
+    assert not interrupts.is_shielded
+
+
+def test_what_goes_on_for_long_under_a_shield_looks_itself(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    page.ask(3, 7)
+    interrupts.entered = 7
+    steps = []
+
+    def shielded() -> None:
+        with interrupts.shielded():
+            interrupts.catch_up()
+            interrupt()
+            in_a_thread(interrupts.catch_up)
+            steps.append("one of two")
+            interrupts.catch_up()
+            steps.append("two of two")
+
+    with pytest.raises(KeyboardInterrupt):
+        shielded()
+    assert steps == ["one of two"]
+    assert not interrupts.is_shielded
+
+
+def test_other_threads_need_no_shield(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    interrupts.entered = 7
+    found = []
+
+    def look() -> None:
+        with interrupts.if_open():
+            found.append(interrupts.is_shielded)
+
+    in_a_thread(look)
+    look()
+    interrupts.entered = 0
+    look()
+    assert found == [False, True, False]
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_what_was_put_off_is_softened_too(
+    page: ControlPage, interrupts: Interrupts
+) -> None:
+    """As where a coroutine's loop reads the driver's socket."""
+    page.ask(3, 7)
+    interrupts.entered = 7
+    asked: list[FrameType] = []
+
+    def soften(frame: FrameType) -> bool:
+        asked.append(frame)
+        return True
+
+    interrupts.soften = soften
+    with interrupts.shielded():
+        interrupt()
+        assert not asked
+    assert [frame.f_code.co_name for frame in asked] == [
+        "test_what_was_put_off_is_softened_too"
+    ]
+    assert page.heard(3) == 0, "who softens it has it heard"
 
 
 def test_an_error_under_a_shield_goes_with_it(

@@ -1,0 +1,153 @@
+"""A task that is cancelled while its worker deals with shared memory for it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import pytest
+
+from aiogpu.memory import passing
+from aiogpu.memory.page import ControlPage
+from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.memory.segment import Segment
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.parcel import Contents, Parcel, pack
+from aiogpu.worker.context import Context
+from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.loans import Loans
+
+P = ParamSpec("P")
+T = TypeVar("T")
+WORKER = 5
+TEXT = b"large" * 1000
+
+
+class Node:
+    """The node's end of the sockets for descriptors."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(path)
+        self._listening.listen()
+        self._connected: list[socket.socket] = []
+
+    def accept(self) -> socket.socket:
+        """The connection that is there; whose it is has been read."""
+        connected, _ = self._listening.accept()
+        self._connected.append(connected)
+        assert int.from_bytes(connected.recv(8), "little") == WORKER
+        return connected
+
+    @property
+    def is_called(self) -> bool:
+        """Whether somebody has connected who was not accepted yet."""
+        return bool(select.select([self._listening], [], [], 0)[0])
+
+    def close(self) -> None:
+        for one in (*self._connected, self._listening):
+            one.close()
+        os.unlink(self.path)
+
+
+@pytest.fixture
+def node(runtime_directory: Path) -> Iterator[Node]:
+    node = Node(f"{runtime_directory}/descriptors.sock")
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def loans(
+    node: Node, page: ControlPage, interrupts: Interrupts, context: Context
+) -> Iterator[Loans]:
+    """Those of a worker whose task 7 is to stop."""
+    context.worker = WORKER
+    page.note_left(1 << 30)
+    loans = Loans(node.path, "", page, interrupts)
+    page.ask(3, 7)
+    interrupts.entered = 7
+    yield loans
+    interrupts.entered = 0
+    loans.close()
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(9, len(TEXT))
+    segment.write([memoryview(TEXT)])
+    yield segment
+    segment.close()
+
+
+def large() -> Outgoing:
+    return Outgoing(b"", [memoryview(TEXT)])
+
+
+def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the signal come when one of these is about to be made."""
+    kind: Callable[[socket.socket], object] = getattr(passing, name)
+
+    def make(sock: socket.socket) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return kind(sock)
+
+    monkeypatch.setattr(passing, name, make)
+
+
+def lent(loans: Loans, segment: Segment) -> Parcel:
+    """What the worker makes of a payload that lies in a segment."""
+    contents = Contents().placed(segment.id, segment.size, [(0, len(TEXT))])
+    return loans.borrow(pack(contents))
+
+
+@pytest.mark.parametrize("name", ["DescriptorSender", "DescriptorReceiver"])
+def test_a_worker_connects_once(
+    name: str,
+    node: Node,
+    loans: Loans,
+    segment: Segment,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupts: Interrupts,
+) -> None:
+    """A second time it would be turned away, and the next task would have no value."""
+    interrupting(name, monkeypatch)
+    with pytest.raises(KeyboardInterrupt, match="task 7"):
+        loans.pack(large())
+    connected = node.accept()
+    interrupts.entered = 8
+    parcel, descriptor = lent(loans, segment), segment.share()
+    assert DescriptorSender(connected).send(segment.id, descriptor)
+    os.close(descriptor)
+    opened, _ = parcel.open()
+    assert opened == TEXT
+    assert not node.is_called
+
+
+def test_what_is_written_in_vain_is_given_up(
+    node: Node, loans: Loans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the driver has a descriptor of it: that would keep the memory."""
+    monkeypatch.setattr(Segment, "write", interrupted(Segment.write))
+    with pytest.raises(KeyboardInterrupt, match="task 7"):
+        loans.pack(large())
+    assert not node.is_called
+    monkeypatch.undo()
+    loans.pack(large())
+    ((_, descriptor),) = DescriptorReceiver(node.accept()).read()
+    os.close(descriptor)
+
+
+def interrupted(work: Callable[P, T]) -> Callable[P, T]:
+    def do(*args: P.args, **kwargs: P.kwargs) -> T:
+        done = work(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    return do
