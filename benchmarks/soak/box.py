@@ -62,8 +62,11 @@ class Box:
         return open(f"{self._directory}/{name}.err", "wb")
 
     def all_complaints(self) -> str:
-        """What all programs have written to stderr."""
-        places = sorted(Path(self._directory).glob("*.err"))
+        """What all programs have written to stderr, and the services to their logs."""
+        places = [
+            *sorted(Path(self._directory).glob("*.err")),
+            *sorted(Path(self.runtime).glob("aiogpu/logs/node.*")),
+        ]
         return "\n".join(place.read_text(errors="replace") for place in places)
 
     async def start_service(self) -> None:

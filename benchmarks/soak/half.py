@@ -19,7 +19,10 @@ BALANCED: Final = "the books balance at rest"
 ENDS: Final = "each program ends by itself, and leaves nothing in its process"
 NOTHING_LEFT: Final = "no process and no file is left"
 NO_COMPLAINT: Final = "no program complains of aiogpu"
-COMPLAINTS: Final = ("was not carried out", "never awaited", "Warning: ")
+COMPLAINTS: Final = (
+    *("was not carried out", "never awaited", "Warning: "),
+    "refused shared memory",
+)
 COMPLAINTS_TOLD: Final = 2000
 """Lines of their stderr that are printed where something has hung, the last ones."""
 STORM: Final = (5.0, 30.0)

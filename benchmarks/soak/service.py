@@ -138,5 +138,6 @@ async def _brief(record: Record, seed: str, hand: random.Random) -> None:
         if is_killed:  # what it is met at stays, until the next start
             found = [each for each in found if "node." not in each]
         record.look(NOTHING_LEFT, [f"{name}: {each}" for each in found])
+        hear_complaints(record, place)
         record.check(ENDS, True)
         record.add(f"{WHAT}: faults", {"kill nodes" if is_killed else "stop nodes": 1})
