@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.family import Family
     from aiogpu.runtime.values import Value
     from aiogpu.wire.outgoing import Reference
-    from aiogpu.worker.loans import Loan
+    from aiogpu.worker.loan import Loan
 
 T = TypeVar("T")
 

@@ -153,6 +153,8 @@ class Membership:
 
     def send(self, message: Message) -> None:
         """Say something to the node; nothing, where it has gone."""
+        if self.loans.unnamed:
+            self.loans.name(message)
         self._line.send(message)
 
     @property

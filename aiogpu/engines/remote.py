@@ -108,7 +108,10 @@ class RemoteEngine(Membership):
             check_arguments(site, payload)
         self._last = child = self._last + 1
         self._receivers[child] = receiver
-        self._line.send(Submit(0, child, site.id, payload))
+        message = Submit(0, child, site.id, payload)
+        if self.loans.unnamed:
+            self.loans.name(message)
+        self._line.send(message)
         return child
 
     def admit(self, site: Site) -> None:

@@ -57,7 +57,7 @@ class Exchange:
         self._ways[type(message)](caller, message)
 
     def _take_back(self, caller: Caller, message: Returned) -> None:
-        self._store.lending(caller).take_back(message.things, message.counts)
+        self._store.take_back(caller, message.things, message.counts)
 
     def _value(self, caller: Caller, identity: int) -> Value:
         """The value that a worker speaks of, which it may just have put."""

@@ -69,8 +69,9 @@ class Lending:
             self._unsent[thing.id] = thing
             self._send()
 
-    def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> None:
-        """The worker has returned these things that often."""
+    def take_back(self, things: tuple[int, ...], counts: tuple[int, ...]) -> list[int]:
+        """The worker has returned these things that often; give what it never had."""
+        strange = []
         for identity, count in zip(things, counts, strict=False):
             left = self._counts.get(identity, 0) - count
             if left > 0:
@@ -79,8 +80,10 @@ class Lending:
                 self._pass(self._things[identity])
             else:
                 self._counts.pop(identity, None)
-                self._things.pop(identity, None)
                 self._unsent.pop(identity, None)
+                if self._things.pop(identity, None) is None:
+                    strange.append(identity)
+        return strange
 
     def connect(self, connected: socket.socket) -> None:
         """The worker has connected for descriptors."""

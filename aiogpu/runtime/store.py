@@ -209,18 +209,32 @@ class Store:
         return parcel
 
     def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:
-        owner = (contents.segment - SEGMENTS) >> OWNER
-        if owner != caller.id:
-            raise ProtocolError(f"nobody has the segment {contents.segment} any more")
-        lending = self.lending(caller)
-        if not lending.is_connected:
-            self.catch_up()
-        descriptor = lending.receive(contents.segment)
+        descriptor = self._received(caller, contents.segment)
         if not 0 < contents.size <= os.fstat(descriptor).st_size:
             os.close(descriptor)
             raise ProtocolError(f"the segment {contents.segment} is not of that size")
-        self.memory.use_warm(lending.warm.pop(contents.segment, 0))
         return self._shared(contents.segment, descriptor, contents.size)
+
+    def _received(self, caller: Caller, segment: int) -> int:
+        """The descriptor of what a worker has written; it was sent first."""
+        if (segment - SEGMENTS) >> OWNER != caller.id:
+            raise ProtocolError(f"nobody has the segment {segment} any more")
+        lending = self.lending(caller)
+        self.memory.use_warm(lending.warm.pop(segment, 0))
+        if not lending.is_connected:
+            self.catch_up()
+        return lending.receive(segment)
+
+    def take_back(
+        self, caller: Caller, things: tuple[int, ...], counts: tuple[int, ...]
+    ) -> None:
+        """A worker has returned these things that often.
+
+        Among them may be what it has written, and then told nobody of.
+        """
+        for strange in self.lending(caller).take_back(things, counts):
+            with suppress(ProtocolError):  # it has not got as far as to send it
+                os.close(self._received(caller, strange))
 
     def dispatch(self, caller: Caller, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""

@@ -219,6 +219,8 @@ class Channel:
     def send_all(self, messages: list[Message]) -> None:
         """Send messages together, outside of user code; see `send`."""
         frames = encode_all(messages)
+        for message in messages:
+            self._name(message)
         with self._lock:
             self._socket.sendall(frames)
 
@@ -232,7 +234,13 @@ class Channel:
         frame = encode(message)
         if self._interrupts.entered and get_ident() == self._main:
             with self._interrupts.shielded(), self._lock:
+                self._name(message)
                 self._socket.sendall(frame)
         else:
             with self._lock:
+                self._name(message)
                 self._socket.sendall(frame)
+
+    def _name(self, message: Message) -> None:
+        if self.loans is not None and self.loans.unnamed:
+            self.loans.name(message)

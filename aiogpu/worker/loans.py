@@ -22,6 +22,7 @@ from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.context import current
 from aiogpu.worker.descriptors import Descriptors
+from aiogpu.worker.loan import Loan, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,36 +35,12 @@ if TYPE_CHECKING:
     from aiogpu.worker.interrupts import Interrupts
 
 
-class Loan:
-    """One thing that was lent to this process. It is over when this object is.
-
-    Attributes:
-        id: of the thing.
-        count: how often it came.
-    """
-
-    __slots__ = ("__weakref__", "_loans", "count", "id")
-
-    def __init__(self, loans: Loans, identity: int, count: int = 1) -> None:
-        self.id = identity
-        self.count = count
-        self._loans = loans
-
-    def __repr__(self) -> str:
-        return f"<Loan of {self.id}, {self.count} times>"
-
-    def __del__(self) -> None:
-        # Wherever the collector runs: in another thread, or amid user code.
-        self._loans.over.append((self.id, self.count))
-        if self._loans.on_over is not None:
-            self._loans.on_over()
-
-
 class Loans:
     """See above. Made in the zygote; connects when it is first needed.
 
     Attributes:
         over: loans that have ended and of which the driver was not told.
+        unnamed: segments that were written and of which the driver was not told yet.
         are_used: whether anything was ever lent to this process.
         on_over: told that a loan has ended, in whichever thread; None for nobody.
         descriptors: the way for those of shared memory.
@@ -87,6 +64,7 @@ class Loans:
             owner: id of the client whose process this is; 0 in a worker.
         """
         self.over: deque[tuple[int, int]] = deque()
+        self.unnamed: set[int] = set()
         self.are_used = False
         self.on_over: Callable[[], object] | None = None
         self._owner = owner
@@ -152,6 +130,29 @@ class Loans:
         """The loan of a value to which a handle is being unpickled."""
         return self._loans[identity]
 
+    def end(self, identity: int, count: int) -> None:
+        """A loan has ended: in whichever thread, maybe by the collector."""
+        self.are_used = True
+        self.over.append((identity, count))
+        if self.on_over is not None:
+            self.on_over()
+
+    def name(self, message: Message) -> None:
+        """The driver is being told what this message names."""
+        for field in message:
+            if type(field) is Parcel:
+                self._name(field)
+            elif type(field) is tuple:
+                for one in field:
+                    if type(one) is Parcel:
+                        self._name(one)
+
+    def _name(self, parcel: Parcel) -> None:
+        self.unnamed.discard(parcel.contents.segment)
+        for part in parcel.parts:
+            if type(part) is Parcel:
+                self._name(part)
+
     def tell(self) -> Returned | None:
         """What the driver is to be told of loans that have ended; None for nothing."""
         if not self.over:
@@ -170,6 +171,9 @@ class Loans:
             self.descriptors.take_in()
             for identity in ended:
                 self.descriptors.close(identity)
+                if identity in self.unnamed:
+                    self.unnamed.discard(identity)
+                    self._own_segments().discard(identity)
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
     def views(self, contents: Contents) -> list[memoryview]:
@@ -227,17 +231,18 @@ class Loans:
             values=tuple(reference.id for reference in outgoing.references),
             returns=outgoing.returns,
         )
-        loan = None
+        hold: Loan | Written | None = None
+        shown = None
         if outgoing.is_large:
             shown = self._shown(outgoing)
             if shown is not None:
                 contents = contents.placed(*shown)
-                loan = self._mapped[shown.segment]
+                hold = self._mapped[shown.segment]
             else:
-                contents = self._write(outgoing, contents)
-        holds = (*outgoing.handles, *outgoing.references, loan)
+                hold, contents = self._write(outgoing, contents)
+        holds = (*outgoing.handles, *outgoing.references, hold)
         parcel = Parcel.of(contents, holds, self)
-        parcel.is_shown = loan is not None
+        parcel.is_shown = shown is not None
         return parcel
 
     def _shown(self, outgoing: Outgoing) -> Shown | None:
@@ -248,21 +253,23 @@ class Loans:
         # Of what this process has put itself, the driver may know nothing any more.
         return shown if shown is not None and shown.segment in self._mapped else None
 
-    def _write(self, outgoing: Outgoing, contents: Contents) -> Contents:
+    def _write(
+        self, outgoing: Outgoing, contents: Contents
+    ) -> tuple[Written | None, Contents]:
         buffers, stream = outgoing.laid_out()
         try:
-            segment, spans = self._written(buffers)
+            written, size, spans = self._written(buffers)
         except OSError:
             # No descriptor, or no memory: then it travels as a whole.
             whole = tuple(map(bytes, outgoing.buffers))
-            return contents._replace(buffers=whole)
+            return None, contents._replace(buffers=whole)
         contents = contents._replace(stream=stream)
-        return contents.placed(segment.id, segment.size, spans)
+        return written, contents.placed(written.id, size, spans)
 
     def _written(
         self, buffers: list[memoryview]
-    ) -> tuple[Segment, tuple[tuple[int, int], ...]]:
-        """A segment with these, and where they are; the driver has it as well."""
+    ) -> tuple[Written, int, tuple[tuple[int, int], ...]]:
+        """A segment with these, its bytes, and where they are; the driver has it."""
         from aiogpu.memory.segment import Segment
 
         room = Segment.room_for(buffer.nbytes for buffer in buffers)
@@ -276,8 +283,10 @@ class Loans:
                 self.descriptors.send(segment)
             except BaseException:
                 warm.discard(segment.id)
+                self.end(segment.id, 1)  # the driver may count it as warm
                 raise
-        return segment, spans
+            self.unnamed.add(segment.id)
+            return Written(self, segment.id), segment.size, spans
 
     def _own_segments(self) -> WarmSegments:
         if self._warm is None:

@@ -13,7 +13,8 @@ from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.worker.loans import Loan, Loans
+    from aiogpu.worker.loan import Loan
+    from aiogpu.worker.loans import Loans
 
 OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""

@@ -10,6 +10,8 @@ from typing import Final
 
 import aiogpu
 from aiogpu.memory.whereabouts import address_of
+from aiogpu.wire.outgoing import Outgoing
+from aiogpu.worker.context import current
 from tests.gate import pass_gate
 
 B: Final = ord("b")
@@ -38,6 +40,14 @@ def bytes_kept() -> list[set[int]]:
 def try_to_change(view: memoryview) -> None:
     """Write where only reading is allowed."""
     view[0] = 1
+
+
+@aiogpu.remote
+def write_in_vain(size: int, times: int) -> None:
+    """Write what would be sent, and do not send it, as where that is interrupted."""
+    for _ in range(times):
+        assert current.loans is not None
+        current.loans.pack(Outgoing(b"", [memoryview(bytes(size))]))
 
 
 @aiogpu.remote(max_retries=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import tempfile
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 import aiogpu
+from aiogpu.engines.local import LocalEngine
 from benchmarks.census import shared_memory
 from tests.deaths.remains import gone_within
 from tests.engines import shared_tasks, tasks
 from tests.gate import Gate
 from tests.program import start
+from tests.until import until
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
 
@@ -45,6 +48,28 @@ async def test_nobody_can_change_what_others_see() -> None:
             await shared_tasks.try_to_change.remote(handle)
         assert (await handle).readonly
         assert (await handle)[0] == A
+
+
+async def test_what_is_written_in_vain_is_given_up() -> None:
+    """Its descriptor is with the driver, or on the way there."""
+    async with aiogpu.init(num_cpus=1) as session:
+        await shared_tasks.write_in_vain.remote(LARGE, 1)  # a new segment
+        made = await shared_tasks.make.remote(A, LARGE)
+        del made
+        for _ in range(2):  # a warm one, then new ones
+            await shared_tasks.write_in_vain.remote(LARGE, 3)
+        engine = session._engine
+        assert isinstance(engine, LocalEngine)
+        store = engine.store
+        (lending,) = [store.lending(caller) for caller in store._workers.values()]
+        await until(lambda: not (shared_memory() > LARGE or lending.warm))
+        on_the_way = select.poll()
+        assert lending._socket is not None
+        on_the_way.register(lending._socket, select.POLLIN)
+        await until(lambda: not on_the_way.poll(0))
+        assert not lending._arrived
+        assert store.memory.used == store.memory.warm == 0
+        assert len(await shared_tasks.make.remote(A, LARGE)) == LARGE
 
 
 async def test_a_view_in_a_global_never_changes() -> None:

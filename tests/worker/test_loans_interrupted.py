@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -12,15 +13,22 @@ from typing import ParamSpec, TypeVar
 
 import pytest
 
+from aiogpu.errors import SerializationError
 from aiogpu.memory import passing
 from aiogpu.memory.page import ControlPage
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
+from aiogpu.wire import frames
+from aiogpu.wire.messages import Done
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, pack
+from aiogpu.wire.sharing import Returned
+from aiogpu.wire.streaming import Items
+from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
+from tests.worker.driver_end import DriverEnd
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,6 +150,41 @@ def test_what_is_written_in_vain_is_given_up(
     loans.pack(large())
     ((_, descriptor),) = DescriptorReceiver(node.accept()).read()
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("way", ["alone", "among several", "with others"])
+def test_what_is_sent_is_not_taken_back(
+    way: str, loans: Loans, channel: Channel, driver: DriverEnd
+) -> None:
+    channel.loans = loans
+    outgoing = large()
+    if way == "among several":
+        outgoing = Outgoing(b"p", parts=(large(), b"q"))
+    payload = loans.pack(outgoing)
+    if way == "with others":
+        channel.send_all([Items(7, (b"q", payload))])
+    else:
+        channel.send(Done(7, payload, 1))
+    del payload, outgoing
+    assert loans.tell() is None
+    assert driver.next()
+
+
+def test_what_cannot_be_sent_is_taken_back(
+    loans: Loans, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel.loans = loans
+    payload = loans.pack(large())
+    assert isinstance(payload, Parcel)
+    number = payload.contents.segment
+    monkeypatch.setattr(frames.encode, "__defaults__", (8,))
+    with pytest.raises(SerializationError, match="limit of 8"):
+        channel.send(Done(7, payload))
+    assert loans.tell() is None, "it may be sent in another way"
+    del payload
+    gc.collect()
+    assert loans.tell() == Returned((number,), (1,))
+    assert loans.tell() is None
 
 
 def interrupted(work: Callable[P, T]) -> Callable[P, T]:
