@@ -6,8 +6,11 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import count
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -306,3 +309,49 @@ def test_an_awaited_thing_may_end_though_it_was_cancelled(task_loop: TaskLoop) -
         assert task_loop.run(stubborn()) == "stubborn"
     with interrupts.heard(), pytest.raises(asyncio.CancelledError):
         task_loop.run(cancelled())
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that is interrupted half-way; not whole, it spoils its process."""
+    text = "import signal\nsignal.raise_signal(signal.SIGINT)\nWHOLE = True\n"
+    (tmp_path / "half_way.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "half_way"
+    sys.modules.pop("half_way", None)
+
+
+def test_an_import_is_not_broken_off(half: str) -> None:
+    """The interrupt, of which there may be no other, comes as soon as it has ended."""
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(import_module(half).WHOLE)
+        assert not interrupts.has_come
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            pass
+
+    with interrupts.heard(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == [True]
+    assert interrupts.has_come
+
+
+def test_what_an_import_has_put_off_a_coroutine_hears(
+    half: str, task_loop: TaskLoop
+) -> None:
+    """The import is that of its own module."""
+    with interrupts.heard():
+        import_module(half)
+        with pytest.raises(KeyboardInterrupt):
+            task_loop.run(asyncio.Event().wait())
+
+
+def test_what_came_for_a_task_is_none_of_the_nexts(half: str) -> None:
+    with interrupts.heard():
+        import_module(half)
+    interrupts._look(0, None)
+    with interrupts.heard():
+        interrupts._look(0, None)
+    assert not interrupts.has_come

@@ -146,8 +146,9 @@ class Cancels:
             yield
         finally:
             self._is_heard = False
+            interrupts.forget()
 
-    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_heard and self._is_running():
             self.has_come = True
-            interrupts.interrupt()
+            interrupts.interrupt(frame)

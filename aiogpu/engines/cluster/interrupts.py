@@ -3,17 +3,27 @@
 Ray raises an interrupt at any moment of a task, and may raise several of them, so that
 whatever would clean up after the first is cut short by the next. Here the first one
 ends the task's code, as on other engines, and the rest are not heard. Code of ours that
-must not be broken off is not: an interrupt waits until it has ended.
+must not be broken off is not, and no import either: an interrupt waits until it has
+ended.
 """
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
+
+from aiogpu.worker.interrupts import imports
+
+AGAIN: Final = 0.02
+"""Seconds between two looks at whether an import has ended."""
+LOOK: Final = signal.SIGRTMAX
+"""Whose handler looks, in the main thread; nobody really sends it."""
 
 
 class Interrupts:
@@ -44,6 +54,12 @@ class Interrupts:
             yield
         finally:
             self._is_heard = False
+            self.forget()
+
+    def forget(self) -> None:
+        """The code has ended that what was put off would have ended."""
+        if _is_main():
+            self._is_pending = False
 
     @contextmanager
     def put_off(self, wake: Callable[[], object] | None = None) -> Iterator[None]:
@@ -82,20 +98,39 @@ class Interrupts:
         self.has_come = True
         return True
 
-    def interrupt(self) -> None:
-        """End the code of the main thread, which asks: now, or when it may be ended."""
+    def interrupt(self, frame: FrameType | None) -> None:
+        """End the code of the main thread, which asks: now, or when it may be ended.
+
+        Args:
+            frame: what it executes.
+        """
         if self._depth:
             self._is_pending = True
             if self._wake is not None:
                 self._wake()
+        elif imports(frame):
+            is_watched, self._is_pending = self._is_pending, True
+            if not is_watched:
+                signal.signal(LOOK, self._look)
+                # `threading` takes a lock for it, which the import may hold.
+                _thread.start_new_thread(self._watch, ())
         else:
             self._is_pending = False
             self.has_come = True
             raise KeyboardInterrupt
 
-    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _watch(self) -> None:
+        while self._is_pending:
+            time.sleep(AGAIN)
+            _thread.interrupt_main(LOOK)
+
+    def _look(self, _signal: int, frame: FrameType | None) -> None:
+        if self._is_pending and not self._depth:
+            self.interrupt(frame)
+
+    def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_heard and not self.has_come:
-            self.interrupt()
+            self.interrupt(frame)
 
 
 def _is_main() -> bool:
