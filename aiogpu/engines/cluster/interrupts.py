@@ -9,10 +9,10 @@ ended.
 
 from __future__ import annotations
 
-import _thread
 import signal
 import threading
 import time
+from _thread import get_ident, interrupt_main, start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -113,7 +113,7 @@ class Interrupts:
             if not is_watched:
                 signal.signal(LOOK, self._look)
                 # `threading` takes a lock for it, which the import may hold.
-                _thread.start_new_thread(self._watch, ())
+                start_new_thread(self._watch, ())
         else:
             self._is_pending = False
             self.has_come = True
@@ -122,7 +122,7 @@ class Interrupts:
     def _watch(self) -> None:
         while self._is_pending:
             time.sleep(AGAIN)
-            _thread.interrupt_main(LOOK)
+            interrupt_main(LOOK)
 
     def _look(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_pending and not self._depth:
@@ -134,7 +134,8 @@ class Interrupts:
 
 
 def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    # `threading.current_thread` would make an object for each of Ray's own threads.
+    return get_ident() == threading.main_thread().ident
 
 
 interrupts: Final = Interrupts()
