@@ -111,7 +111,7 @@ class Interrupts:
             self._raise(task)
 
     def _is_open_to_it(self, frame: FrameType) -> bool:
-        if frame.f_code in self._own or _imports(frame):
+        if frame.f_code in self._own or imports(frame):
             return False
         return self.soften is None or not self.soften(frame)
 
@@ -166,7 +166,7 @@ class Shield:
             self._catch_up(_getframe(1))
 
 
-def _imports(frame: FrameType | None) -> bool:
+def imports(frame: FrameType | None) -> bool:
     """Whether an import is under way. The driver will ask again.
 
     One that is broken off leaves parts behind, and the module cannot be imported in

@@ -169,6 +169,10 @@ class Calls:
         for index, ref in enumerate(refs):
             ray.when_done(ref, partial(self._arrive, number, index))
 
+    def wait(self, refs: Sequence[Ref], seconds: float) -> bool:
+        """Wait in this thread until one of them is there; see `ray.wait`."""
+        return ray.wait(refs, seconds)
+
     def ref_of(self, number: int, part: int) -> Ref | None:
         """The object of a call that runs, or of one of its results."""
         live = self.live.get(number)
@@ -231,6 +235,9 @@ class Calls:
             except RuntimeError:
                 # The loop is closed: nobody is left who would want to know.
                 self._arrived.clear()
+            except BaseException:
+                self._is_posted = False  # plain code was interrupted here
+                raise
 
     def _deliver(self) -> None:
         self._is_posted = False

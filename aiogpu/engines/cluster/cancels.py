@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Final
 
 from aiogpu.engines import ray
+from aiogpu.engines.cluster.interrupts import interrupts
 
 ID_SIZE: Final = 24
 """Bytes of the id of a call."""
@@ -140,15 +141,14 @@ class Cancels:
         self._is_heard = True
         try:
             if self._ids and self._is_running():
-                self._interrupt()
+                self.has_come = True
+                raise KeyboardInterrupt
             yield
         finally:
             self._is_heard = False
+            interrupts.forget()
 
-    def _on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
         if self._is_heard and self._is_running():
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        self.has_come = True
-        raise KeyboardInterrupt
+            self.has_come = True
+            interrupts.interrupt(frame)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.engines.base import error_inside_task
+from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.loops import TaskLoop, has_loop, task_loop
 from aiogpu.engines.cluster.payload import kept_in
 from aiogpu.wire.parcel import has_handles
@@ -48,6 +49,7 @@ class ClusterHost:
         """Have plain code's calls carried on a loop, or on one of each thread's own."""
         self.upsets = 0
         self._loop = loop
+        self._has_ended = False
 
     def __repr__(self) -> str:
         return "<ClusterHost>"
@@ -84,20 +86,24 @@ class ClusterHost:
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
         """Start a child of the task; gives its number."""
-        return self._engine.submit(site, payload, receiver)
+        with interrupts.put_off():
+            return self._engine.submit(site, payload, receiver)
 
     def call(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
         """Call a method of an actor; gives the call's number."""
-        return self._engine.actors.known(actor).call(method, payload, receiver)
+        with interrupts.put_off():
+            return self._engine.actors.known(actor).call(method, payload, receiver)
 
     def demand(self, child: int, limit: int) -> None:
         """Let a child that is a stream yield so many items in all."""
-        self._engine.demand(child, limit)
+        with interrupts.put_off():
+            self._engine.demand(child, limit)
 
     def withdraw(self, child: int) -> None:
         """Nobody wants a child's result any more: stop it."""
-        self.upsets += 1
-        self._engine.cancel(child)
+        with interrupts.put_off():
+            self.upsets += 1
+            self._engine.cancel(child)
 
     def withdraw_soon(self, child: int) -> None:
         """The same where the collector runs."""
@@ -107,7 +113,8 @@ class ClusterHost:
 
     def cancel(self, task: int) -> None:
         """Stop a child or a call."""
-        self._engine.cancel(task)
+        with interrupts.put_off():
+            self._engine.cancel(task)
 
     async def why(self, name: str, task: int) -> NoReturn:
         """Refuse: only the program asks why a task waits.
@@ -135,21 +142,28 @@ class ClusterHost:
         """The arguments; handles for a coroutine are its loop's."""
         if not (has_references(payload) and is_coroutine(function)):
             return load(payload)  # type: ignore[no-any-return]
-        asyncio._set_running_loop(self.program)
+        loop = self.program
         try:
+            # Within: an interrupt may come as soon as it is set.
+            asyncio._set_running_loop(loop)
             return load(payload)  # type: ignore[no-any-return]
         finally:
             asyncio._set_running_loop(None)
 
     def end(self) -> None:
-        """The task has ended: what it has started ends with it."""
-        if not has_loop():
+        """The task has ended: what it has started ends with it; once."""
+        if self._has_ended or not has_loop():
             return
         loop = task_loop()
-        loop.end_rest()
-        engine = _engines.get(loop.loop)
-        if engine is not None:
-            engine.end_children()
+        # The task's code has ended by now: an interrupt has nothing more to end.
+        with suppress(KeyboardInterrupt), interrupts.put_off():
+            try:
+                loop.end_rest()
+            finally:
+                engine = _engines.get(loop.loop)
+                if engine is not None:
+                    engine.end_children()
+            self._has_ended = True
 
 
 def has_references(payload: bytes) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from selectors import EpollSelector, SelectorKey
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.engines import ray
 from aiogpu.engines.cluster.interrupts import interrupts
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ ON_ITS_WAY: Final = 0.001
 """Seconds for what is ready to be told of, from Ray's thread to this one."""
 LOOKED_AT: Final = 1000
 """Objects that one wait is for, at most."""
+MOST_ENDS: Final = 10
+"""Exceptions by which what is left on a loop may end it."""
 
 
 class _Waiting(EpollSelector):
@@ -45,13 +46,13 @@ class _Waiting(EpollSelector):
         found = super().select(0)
         if found:
             return found
-        refs = self._awaited()
+        calls, refs = self.calls, self._awaited()
         is_alone = len(self.get_map()) == 1 and not self.is_shared
         slice_ = SLICE if is_alone or not refs else SHARED_SLICE
         wait = slice_ if timeout is None else min(timeout, slice_)
-        if not refs:
+        if calls is None or not refs:
             return super().select(wait)
-        return super().select(ON_ITS_WAY if ray.wait(refs, wait) else 0)
+        return super().select(ON_ITS_WAY if calls.wait(refs, wait) else 0)
 
     def _awaited(self) -> Sequence[Ref]:
         if self.calls is None:
@@ -80,6 +81,7 @@ class TaskLoop:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._waiting)
         self._runner = asyncio.Runner(loop_factory=lambda: self.loop)
         self._runner.get_loop()
+        self._main: asyncio.Task[Any] | None = None
 
     def wait_for(self, calls: Calls) -> None:
         """While it is idle, it waits for these."""
@@ -90,20 +92,46 @@ class TaskLoop:
 
         An interrupt cancels it, and is raised when it has ended by that.
         """
+        with interrupts.put_off(self._wake):
+            try:
+                return self._runner.run(self._awaited(awaitable))
+            except asyncio.CancelledError:
+                if not interrupts.has_come:
+                    raise
+                raise KeyboardInterrupt from None
+            except (SystemExit, KeyboardInterrupt):
+                self._settle()
+                raise
+
+    async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
+        self._main = asyncio.current_task()
         try:
-            return self._runner.run(_awaited(awaitable))
-        except BaseException:
-            self._settle()
-            raise
+            self._hear()  # what has come before it could be cancelled
+            return await awaitable
+        finally:
+            self._main = None
+
+    def _wake(self) -> None:
+        # A cancel may do anything, take a lock say, that the interrupted code holds.
+        self.loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
+        if self._main is not None and interrupts.take():
+            self._main.cancel()
 
     def _settle(self) -> None:
         """Run what is due once more.
 
-        An interrupt that comes while the loop ends leaves the loop's own stop behind,
-        which would stop whatever is run next.
+        Code that ends the loop by an exception of its own may leave the loop's own stop
+        behind, which would stop whatever is run next.
         """
-        self.loop.call_soon(self.loop.stop)
-        self.loop.run_forever()
+        for _ in range(MOST_ENDS):
+            stop = self.loop.call_soon(self.loop.stop)
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                stop.cancel()  # it was another's turn to end the loop
 
     def run_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
         """Run what is due until something is done; False if time is up before.
@@ -112,19 +140,20 @@ class TaskLoop:
             is_done: asked after each step.
             deadline: by `time.monotonic()`, as the loop's own clock; None for no limit.
         """
-        self._note_waiters(1)
-        try:
-            while not is_done():
-                if deadline is not None and self.loop.time() >= deadline:
-                    return False
-                if self._begin_turn(is_done):
-                    try:
-                        self._turn()
-                    finally:
-                        self._end_turn()
-            return True
-        finally:
-            self._note_waiters(-1)
+        with interrupts.put_off():
+            self._note_waiters(1)
+            try:
+                while not (is_done() or interrupts.is_due()):
+                    if deadline is not None and self.loop.time() >= deadline:
+                        return False
+                    if self._begin_turn(is_done):
+                        try:
+                            self._turn()
+                        finally:
+                            self._end_turn()
+                return True
+            finally:
+                self._note_waiters(-1)
 
     def _note_waiters(self, more: int) -> None:
         with self._turns:
@@ -158,28 +187,19 @@ class TaskLoop:
             alarm.cancel()
 
     def end_rest(self) -> None:
-        """Cancel what the task has left running on the loop; nothing of it goes on."""
+        """Cancel what the task has left running on the loop; nothing of it goes on.
+
+        An interrupt cancels it once more, and is raised when it has ended.
+        """
         rest = asyncio.all_tasks(self.loop)
-        for task in rest:
-            task.cancel()
         if rest:
-            waiting = asyncio.gather(*rest, return_exceptions=True)
-            self.loop.run_until_complete(waiting)
+            self.run(_ended(rest))
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    task = asyncio.current_task()
-    assert task is not None
-    interrupts.cancel = task.cancel
-    try:
-        return await awaitable
-    except asyncio.CancelledError:
-        if not interrupts.has_come:
-            raise
-        task.uncancel()
-        raise KeyboardInterrupt from None
-    finally:
-        interrupts.cancel = None
+async def _ended(rest: Iterable[asyncio.Task[Any]]) -> None:
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 class _OfThread(threading.local):

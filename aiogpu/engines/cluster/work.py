@@ -152,7 +152,10 @@ def surroundings(work: Work) -> Iterator[ClusterHost]:
     try:
         yield host
     finally:
-        host_of_task.reset(token)
+        try:
+            host.end()  # no interrupt is heard any more that could have it skipped
+        finally:
+            host_of_task.reset(token)
 
 
 def take_place(
