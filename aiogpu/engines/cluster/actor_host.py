@@ -83,7 +83,7 @@ class Stage:
         self._name = blueprint.name
         self._cancels = Cancels(ray.facts()[2])
         self._failure: TaskFailure | None = None
-        self._host = ClusterHost(TaskLoop())
+        self._host = ClusterHost(TaskLoop(is_of_actor=True))
         self._object: Any = None
         self._groups = blueprint.groups
         take_place(blueprint.name, blueprint.resources, blueprint.kinds)

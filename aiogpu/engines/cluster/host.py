@@ -149,6 +149,9 @@ class ClusterHost:
         loop.end_rest()
         engine = _engines.get(loop.loop)
         if engine is not None:
+            if engine.calls.is_posted:
+                # Else what has come is kept until the next task of this process.
+                loop.settle()
             engine.end_children()
 
 
