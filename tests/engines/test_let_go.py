@@ -32,6 +32,7 @@ async def gpu_is_free() -> None:
 
 async def gpu_can_be_had() -> None:
     """Return when another model has had it, after all that had asked before."""
+    gc.collect()
     async with asyncio.timeout(LIMIT):
         await Model.remote()
     await gpu_is_free()
