@@ -40,7 +40,25 @@ class Plain:
         told: list[int] = aiogpu.get([first.answer.remote(), second.answer.remote()])
         return sum(told)
 
+    def make_and_drop(self, _models: list[Any]) -> None:
+        Model.remote()
 
+    def make_and_call(self, _models: list[Any]) -> None:
+        Model.remote().answer.remote()
+
+    def call(self, models: list[Any]) -> None:
+        models[0].answer.remote()
+
+    def pass_on(self, models: list[Any]) -> None:
+        nothing.remote(models[0])
+
+    def fail_after_put(self, models: list[Any]) -> None:
+        aiogpu.get(aiogpu.put([models[0]]))
+        raise ValueError
+
+
+UNAWAITED = ("make_and_drop", "make_and_call", "call", "pass_on", "fail_after_put")
+"""Methods that wait for nobody, or fail."""
 Serial = aiogpu.remote(Plain)
 
 
@@ -80,6 +98,11 @@ class Soft:
 
     async def open(self) -> None:
         self.gate.set()
+
+
+@aiogpu.remote
+def do(method: str, models: list[Any]) -> None:
+    getattr(Plain(), method)(models)
 
 
 @aiogpu.remote

@@ -103,7 +103,7 @@ class ClusterActor:
     def _live(self, receiver: Receiver) -> Live:
         live = Live(self.name, receiver, self.engine.loop.time(), actor=self.id)
         live.within = self.site.spec.shape.request.gang
-        live.knows = self._knows
+        live.knows = self.knows
         return live
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
@@ -142,8 +142,9 @@ class ClusterActor:
     def hold(self, request: Request) -> None:
         """It is being made: hold back its calls until that is done."""
         self._held = []
-        live = self._ask(Made(self))
-        live.told_as, live.request = None, request
+        made = Made(self)
+        live = self._ask(made)
+        live.told_as, live.request, live.knows = None, request, made.knows
 
     def begin(self) -> None:
         """It was made, or never will be: what was held back may go."""
@@ -268,7 +269,7 @@ class ClusterActor:
         # After what it was sent already, which is told the same.
         self._leave()
 
-    def _knows(self, error: BaseException) -> Failed | None:
+    def knows(self, error: BaseException) -> Failed | None:
         """Why the constructor never ran, if an argument of it is to blame.
 
         Ray tells so in words only, and to whoever calls, without the error itself.

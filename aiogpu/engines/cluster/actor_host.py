@@ -23,6 +23,7 @@ from aiogpu.engines.cluster.work import (
     NeedFailedError,
     adopt,
     arguments,
+    let_go_of_passed,
     returned,
     returned_item,
     search_path,
@@ -83,7 +84,7 @@ class Stage:
         self._name = blueprint.name
         self._cancels = Cancels(ray.facts()[2])
         self._failure: TaskFailure | None = None
-        self._host = ClusterHost(TaskLoop())
+        self._host = ClusterHost(TaskLoop(is_of_actor=True))
         self._object: Any = None
         self._groups = blueprint.groups
         take_place(blueprint.name, blueprint.resources, blueprint.kinds)
@@ -100,6 +101,7 @@ class Stage:
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything
             failed = failure(kind, error).failed
             self._failure = TaskFailure(*not_made(self._name, failed))
+        let_go_of_passed()
         self._methods = Methods(self._object)
 
     def _stopped(self) -> TaskFailure:
@@ -189,6 +191,8 @@ class PlainHost(Stage):
             if cancels.has_come:
                 raise self._stopped() from None
             raise
+        finally:
+            let_go_of_passed()
 
     def pour(self, said: bytes, *given: Any) -> Iterator[Any]:
         """The same for a generator."""
@@ -210,6 +214,8 @@ class PlainHost(Stage):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
             raise failure(kind, error) from None
+        finally:
+            let_go_of_passed()
 
     def leave(self, groups: int) -> None:
         """End, after all that was sent before: each of so many groups is told."""

@@ -32,7 +32,10 @@ LEAVING: Final = 10.0
 
 
 class Made:
-    """Hears whether an actor's constructor has returned."""
+    """Hears whether an actor's constructor has returned; keeps nobody alive for that.
+
+    The constructor runs to its end all the same: Ray does what it was sent before.
+    """
 
     def __init__(self, actor: ClusterActor) -> None:
         self._actor = ref(actor)
@@ -55,6 +58,11 @@ class Made:
         actor = self._actor()
         if actor is not None:
             actor.begin()
+
+    def knows(self, error: BaseException) -> Failed | None:
+        """What its actor knows of an error of Ray's; see `Live.knows`."""
+        actor = self._actor()
+        return None if actor is None else actor.knows(error)
 
 
 class Ended:

@@ -134,6 +134,9 @@ class Calls:
         live: the calls whose end somebody waits for, by number.
         ending: those that were stopped and have not ended yet.
         on_delivered: told when something was delivered; None for nobody.
+        on_posted: told, in any thread, that the loop has something to deliver; None
+            for nobody.
+        is_posted: whether it has.
         cancelling: how Ray is told to cancel them.
         loop: that loop.
     """
@@ -143,9 +146,10 @@ class Calls:
         self.live: dict[int, Live] = {}
         self.ending: dict[int, Live] = {}
         self.on_delivered: Callable[[], object] | None = None
+        self.on_posted: Callable[[], object] | None = None
+        self.is_posted = False
         self.loop = loop
         self._arrived: deque[tuple[int, int, Any]] = deque()
-        self._is_posted = False
 
     def __repr__(self) -> str:
         return f"<Calls {len(self.live)} live, {len(self.ending)} ending>"
@@ -197,6 +201,8 @@ class Calls:
 
     def _arrive(self, number: int, index: int, found: Any) -> None:
         """In a thread of Ray's."""
+        if number not in self.live:
+            found = None  # the loop of a worker may not turn for long
         self._arrived.append((number, index, found))
         self._post()
 
@@ -228,10 +234,12 @@ class Calls:
             self.on_delivered()
 
     def _post(self) -> None:
-        if not self._is_posted:
-            self._is_posted = True
+        if not self.is_posted:
+            self.is_posted = True
             try:
                 self.loop.call_soon_threadsafe(self._deliver)
+                if self.on_posted is not None:
+                    self.on_posted()
             except RuntimeError:
                 # The loop is closed: nobody is left who would want to know.
                 self._arrived.clear()
@@ -240,7 +248,7 @@ class Calls:
                 raise
 
     def _deliver(self) -> None:
-        self._is_posted = False
+        self.is_posted = False
         arrived = self._arrived
         while arrived:
             number, index, found = arrived.popleft()
@@ -283,11 +291,16 @@ class Calls:
         if live is None:
             return None
         live.rest()
-        live.receiver = None
+        live.receiver = live.knows = None
         live.tell_sent()
         if live.refs or live.stop is not None:
             self.ending[number] = live
         return live
+
+    def forget(self, number: int) -> None:
+        """The same of a call that goes on, and of which no end need be heard."""
+        self.let_go(number)
+        self.ending.pop(number, None)
 
 
 def _settle(live: Live) -> None:

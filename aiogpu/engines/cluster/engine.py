@@ -255,7 +255,8 @@ class RayEngine(Questions):
         elif live.is_borrowed or live.goes_on:
             self.calls.ending.pop(task, None)
         elif live.stop is not None:
-            live.stop()
+            stop, live.stop = live.stop, None
+            stop()
         elif live.refs:
             self.calls.cancelling.cancel(live.refs[0])
             self.calls.ring(task, self.grace, partial(self._insist, task))
@@ -274,7 +275,7 @@ class RayEngine(Questions):
     def end_children(self) -> None:
         """The task has ended whose calls these are; all but those of actors end."""
         for number, live in list(self.calls.live.items()):
-            (self.calls.let_go if live.actor and live.refs else self.cancel)(number)
+            (self.calls.forget if live.actor and live.refs else self.cancel)(number)
 
     async def close(self) -> None:
         """Stop what this program has running, and leave the cluster."""

@@ -162,6 +162,9 @@ class ClusterHost:
             finally:
                 engine = _engines.get(loop.loop)
                 if engine is not None:
+                    if engine.calls.is_posted:
+                        # Else what has come is kept until this process's next task.
+                        loop.settle()
                     engine.end_children()
             self._has_ended = True
 

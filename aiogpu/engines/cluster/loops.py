@@ -14,6 +14,7 @@ from itertools import islice
 from selectors import EpollSelector, SelectorKey
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.engines.cluster.asking import OneThread
 from aiogpu.engines.cluster.interrupts import interrupts
 
 if TYPE_CHECKING:
@@ -67,13 +68,17 @@ class TaskLoop:
     """See above; one for each thread, kept between tasks, or one for all of an actor.
 
     The threads of an actor run it by turns, so that what one of them has started or
-    was given another can wait for.
+    was given another can wait for. What comes while none of them waits, a thread of
+    the loop's own has delivered: an actor may be idle for long, and would keep alive
+    whatever an answer holds that nobody has looked at.
 
     Attributes:
         loop: the loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_of_actor: bool = False) -> None:
+        self._is_of_actor = is_of_actor
+        self._attendant: OneThread | None = None
         self._turns = threading.Condition()
         self._is_run = False
         self._waiters = 0
@@ -86,6 +91,24 @@ class TaskLoop:
     def wait_for(self, calls: Calls) -> None:
         """While it is idle, it waits for these."""
         self._waiting.calls = calls
+        if self._is_of_actor:
+            calls.on_posted = self._attend
+
+    def _attend(self) -> None:
+        """In any thread: something has come. Who waits delivers it himself."""
+        with self._turns:
+            if self._waiters:
+                return
+            if self._attendant is None:
+                self._attendant = OneThread("aiogpu-attendant")
+        self._attendant.submit(self._deliver)
+
+    def _deliver(self) -> None:
+        if self._begin_turn(lambda: True):
+            try:
+                self.settle()
+            finally:
+                self._end_turn()
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
         """Await something of the task's, in a context that is a copy of the caller's.
@@ -93,6 +116,8 @@ class TaskLoop:
         An interrupt cancels it, and is raised when it has ended by that.
         """
         with interrupts.put_off(self._wake):
+            while not self._begin_turn(lambda: False):
+                continue  # another thread delivers what has come
             try:
                 return self._runner.run(self._awaited(awaitable))
             except asyncio.CancelledError:
@@ -100,8 +125,10 @@ class TaskLoop:
                     raise
                 raise KeyboardInterrupt from None
             except (SystemExit, KeyboardInterrupt):
-                self._settle()
+                self.settle()
                 raise
+            finally:
+                self._end_turn()
 
     async def _awaited(self, awaitable: Awaitable[Any]) -> Any:
         self._main = asyncio.current_task()
@@ -119,7 +146,7 @@ class TaskLoop:
         if self._main is not None and interrupts.take():
             self._main.cancel()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Run what is due once more.
 
         Code that ends the loop by an exception of its own may leave the loop's own stop
@@ -154,6 +181,9 @@ class TaskLoop:
                 return True
             finally:
                 self._note_waiters(-1)
+                calls = self._waiting.calls
+                if self._is_of_actor and calls is not None and calls.is_posted:
+                    self._attend()
 
     def _note_waiters(self, more: int) -> None:
         with self._turns:

@@ -225,6 +225,7 @@ def run_task(
             raise _failure(work, kind, error) from None
         finally:
             host.end()
+            let_go_of_passed()
 
 
 def pour_task(
@@ -249,6 +250,7 @@ def pour_task(
             raise _failure(work, kind, error) from None
         finally:
             host.end()
+            let_go_of_passed()
 
 
 def _each(items: Any, host: ClusterHost) -> Iterator[Any]:
@@ -271,9 +273,14 @@ def returned(value: object) -> Any:
     if type(value) is Results:
         return tuple(map(returned, value))
     result = dump_result(value)
-    if passing:
-        take_kept()  # Ray's handles of these actors go along
+    let_go_of_passed()  # Ray's handles of these actors go along
     return stored(packed_here(result) if isinstance(result, Outgoing) else result)
+
+
+def let_go_of_passed() -> None:
+    """Keep no actor alive whose handle was pickled here; it was sent, or never is."""
+    if passing:
+        take_kept()
 
 
 def returned_item(place: int, item: object) -> Any:
