@@ -100,14 +100,18 @@ class Interrupts:
         self._page.hear(self._slot, task)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        if self._shield.depth:
+            self._shield.is_pending = True
+        else:
+            self._interrupt(frame)
+
+    def _interrupt(self, frame: FrameType | None) -> None:
         task = self.entered
         # The driver may have sent it again just before it saw that the first was heard:
         # whatever ends a task's code is not to be cut short.
         if task == 0 or not self.is_asked(task) or self.has_heard(task):
             return
-        if self._shield.depth:
-            self._shield.is_pending = True
-        elif frame is None or self._is_open_to_it(frame):
+        if frame is None or self._is_open_to_it(frame):
             self._raise(task)
 
     def _is_open_to_it(self, frame: FrameType) -> bool:
@@ -140,8 +144,7 @@ class Interrupts:
         """
         if self._shield.is_pending and get_ident() == self._main:
             self._shield.is_pending = False
-            if self.soften is None or not self.soften(frame or _getframe(1)):
-                self._raise(self.entered)
+            self._interrupt(frame or _getframe(1))
 
 
 class Shield:
