@@ -127,7 +127,9 @@ class Loans:
 
     def own(self, identity: int) -> Loan:
         """A loan of what this process has just put; it counts as lent once."""
-        return self._note(identity)
+        with self._interrupts.if_open():
+            # Half of a loan would complain of that as it goes.
+            return self._note(identity)
 
     def loan(self, identity: int) -> Loan:
         """The loan of a value to which a handle is being unpickled."""
