@@ -195,12 +195,9 @@ class Children:
         self._tell_over()
 
     def tell_amid(self) -> None:
-        """The same while a task runs, which may go on for days.
-
-        Of actors only by a task, and where no handle was pickled and not sent: what an
-        actor's other call sends must first keep them alive.
-        """
+        """The same while a task runs, which may go on for days."""
         with self._channel.uncut():
+            # What an actor's other call sends must keep those alive that it names.
             if self._dropped and not (passing or current.is_actor):
                 self.tell_dropped()
             self._tell_over()
