@@ -174,20 +174,42 @@ class Line:
         deadline = time.monotonic() + PATIENCE
         while True:
             self._await(deadline)
-            if self._rest is not None:
-                self._go_on()
-            else:
-                self._send_unsent()
+            self._push()
             messages = self._receive()
             if messages is None:
                 # The loop finds that out as well, and tells everybody.
                 raise NodeDiedError("the node has ended.")
             found = next(filter(is_answer, messages), None)
-            if not self._late and messages:
-                self._loop.call_soon(self._tell_late)
-            self._late += [one for one in messages if one is not found]
+            self._tell_later([one for one in messages if one is not found])
             if found is not None:
                 return found
+
+    def press(self) -> None:
+        """Send and read what can be, while the loop waits in plain code for the node.
+
+        It hears nothing from who reads nothing.
+        """
+        if self._socket is None:
+            return
+        self._push()
+        try:
+            messages = self._receive()
+        except ProtocolError as error:
+            self._lose(error)
+            return
+        # Where the node has gone, the loop finds that out and tells everybody.
+        self._tell_later(messages or [])
+
+    def _push(self) -> None:
+        if self._rest is not None:
+            self._go_on()
+        else:
+            self._send_unsent()
+
+    def _tell_later(self, messages: list[Message]) -> None:
+        if messages and not self._late:
+            self._loop.call_soon(self._tell_late)
+        self._late += messages
 
     def _await(self, deadline: float) -> None:
         if self._socket is None:

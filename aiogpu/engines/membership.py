@@ -79,6 +79,7 @@ class Membership:
         os.close(descriptor)
         self.loans = Loans("", "", self._page, Interrupts(self._page), self.client)
         self.loans.on_over = self._on_over
+        self.loans.press = self._line.press
         self.shares = Shares(self, _nothing, self.new_number, self.loans, self.client)
         self._receivers: dict[int, Receiver] = {}
         self._last = 0

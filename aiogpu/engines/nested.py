@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from aiogpu.core.why import Why
     from aiogpu.engines.family import Family
     from aiogpu.runtime.call import Site
-    from aiogpu.worker.children import Children, Receiver
+    from aiogpu.worker.children import Children
+    from aiogpu.worker.shares import Receiver
 
 
 def current_family() -> Family:

@@ -133,21 +133,32 @@ class Lending:
         Raises:
             ProtocolError: it was not.
         """
-        receiver = self._receiver
-        while segment not in self._arrived and receiver is not None:
-            try:
-                found = receiver.read(socket.MSG_DONTWAIT)
-            except EOFError:
-                break
-            for number, descriptor in found:
-                if number in self._arrived:
-                    os.close(self._arrived[number])
-                self._arrived[number] = descriptor
-            if not found or len(self._arrived) > MOST_EARLY:
+        most = len(self._arrived) + MOST_EARLY
+        while segment not in self._arrived and len(self._arrived) <= most:
+            if not self._read():
                 break
         if segment not in self._arrived:
             raise ProtocolError(f"worker {self.worker} has passed no segment {segment}")
         return self._arrived.pop(segment)
+
+    def take_in(self) -> None:
+        """Read all that the worker has sent: it waits for room for more."""
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Read some; False where there is nothing."""
+        if self._receiver is None:
+            return False
+        try:
+            found = self._receiver.read(socket.MSG_DONTWAIT)
+        except EOFError:
+            return False
+        for number, descriptor in found:
+            if number in self._arrived:
+                os.close(self._arrived[number])
+            self._arrived[number] = descriptor
+        return bool(found)
 
     def close(self) -> None:
         """The worker has ended: it has nothing any more."""

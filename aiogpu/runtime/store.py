@@ -230,8 +230,11 @@ class Store:
     ) -> None:
         """A worker has returned these things that often.
 
-        Among them may be what it has written, and then told nobody of.
+        Among them may be what it has written, and then told nobody of. None at all are
+        `PRESSING`.
         """
+        if not things:
+            self.lending(caller).take_in()
         for strange in self.lending(caller).take_back(things, counts):
             with suppress(ProtocolError):  # it has not got as far as to send it
                 os.close(self._received(caller, strange))

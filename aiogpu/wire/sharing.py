@@ -25,10 +25,18 @@ class Recycle(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """Worker to driver: these things that came so often are not used any more."""
+    """Worker to driver: these things that came so often are not used any more.
+
+    See `PRESSING` for none.
+    """
 
     things: tuple[int, ...]
     counts: tuple[int, ...]
+
+
+PRESSING: Final = Returned((), ())
+"""Read the descriptors that I have sent: there is no room for more, and they are for
+one message, which cannot be sent before all of them."""
 
 
 class Put(NamedTuple):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Final
 
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.setup import Setup, descriptor_path, socket_path
+from aiogpu.wire.sharing import PRESSING
 from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
@@ -42,6 +44,7 @@ class Birth:
         self._loans = Loans(
             descriptor_path(setup.directory), setup.spill, page, self._interrupts
         )
+        self._loans.press = partial(self._channel.send, PRESSING)
         self._worker = Worker(self._channel, self._interrupts, imports, threads)
         self._worker.footing.find()
         self._seeds = seeds()

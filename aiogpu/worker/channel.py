@@ -13,6 +13,7 @@ import time
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -240,6 +241,10 @@ class Channel:
             with self._lock:
                 self._name(message)
                 self._socket.sendall(frame)
+
+    def uncut(self) -> AbstractContextManager[None]:
+        """Nothing interrupts what is done meanwhile, in this thread."""
+        return self._interrupts.if_open()
 
     def _name(self, message: Message) -> None:
         if self.loans is not None and self.loans.unnamed:

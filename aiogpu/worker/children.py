@@ -11,7 +11,7 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
@@ -35,28 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiogpu.worker.channel import Channel
+    from aiogpu.worker.shares import Receiver
 
 SLICE: Final = 0.05
 """Seconds after which a waiting thread sees what another one has read for it."""
 DECLARED: Final = 512
 """Sites that a worker takes for declared; then it declares all anew. The driver
 keeps more, so that it never forgets one that the worker still counts on."""
-
-
-class Receiver(Protocol):
-    """Who waits for a child. One of the three is called, at most once."""
-
-    def receive(self, payload: bytes) -> None:
-        """Take the pickled result."""
-        ...
-
-    def reject(self, failed: Failed) -> None:
-        """Take why there is none."""
-        ...
-
-    def abandon(self) -> None:
-        """Learn that the task has ended first, and the child with it."""
-        ...
 
 
 class Children:
@@ -189,6 +174,7 @@ class Children:
             self._begin()
             child = next(self._numbers)
             self._receivers[child] = receiver
+            self.tell_amid()
             self._channel.send(Fetch(current.task, child, value))
         return child
 
@@ -206,6 +192,17 @@ class Children:
         """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
+        self._tell_over()
+
+    def tell_amid(self) -> None:
+        """The same while a task runs, which may go on for days."""
+        with self._channel.uncut():
+            # What an actor's other call sends must keep those alive that it names.
+            if self._dropped and not (passing or current.is_actor):
+                self.tell_dropped()
+            self._tell_over()
+
+    def _tell_over(self) -> None:
         loans = current.loans
         returned = loans.tell() if loans is not None and loans.over else None
         if returned is not None:
@@ -213,6 +210,7 @@ class Children:
 
     def _send_passed(self) -> None:
         self._tell_unwanted()
+        self.tell_amid()
         if passing:
             self._channel.send(Carry(0, take_passing()))
 
@@ -224,6 +222,7 @@ class Children:
 
     def demand(self, child: int, limit: int) -> None:
         """Let a child that is a stream yield so many items in all."""
+        self.tell_amid()
         if child in self._receivers:
             self._channel.send(ChildDemand(child, limit))
 
@@ -251,6 +250,7 @@ class Children:
         The task as a whole waits for what any of them waits for.
         """
         self._tell_unwanted()
+        self.tell_amid()
         self.end_wait(waiter)
         if children:
             self._waits[waiter] = children

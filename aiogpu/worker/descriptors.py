@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeClosedError
@@ -84,8 +85,12 @@ class Descriptors:
             self.close(segment)
         self.leave()
 
-    def send(self, segment: Segment) -> None:
+    def send(self, segment: Segment, press: Callable[[], object]) -> None:
         """Send the driver a descriptor; it reads it when it hears of the segment.
+
+        Args:
+            segment: whose.
+            press: called while there is no room: has the driver read what was sent.
 
         Raises:
             OSError: the driver has gone, or there are too many descriptors.
@@ -95,8 +100,10 @@ class Descriptors:
         try:
             is_sent = self._sender.send(segment.id, descriptor)
             while not is_sent:
+                press()
                 # Not by `select` alone: it is writable where the kernel refuses.
-                select.select([], [connected], [], REFUSED)
+                waited_for = [] if self._sender.is_refused else [connected]
+                select.select([], waited_for, [], REFUSED)
                 is_sent = self._sender.flush()
         finally:
             os.close(descriptor)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import signal
+import weakref
 from _thread import get_ident
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from os.path import dirname
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import Final
@@ -22,6 +24,9 @@ from aiogpu.memory.page import ControlPage
 _SIGINT: Final = int(signal.SIGINT)
 IMPORT: Final = "<frozen importlib._bootstrap>"
 """The file name of all code that imports."""
+_PACKAGE: Final = dirname(dirname(__file__))
+"""Where all code of this library is."""
+_FINALIZES: Final = weakref.finalize.__call__.__code__
 
 
 class Interrupts:
@@ -100,18 +105,22 @@ class Interrupts:
         self._page.hear(self._slot, task)
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        if self._shield.depth:
+            self._shield.is_pending = True
+        else:
+            self._interrupt(frame)
+
+    def _interrupt(self, frame: FrameType | None) -> None:
         task = self.entered
         # The driver may have sent it again just before it saw that the first was heard:
         # whatever ends a task's code is not to be cut short.
         if task == 0 or not self.is_asked(task) or self.has_heard(task):
             return
-        if self._shield.depth:
-            self._shield.is_pending = True
-        elif frame is None or self._is_open_to_it(frame):
+        if frame is None or self._is_open_to_it(frame):
             self._raise(task)
 
     def _is_open_to_it(self, frame: FrameType) -> bool:
-        if frame.f_code in self._own or imports(frame):
+        if frame.f_code in self._own or imports(frame) or _lets_go(frame):
             return False
         return self.soften is None or not self.soften(frame)
 
@@ -140,8 +149,7 @@ class Interrupts:
         """
         if self._shield.is_pending and get_ident() == self._main:
             self._shield.is_pending = False
-            if self.soften is None or not self.soften(frame or _getframe(1)):
-                self._raise(self.entered)
+            self._interrupt(frame or _getframe(1))
 
 
 class Shield:
@@ -176,4 +184,24 @@ def imports(frame: FrameType | None) -> bool:
         if frame.f_code.co_filename == IMPORT:
             return True
         frame = frame.f_back
+    return False
+
+
+def _lets_go(frame: FrameType) -> bool:
+    """Whether this library lets go of something. The driver will ask again.
+
+    What is raised there is printed and lost, and with it the cancel; and so is that
+    something goes, which the driver would wait to hear.
+    """
+    if frame.f_code.co_filename == weakref.__file__:
+        return frame.f_code is not _FINALIZES
+    is_ours = False
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code is _FINALIZES:
+            return is_ours
+        is_ours = above.f_code.co_filename.startswith(_PACKAGE)
+        if above.f_code.co_name == "__del__":
+            return is_ours
+        above = above.f_back
     return False

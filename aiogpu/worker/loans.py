@@ -43,6 +43,8 @@ class Loans:
         unnamed: segments that were written and of which the driver was not told yet.
         are_used: whether anything was ever lent to this process.
         on_over: told that a loan has ended, in whichever thread; None for nobody.
+        press: has the driver read the descriptors that it was sent, soon: there is no
+            room for more, and what would name them cannot be said before.
         descriptors: the way for those of shared memory.
     """
 
@@ -67,6 +69,7 @@ class Loans:
         self.unnamed: set[int] = set()
         self.are_used = False
         self.on_over: Callable[[], object] | None = None
+        self.press: Callable[[], object] = _nothing
         self._owner = owner
         self._spill = spill
         self._page = page
@@ -124,7 +127,9 @@ class Loans:
 
     def own(self, identity: int) -> Loan:
         """A loan of what this process has just put; it counts as lent once."""
-        return self._note(identity)
+        with self._interrupts.if_open():
+            # Half of a loan would complain of that as it goes.
+            return self._note(identity)
 
     def loan(self, identity: int) -> Loan:
         """The loan of a value to which a handle is being unpickled."""
@@ -280,7 +285,7 @@ class Loans:
                 spans = segment.write(buffers)
                 # It has taken its time; once the driver has it, it is too late.
                 self._interrupts.catch_up()
-                self.descriptors.send(segment)
+                self.descriptors.send(segment, self.press)
             except BaseException:
                 warm.discard(segment.id)
                 self.end(segment.id, 1)  # the driver may count it as warm
@@ -324,3 +329,7 @@ class Loans:
     def leave(self) -> None:
         """This process is a fork of the worker: it must not speak for it."""
         self.descriptors.leave()
+
+
+def _nothing() -> None:
+    """Nobody can be told yet."""

@@ -13,6 +13,7 @@ from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
+    from aiogpu.wire.messages import Failed
     from aiogpu.worker.loan import Loan
     from aiogpu.worker.loans import Loans
 
@@ -27,6 +28,22 @@ class Sending(Protocol):
 
     def send(self, message: Message) -> None:
         """Say one."""
+        ...
+
+
+class Receiver(Protocol):
+    """Who waits for a child. One of the three is called, at most once."""
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result."""
+        ...
+
+    def reject(self, failed: Failed) -> None:
+        """Take why there is none."""
+        ...
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first, and the child with it."""
         ...
 
 

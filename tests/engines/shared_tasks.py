@@ -84,3 +84,15 @@ def die_while_writing(size: int) -> memoryview:
         mapped = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED)
         os.ftruncate(file.fileno(), size // 2)
         return memoryview(mapped)
+
+
+@aiogpu.remote
+def make_many(count: int, size: int) -> list[memoryview]:
+    """So many of that size, each with its number in its first bytes."""
+    return [memoryview(i.to_bytes(4, "little") + bytes(size - 4)) for i in range(count)]
+
+
+@aiogpu.remote
+def number_in(_text: str, view: memoryview) -> int:
+    """The number in its first bytes."""
+    return int.from_bytes(view[:4], "little")

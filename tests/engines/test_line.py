@@ -12,7 +12,7 @@ import pytest
 
 from aiogpu.engines import line as module
 from aiogpu.engines.line import AT_ONCE, CHUNK, Line
-from aiogpu.errors import NodeDiedError
+from aiogpu.errors import NodeDiedError, ProtocolError
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.frames import FrameReader, encode
 from aiogpu.wire.joining import Depart
@@ -177,3 +177,41 @@ async def test_what_was_not_sent_ends_with_the_node(tmp_path: Path) -> None:
         line.send(submit(2))
         with pytest.raises(NodeDiedError):
             line.ask_now(submit(3), lambda _: True)
+
+
+async def test_what_waits_for_room_goes_in_the_midst_of_a_turn(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (line, far):
+        line.send(submit(1, LARGE))
+        line.send(submit(2))
+        while len(far.numbers) < 2:
+            far.read()
+            line.press()
+        assert far.numbers == [1, 2]
+
+
+async def test_what_comes_meanwhile_is_told_in_its_turn(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (line, far):
+        told: list[Message] = []
+        line.on_messages = told.extend
+        for number in range(3):
+            far.socket.send(encode(ChildDone(number, b"")))
+            if number < 2:
+                line.press()
+        assert told == []
+        await settled()
+        assert [one.child for one in told if type(one) is ChildDone] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("said", [encode(Depart())[:-1] + b"\xff", b""])
+async def test_a_node_that_is_gone_or_mad_amid_a_turn(
+    said: bytes, tmp_path: Path
+) -> None:
+    async with joined(tmp_path) as (line, far):
+        lost: list[Exception | None] = []
+        line.on_lost = lost.append
+        far.socket.send(said)
+        far.socket.shutdown(socket.SHUT_WR)
+        line.press()
+        line.press()
+        await settled()
+        assert [type(one) for one in lost] == [ProtocolError if said else type(None)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from types import FrameType
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -273,15 +274,46 @@ def test_both_may_come_in_the_same_moment(
     assert page.begun(3) == 5, "the driver may have read that it had begun"
 
 
+def test_what_was_put_off_means_its_own_task(
+    page: ControlPage, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes again amid the shield's end, and is raised there: it is not put off."""
+    page.ask(3, 7)
+    interrupts.entered = 7
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts._shield, "_catch_up", lambda _frame: interrupt())
+        with pytest.raises(KeyboardInterrupt), interrupts.shielded():
+            interrupt()
+    assert page.heard(3) == 7
+    interrupts.entered = 8
+    with interrupts.shielded():
+        pass
+    assert page.heard(3) == 7
+
+
+@pytest.mark.parametrize("name", ["interrupt", "interrupt_under_a_shield"])
 def test_an_import_is_not_broken_off(
+    name: str,
     page: ControlPage,
     interrupts: Interrupts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    body = "import signal; signal.raise_signal(signal.SIGINT); is_whole = True"
+    """Nor is one that prints, which is done under a shield."""
+
+    def interrupt_under_a_shield() -> None:
+        with interrupts.shielded():
+            interrupt()
+
+    monkeypatch.setitem(sys.modules, "of_this_test", ModuleType("of_this_test"))
+    is_plain = name == "interrupt"
+    sys.modules["of_this_test"].interrupt = (  # type: ignore[attr-defined]
+        interrupt if is_plain else interrupt_under_a_shield
+    )
+    body = "import of_this_test; of_this_test.interrupt(); is_whole = True"
     (tmp_path / "module_under_interrupt.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "module_under_interrupt", raising=False)
     page.ask(3, 7)
     interrupts.entered = 7
     module = importlib.import_module("module_under_interrupt")

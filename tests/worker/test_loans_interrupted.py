@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from aiogpu.wire.streaming import Items
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.loan import Loan
 from aiogpu.worker.loans import Loans
 from tests.worker.driver_end import DriverEnd
 
@@ -194,3 +196,52 @@ def interrupted(work: Callable[P, T]) -> Callable[P, T]:
         return done
 
     return do
+
+
+@pytest.mark.parametrize("kind", ["Loan", "Written", "finalized"])
+def test_what_goes_is_told_whatever_comes_meanwhile(
+    kind: str, loans: Loans, page: ControlPage
+) -> None:
+    """An interrupt would be lost there, and what goes would never be given back."""
+    loans.on_over = interrupting_once = Once()
+    if kind == "Loan":
+        held: object = loans.own(-9)
+    elif kind == "Written":
+        held = loans.pack(large())
+    else:
+        held = Once()
+        weakref.finalize(held, loans.end, -9, 1)
+    del held
+    gc.collect()
+    assert interrupting_once.is_done
+    assert page.heard(3) == 0, "the driver will ask again"
+    assert loans.tell() is not None
+    with pytest.raises(KeyboardInterrupt, match="task 7"):
+        signal.raise_signal(signal.SIGINT)
+
+
+class Once:
+    """Has the signal come where it is called."""
+
+    is_done = False
+
+    def __call__(self) -> None:
+        self.is_done = True
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_half_a_loan_does_not_complain(
+    loans: Loans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(self: Loan, loans: Loans, identity: int, count: int = 1) -> None:
+        self.id = identity
+        signal.raise_signal(signal.SIGINT)
+        complete(self, loans, identity, count)
+
+    complete = Loan.__init__
+    monkeypatch.setattr(Loan, "__init__", begin)
+    with pytest.raises(KeyboardInterrupt, match="task 7"):
+        loans.own(-9)
+    monkeypatch.undo()
+    gc.collect()
+    assert loans.tell() == Returned((-9,), (1,))

@@ -1,0 +1,45 @@
+"""A task that goes on for long: what it has let go of is free meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import aiogpu
+from aiogpu.engines.local import LocalEngine
+from aiogpu.wire.outgoing import APART
+from tests.engines import long_tasks
+from tests.gate import Gate
+from tests.until import until
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]
+
+COUNT = 8
+
+
+@pytest.mark.parametrize("way", ["items", "results", "values"])
+@pytest.mark.parametrize("task", [long_tasks.take, long_tasks.take_softly])
+async def test_values_that_it_has_had(task: object, way: str, gate: Gate) -> None:
+    assert isinstance(task, aiogpu.RemoteFunction)
+    async with aiogpu.init(num_cpus=1) as session:
+        taking = task.remote(gate.path, way, COUNT, APART)
+        await gate.entered("taken")
+        engine = session._engine
+        assert isinstance(engine, LocalEngine)
+        memory = engine.store.memory
+        # The last one may be told with what is said next.
+        await until(lambda: memory.used <= 2 * APART)
+        gate.release("taken")
+        await taking
+
+
+async def test_an_actor_that_it_has_dropped(gate: Gate) -> None:
+    async with aiogpu.init(num_cpus=1):
+        taking = long_tasks.drop_an_actor.remote(gate.path)
+        await gate.entered("taken")
+        async with asyncio.timeout(20):
+            while (await aiogpu.status()).actors:
+                pass
+        gate.release("taken")
+        await taking
