@@ -103,6 +103,10 @@ class Driver:
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None
         self._closed = loop.create_future()
+        self._listen(pool)
+        self.ways: Final = self._all_ways()
+
+    def _listen(self, pool: Pool) -> None:
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
@@ -113,7 +117,6 @@ class Driver:
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
-        self.ways: Final = self._all_ways()
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
