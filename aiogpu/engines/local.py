@@ -120,6 +120,7 @@ class LocalEngine:
     def _open_driver(self) -> Driver:
         if self._driver is None:
             raise NodeClosedError("this node is not running.")
+        self._driver.row.end()
         return self._driver
 
     def submit(self, site: Site, payload: bytes, receiver: Receiver) -> int:
@@ -132,6 +133,11 @@ class LocalEngine:
 
             check_arguments(site, payload)
         driver.burst.note()
+        row = driver.row
+        if row.site is site and type(payload) is bytes:
+            task = row.add(payload, receiver)
+            if task:
+                return task
         return driver.submit(site, payload, receiver)
 
     def take_lease(self, site: Site, receiver: LeaseReceiver) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import select
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -38,11 +38,13 @@ class Burst:
     Attributes:
         count: submissions since answers were heard, or the clock was looked at;
             `HEARING` while answers are heard.
+        before: called before answers are heard.
     """
 
-    __slots__ = ("_due", "_first", "_workers", "count")
+    __slots__ = ("_due", "_first", "_workers", "before", "count")
 
     def __init__(self, workers: Mapping[int, LiveWorker]) -> None:
+        self.before: Callable[[], object] = _nothing
         self.count = 0
         self._workers = workers
         self._due = 0.0
@@ -64,6 +66,7 @@ class Burst:
             return
         self.count = HEARING
         try:
+            self.before()
             ready = self._ready()
             took = perf_counter() - begun
             self._hear(ready, begun + took + LONGEST)
@@ -99,3 +102,7 @@ def _take_in(peer: Peer) -> None:
     except Exception:  # noqa: BLE001 - one of them harms no other
         _log.exception("! cut off %r", peer)
         peer.abort()
+
+
+def _nothing() -> None:
+    """Nobody has submitted anything yet."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
-from aiogpu.core.effects import Effect
+from aiogpu.core.effects import NOTHING, Effect
 from aiogpu.core.events import (
     Cancelled,
     Closing,
@@ -38,6 +38,7 @@ from aiogpu.runtime.death import Death
 from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.row import Row
 from aiogpu.runtime.sending import Sending
 from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
@@ -85,6 +86,8 @@ class Driver:
         )
         self.telling = Telling(self._calls, self.guard)
         self._last_task = 0
+        self.row = Row(loop, self._submit_each)
+        self.burst.before = self.row.end
         self.answers = Answers(
             *(loop, scheduler, self._calls, self.shortages),
             *(self.feed, self._carry_out),
@@ -100,6 +103,10 @@ class Driver:
         self._timer: asyncio.Handle | None = None
         self._timer_at: float | None = None
         self._closed = loop.create_future()
+        self._listen(pool)
+        self.ways: Final = self._all_ways()
+
+    def _listen(self, pool: Pool) -> None:
         pool.on_started = self._on_started
         pool.on_gone = self._on_gone
         pool.on_outdated = self._on_outdated
@@ -110,7 +117,6 @@ class Driver:
         pool.hearing.on_spoilt = self._on_spoilt
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
-        self.ways: Final = self._all_ways()
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
@@ -171,6 +177,8 @@ class Driver:
         client: ClientId = OWN,
     ) -> int:
         """Start a task; gives its id. Raises what `Scheduler.admit` does."""
+        if self.row.site is not None:
+            self.row.end()
         if self.scheduler.clients is not None:
             self.scheduler.admit(site.spec.shape.request, client, parent)
         self._last_task += 1
@@ -179,44 +187,48 @@ class Driver:
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
         needs, submit = None if supply is None else supply.tasks, self.scheduler.submit
-        self._carry_out(submit(task, site.spec, now, parent, needs, client))
+        wanted = submit(task, site.spec, now, parent, needs, client)
+        self._carry_out(wanted)
         if supply is not None:
             supply.watch()
+        elif wanted is NOTHING and parent is None:
+            bucket = self.scheduler.ready.by_shape.get(site.spec.shape)
+            self.row.begin(site, bucket, self._last_task)
         return task
 
-    def submit_row(
-        self,
-        site: Site,
-        payloads: Sequence[bytes],
-        receivers: Sequence[Receiver],
-        client: ClientId,
-    ) -> range:
+    def submit_row(self, site: Site, calls: list[Call], client: ClientId) -> range:
         """Start tasks that would wait behind others like them; gives their ids.
 
         There are none where each is to be submitted by itself.
         """
-        first, now = TaskId(self._last_task + 1), self._loop.time()
-        count, spec = len(payloads), site.spec
-        if not push_row(self.scheduler, first, count, spec, now, client):
+        self.row.end()
+        first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
+        if not push_row(self.scheduler, first, count, site.spec, now, client):
             return range(0)
         self._last_task += count
-        calls = [
-            Call(site, payload, receiver, client)
-            for payload, receiver in zip(payloads, receivers, strict=True)
-        ]
         self._calls.extend(first, calls)
         return range(first, first + count)
 
+    def _submit_each(self, site: Site, calls: list[Call]) -> None:
+        """Start tasks that were to wait, which nobody may need to do any more."""
+        if not self.submit_row(site, calls, OWN):
+            for call in calls:
+                assert call.receiver is not None, call
+                self.submit(site, call.payload, call.receiver)
+
     def call_of(self, task: TaskId) -> Call | None:
         """What is kept of a task that has not ended."""
+        self.row.end()
         return self._calls.get(task)
 
     def knows(self, task: int) -> bool:
         """Whether a task has not ended."""
+        self.row.end()
         return self._calls.get(TaskId(task)) is not None
 
     def cancel(self, task: int) -> None:
         """Stop a task; its receiver is not told anything any more."""
+        self.row.end()
         call = self._calls.get(TaskId(task))
         if call is not None:
             call.receiver = None
@@ -224,6 +236,8 @@ class Driver:
 
     def feed(self, event: Event) -> None:
         """Tell the core what happened, and do what it says."""
+        if self.row.calls:
+            self.row.end()
         self._carry_out(self.scheduler.handle(event, self._loop.time()))
 
     def _carry_out(self, wanted: Sequence[Effect]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.errors import AiogpuError, InternalError
-from aiogpu.runtime.call import Function, Receiver, Site
+from aiogpu.runtime.call import Call, Function, Receiver, Site
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.claims import check_claims, count_fresh
@@ -169,10 +169,12 @@ class Nest:
         """Start tasks that wait behind others like them; gives how many."""
         if site.actor is not None or site.spec.is_lease:
             return 0
-        payloads = [message.payload for message in row]
         numbers = [message.child for message in row]
-        children = [Child(client, number) for number in numbers]
-        tasks = self._driver.submit_row(site, payloads, children, client.client)
+        calls = [
+            Call(site, one.payload, Child(client, one.child), client.client)
+            for one in row
+        ]
+        tasks = self._driver.submit_row(site, calls, client.client)
         client.children.update(zip(numbers, tasks, strict=False))
         return len(tasks)
 

@@ -81,3 +81,72 @@ async def test_cancelling_and_death_amid_a_burst() -> None:
                 assert isinstance(outcome, asyncio.CancelledError), outcome
             else:
                 assert outcome == number + 1
+
+
+async def filled() -> list[aiogpu.Handle[Any]]:
+    """What a node of one CPU is busy with; more of it waits."""
+    await tasks.add.remote(0)
+    return [tasks.add.remote(number) for number in range(100)]
+
+
+async def test_those_that_wait_are_known_at_once() -> None:
+    async with aiogpu.init(num_cpus=1) as node:
+        handles = await filled()
+        seen = await node.status()
+        known = [*range(handles[0].task_id, handles[-1].task_id + 1)]
+        assert [handle.task_id for handle in handles] == known
+        assert seen.waiting_count >= 50
+        last = tasks.add.remote(1)
+        assert (await last.why()).state == "waiting"
+        assert await asyncio.gather(*handles, last) == [*range(1, 101), 2]
+
+
+async def test_those_that_wait_are_cancelled_at_once() -> None:
+    async with aiogpu.init(num_cpus=1) as node:
+        handles = await filled()
+        cancelled = {handle for handle in handles[::2] if handle.cancel()}
+        assert handles[-2] in cancelled
+        assert (await node.status()).waiting_count <= 100 - len(cancelled)
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        for number, handle in enumerate(handles):
+            if handle in cancelled:
+                assert isinstance(outcomes[number], asyncio.CancelledError)
+            else:
+                assert outcomes[number] == number + 1
+
+
+async def test_all_kinds_of_tasks_keep_their_turn() -> None:
+    """One process runs them all, and counts."""
+    kinds = [
+        number_here,
+        number_here.options(name="another"),
+        number_here.options(timeout=60),
+        number_here.options(priority=0, name="a third"),
+    ]
+    async with aiogpu.init(num_cpus=1):
+        start = await number_here.remote()
+        handles = []
+        for number in range(200):
+            kind = kinds[0] if number % 40 < 25 else kinds[number % 4]
+            handles.append(kind.remote())
+        numbers = await asyncio.gather(*handles)
+        assert numbers == [*range(start + 1, start + 201)]
+
+
+async def test_a_node_that_closes_amid_a_row() -> None:
+    async with aiogpu.init(num_cpus=1) as node:
+        handles = await filled()
+        await node.shutdown()
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+    failed = [one for one in outcomes if not isinstance(one, int)]
+    assert len(failed) >= 50
+    assert {type(one) for one in failed} == {aiogpu.NodeClosedError}
+
+
+_numbers: list[int] = [0]
+
+
+@aiogpu.remote
+def number_here() -> int:
+    _numbers[0] += 1
+    return _numbers[0]

@@ -13,6 +13,7 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
+from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.driver import Driver
 from aiogpu.wire.frames import LARGE
 from tests.runtime import sites
@@ -43,7 +44,7 @@ class Office:
     def __init__(self, payload: bytes) -> None:
         self.orders = PaperOrders()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=None),
+            hearing=SimpleNamespace(burst=Burst({})),
             orders=self.orders,
             spawn=lambda _worker: None,
         )

@@ -18,6 +18,7 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.errors import ProtocolError
+from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
@@ -54,7 +55,7 @@ class Office:
     def __init__(self) -> None:
         self.orders, self.peer = PaperOrders(), PaperPeer()
         pool = SimpleNamespace(
-            hearing=SimpleNamespace(burst=None),
+            hearing=SimpleNamespace(burst=Burst({})),
             orders=self.orders,
             spawn=lambda *_: None,
             pids={},
