@@ -40,12 +40,14 @@ class Channel:
 
     Attributes:
         on_child: takes what is said of the task's children; False for all else.
+        on_idle: called before `next` waits; None for nothing to be done.
         loans: takes in the payloads that name what this worker was lent.
         may_stay_awake: whether there is a core beside the driver's.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
         self.on_child: Callable[[Message], bool] | None = None
+        self.on_idle: Callable[[], object] | None = None
         self.loans: Loans | None = None
         self._interrupts = interrupts
         self._connection = Connection.connecting(WORKER)
@@ -103,6 +105,8 @@ class Channel:
             ProtocolError: the driver sent what is no message.
         """
         while not self._received:
+            if self.on_idle is not None:
+                self.on_idle()
             self._wait()
             if not self.read():
                 return None

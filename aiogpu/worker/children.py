@@ -116,6 +116,8 @@ class Children:
         if not self._has_any:
             self._has_any = True
             self._channel.on_child = self._take
+            if self.on_drop is None:
+                self._channel.on_idle = self.tell_dropped
             self._channel.admit_guests(True)
 
     def ask(self, actor: int, method: str, payload: bytes, receiver: Receiver) -> int:
@@ -192,21 +194,20 @@ class Children:
         """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
-        self._tell_over()
+        if current.loans is not None and current.loans.over:
+            current.loans.tell_to(self._channel.send)
 
     def tell_amid(self) -> None:
         """The same while a task runs, which may go on for days."""
-        with self._channel.uncut():
-            # What an actor's other call sends must keep those alive that it names.
-            if self._dropped and not (passing or current.is_actor):
-                self.tell_dropped()
-            self._tell_over()
-
-    def _tell_over(self) -> None:
-        loans = current.loans
-        returned = loans.tell() if loans is not None and loans.over else None
-        if returned is not None:
-            self._channel.send(returned)
+        over = current.loans is not None and current.loans.over
+        # What an actor's other call sends must keep those alive that it names.
+        may_drop = self._dropped and not (passing or current.is_actor)
+        if over or may_drop:
+            with self._channel.uncut():
+                if may_drop:
+                    self.tell_dropped()
+                elif current.loans is not None:
+                    current.loans.tell_to(self._channel.send)
 
     def _send_passed(self) -> None:
         self._tell_unwanted()
@@ -334,10 +335,10 @@ class Children:
                 self.upsets += 1
             return True
         if type(message) is Carried:
-            # Late: few results have handles to actors.
-            from aiogpu.worker.carried import hold_for
+            from aiogpu.worker.carried import hold_for  # few results have handles
 
-            hold_for(self._receivers.get(message.child), message.actors, self.drop)
+            receiver = self._receivers.get(message.child)
+            hold_for(receiver, message.actors, self.drop)
             return True
         return False
 

@@ -181,6 +181,12 @@ class Loans:
                     self._own_segments().discard(identity)
         return Returned(tuple(ended), tuple(ended.values())) if ended else None
 
+    def tell_to(self, say: Callable[[Message], object]) -> None:
+        """Tell the driver of loans that have ended, if there are any."""
+        returned = self.tell()
+        if returned is not None:
+            say(returned)
+
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, mapped and read-only; see `Source`."""
         identity, flat = contents.segment, contents.spans

@@ -52,6 +52,10 @@ class Plain:
     def pass_on(self, models: list[Any]) -> None:
         nothing.remote(models[0])
 
+    def make_another_leave_one(self, models: list[Any]) -> None:
+        """Its answer has a handle, and comes when nobody looks any more."""
+        models[0].make.remote()
+
     def fail_after_put(self, models: list[Any]) -> None:
         aiogpu.get(aiogpu.put([models[0]]))
         raise ValueError
@@ -98,6 +102,12 @@ class Soft:
 
     async def open(self) -> None:
         self.gate.set()
+
+
+@aiogpu.remote
+def leave(maker: Any) -> None:
+    """The same from a task."""
+    maker.make.remote()
 
 
 @aiogpu.remote

@@ -138,6 +138,23 @@ async def test_what_plain_code_did_not_wait_for(method: str, holder: str) -> Non
             await gpu_can_be_had()
 
 
+@pytest.mark.parametrize("holder", ["actor", "task"])
+async def test_what_an_answer_has_that_nobody_waits_for(holder: str) -> None:
+    async with aiogpu.init(num_cpus=4, num_gpus=1):
+        making = await Serial.remote()
+        idle = await Serial.remote() if holder == "actor" else None
+        for _ in range(2):
+            if idle is None:
+                await let_go_tasks.leave.remote(making)
+            else:
+                await idle.make_another_leave_one.remote([making])
+            # Until then it may not be made yet.
+            (model,) = await making.make.remote()
+            await asyncio.wait([model.answer.remote()])
+            del model
+            await gpu_is_free()
+
+
 async def test_a_result_keeps_it_whatever_another_call_sends_meanwhile() -> None:
     async with aiogpu.init(num_cpus=4, num_gpus=1):
         maker = await Soft.remote()
