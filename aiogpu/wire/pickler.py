@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 import cloudpickle
 
-from aiogpu.wire.caches import reduced_cache
 from aiogpu.wire.outgoing import keeping
 
 _PROTOCOL: Final = 5
@@ -116,6 +115,9 @@ def _reduced_view(seen: memoryview) -> tuple[object, ...]:
 
 
 def _reduced_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
+    # Late: few programs send any.
+    from aiogpu.wire.caches import reduced_cache
+
     return reduced_cache(cached, is_sent_by_value)
 
 
