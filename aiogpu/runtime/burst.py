@@ -67,6 +67,7 @@ class Burst:
         self.count = HEARING
         try:
             self.before()
+            begun = perf_counter()
             ready = self._ready()
             took = perf_counter() - begun
             self._hear(ready, begun + took + LONGEST)

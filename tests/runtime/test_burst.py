@@ -108,6 +108,24 @@ def test_not_again_before_it_is_time(house: House) -> None:
     assert house.heard == [1, 1, 1]
 
 
+def test_what_was_submitted_is_told_first_and_is_no_look(house: House) -> None:
+    """Else the next row would be longer, and take longer, and so on."""
+    told: list[list[int]] = []
+
+    def tell() -> None:
+        told.append(house.heard)
+        house.now += EVERY * 3
+
+    house.burst.before = tell
+    house.all_say()
+    house.submit()
+    assert told == [[0, 0, 0]]
+    house.all_say()
+    house.now += EVERY * 1.1
+    house.submit()
+    assert house.heard == [2, 2, 2]
+
+
 def test_looking_at_many_is_rare(house: House) -> None:
     for speaker in house.speakers:
         speaker.costs = EVERY / 6
