@@ -244,7 +244,7 @@ class Calls:
                 # The loop is closed: nobody is left who would want to know.
                 self._arrived.clear()
             except BaseException:
-                self._is_posted = False  # plain code was interrupted here
+                self.is_posted = False  # plain code was interrupted here
                 raise
 
     def _deliver(self) -> None:
