@@ -246,6 +246,11 @@ class Channel:
                 self._name(message)
                 self._socket.sendall(frame)
 
+    @property
+    def is_main_thread(self) -> bool:
+        """Whether the thread asks that runs the worker's tasks."""
+        return get_ident() == self._main
+
     def uncut(self) -> AbstractContextManager[None]:
         """Nothing interrupts what is done meanwhile, in this thread."""
         return self._interrupts.if_open()

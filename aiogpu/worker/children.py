@@ -200,8 +200,9 @@ class Children:
     def tell_amid(self) -> None:
         """The same while a task runs, which may go on for days."""
         over = current.loans is not None and current.loans.over
-        # What an actor's other call sends must keep those alive that it names.
-        may_drop = self._dropped and not (passing or current.is_actor)
+        # What other calls and threads send must keep those alive that it names.
+        is_alone = self._channel.is_main_thread and not (passing or current.is_actor)
+        may_drop = self._dropped and is_alone
         if over or may_drop:
             with self._channel.uncut():
                 if may_drop:
@@ -337,8 +338,7 @@ class Children:
         if type(message) is Carried:
             from aiogpu.worker.carried import hold_for  # few results have handles
 
-            receiver = self._receivers.get(message.child)
-            hold_for(receiver, message.actors, self.drop)
+            hold_for(self._receivers.get(message.child), message.actors, self.drop)
             return True
         return False
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.errors import NodeClosedError
+from aiogpu.wire.acting import Release
 from aiogpu.wire.messages import (
     Cancel,
     ChildDone,
@@ -217,3 +218,19 @@ def test_the_tasks_loop_is_woken_by_other_readers(
     with pytest.raises(NodeClosedError):
         children.wait_until(lambda: False)
     assert len(woken) >= 2, "also of the driver's end"
+
+
+def test_a_dropped_actor_is_told_amid_the_task_by_its_own_thread_alone(
+    children: Children, driver: DriverEnd
+) -> None:
+    """Another one's words might overtake a result that has a handle to it."""
+    children.drop(11)
+    thread = threading.Thread(
+        target=children.submit, args=(7, b"1", PaperReceiver(), describe)
+    )
+    thread.start()
+    thread.join()
+    assert [type(driver.next()) for _ in range(2)] == [Declare, Submit]
+    children.submit(7, b"2", PaperReceiver(), describe)
+    assert driver.next() == Release(11)
+    assert type(driver.next()) is Submit
