@@ -17,6 +17,8 @@ class PaperChannel:
     A pipe is readable as long as there is something.
     """
 
+    is_main_thread = True
+
     def __init__(self) -> None:
         self.sent: list[Message] = []
         self.coming: deque[Message] = deque()

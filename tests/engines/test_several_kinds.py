@@ -15,6 +15,7 @@ from aiogpu.accelerators import AWS_NEURON_CORE, registry
 from tests.accelerators.test_neuron import listing
 from tests.accelerators.test_vendors import Fpga
 from tests.engines.kind_tasks import Holder, seen, starts_another
+from tests.until import LIMIT
 
 pytestmark = [pytest.mark.usefixtures("no_leaks", "plain"), pytest.mark.either_loop]
 
@@ -26,6 +27,13 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of this machine changes what a program sees."""
     for name in ("CUDA_VISIBLE_DEVICES", CORES):
         monkeypatch.delenv(name, raising=False)
+
+
+async def cores_are_free() -> None:
+    """Return when those that a process has had are given back: it ends afterwards."""
+    async with asyncio.timeout(LIMIT):
+        while (await aiogpu.available_resources())["neuron_cores"] != 4:
+            await asyncio.sleep(0)
 
 
 async def test_a_node_with_both(address: str) -> None:
@@ -51,6 +59,7 @@ async def test_a_node_with_both(address: str) -> None:
         typed = seen.options(
             resources={"neuron_cores": 1}, accelerator_type=AWS_NEURON_CORE
         )
+        await cores_are_free()
         assert (await typed.remote())["ids"] == {"neuron_cores": ["0"]}
         with pytest.raises(aiogpu.InfeasibleError, match="neuron_cores 5 of 4"):
             await seen.options(resources={"neuron_cores": 5}).remote()
