@@ -117,7 +117,7 @@ class WorkerDiedError(AiogpuError, RuntimeError):
             because of another task); "" where nobody has looked.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the facts of one death
+    def __init__(  # noqa: PLR0917 - the facts of one death
         self,
         message: str,
         pid: int = 0,
@@ -199,7 +199,7 @@ class OutOfMemoryError(WorkerDiedError, MemoryError):
         limit: bytes that could be used safely.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one death
+    def __init__(
         self,
         message: str,
         *,
@@ -234,7 +234,7 @@ class GpuOutOfMemoryError(AiogpuError, MemoryError):
         neighbours: names of the tasks that had a share of these GPUs as well.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one failure
+    def __init__(
         self,
         message: str,
         *,

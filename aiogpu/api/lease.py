@@ -257,7 +257,7 @@ def session_for(what: str) -> Session:
 
 
 @options_of("a lease")
-def lease(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
+def lease(  # noqa: D417 - all by keyword, each an option of its own
     *,
     num_cpus: float = 0,
     num_gpus: float = 0,

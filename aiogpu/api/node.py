@@ -93,7 +93,7 @@ class Opening(EnteredOnLoop):
 
 
 @options_of("a node")
-def init(  # noqa: PLR0913, D417 - all by keyword, each an option of its own
+def init(  # noqa: D417 - all by keyword, each an option of its own
     *,
     address: str | None = None,
     num_cpus: float | None = None,

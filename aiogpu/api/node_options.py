@@ -20,7 +20,7 @@ AUTO = "auto"
 """In `preload`: modules that workers import again and again, as they are learnt."""
 
 
-def check_node_options(  # noqa: PLR0913 - the options of `init`, all by keyword
+def check_node_options(
     *,
     num_cpus: object,
     num_gpus: object,

@@ -129,7 +129,7 @@ class ActorPool(EnteredOnLoop, Generic[A]):
     """
 
     @options_of("a pool of actors")
-    def __init__(  # noqa: PLR0913 - all but the first have a default
+    def __init__(
         self,
         actor: MakesActor[A] | Callable[[], ActorHandle[A]],
         size: int | None = None,

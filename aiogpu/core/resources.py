@@ -147,7 +147,7 @@ class Request:
         )
 
     @classmethod
-    def of(  # noqa: PLR0913 - the fields of a request
+    def of(
         cls,
         amounts: Mapping[str, int],
         devices: Mapping[str, int],

@@ -24,7 +24,7 @@ _QUEUED: Final = TaskState.QUEUED
 _RUNNING: Final = TaskState.RUNNING
 
 
-def push_row(  # noqa: PLR0913, PLR0917 - as `Scheduler.submit`
+def push_row(  # noqa: PLR0917 - as `Scheduler.submit`
     node: Node,
     first: TaskId,
     count: int,

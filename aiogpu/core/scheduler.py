@@ -97,7 +97,7 @@ class Scheduler(Node):
     def _on_submitted(self, e: events.Submitted, now: float) -> Sequence[Effect]:
         return self.submit(e.task, e.spec, now, e.parent, e.needs, e.client)
 
-    def submit(  # noqa: PLR0913, PLR0917 - by position, each time
+    def submit(  # noqa: PLR0917 - by position, each time
         self,
         task: TaskId,
         spec: TaskSpec,
@@ -160,7 +160,7 @@ class Scheduler(Node):
     def _on_finished(self, it: events.TaskFinished, now: float) -> Sequence[Effect]:
         return self.finish(it.task, it.worker, it.retry, it.took, now, it.ran_out)
 
-    def finish(  # noqa: PLR0913, PLR0917 - by position, each time
+    def finish(  # noqa: PLR0917 - by position, each time
         self,
         task: TaskId,
         worker_id: WorkerId,

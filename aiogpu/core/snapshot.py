@@ -191,7 +191,7 @@ def snapshot(
     )
 
 
-def picture(  # noqa: PLR0913 - all that a node is, at one moment
+def picture(
     ledger: Ledger,
     workers: Iterable[WorkerRecord],
     queue: Queue,

@@ -78,7 +78,7 @@ def stop(
         os.close(node)
 
 
-def _end(  # noqa: PLR0913, PLR0917 - how one is asked to end
+def _end(  # noqa: PLR0917 - how one is asked to end
     node: int,
     record: Record,
     place: Place,

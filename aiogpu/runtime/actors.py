@@ -60,7 +60,7 @@ class Actors(Register):
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
-    def create(  # noqa: PLR0913, PLR0917 - those of the port, and two more
+    def create(  # noqa: PLR0917 - those of the port, and two more
         self,
         site: Site,
         payload: bytes,

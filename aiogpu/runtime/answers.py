@@ -37,7 +37,7 @@ class Answers:
             them, and of the seconds that each took; None for nobody.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - both ways, and what lies between
+    def __init__(  # noqa: PLR0917 - both ways, and what lies between
         self,
         loop: asyncio.AbstractEventLoop,
         scheduler: Scheduler,

@@ -66,7 +66,7 @@ class Clients:
         ends_at: when what runs is ended, by the loop's clock, where the node drains.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - all that a client has to do with
+    def __init__(  # noqa: PLR0917 - all that a client has to do with
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,

@@ -67,7 +67,7 @@ def gpu_out_of_memory(
     )
 
 
-def describe_shortage(  # noqa: PLR0913 - the facts of one failure
+def describe_shortage(
     name: str,
     lease: Lease | None,
     ledger: Ledger,

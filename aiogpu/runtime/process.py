@@ -71,7 +71,7 @@ class Process:
         self._child.kill()
 
 
-def start_interpreter(  # noqa: PLR0913, PLR0917 - what starts it
+def start_interpreter(  # noqa: PLR0917 - what starts it
     fields: dict[str, object],
     page: int,
     output: int,

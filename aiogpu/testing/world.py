@@ -50,7 +50,7 @@ class World(Stage):
         took: seconds that each task says it took.
     """
 
-    def __init__(  # noqa: PLR0913 - the figures that a node is given
+    def __init__(
         self,
         cpus: float = 16,
         gpus: int = 0,
@@ -85,7 +85,7 @@ class World(Stage):
     def __repr__(self) -> str:
         return f"<World at {self.now:g}s: {self.scheduler!r}>"
 
-    def submit(  # noqa: PLR0913 - the options that a task is given
+    def submit(
         self,
         name: str,
         *,
@@ -248,7 +248,7 @@ class World(Stage):
         worker.drop_queue()
         self._happen(events.WorkerSpoilt(worker.id))
 
-    def lease(  # noqa: PLR0913 - what a lease is asked for
+    def lease(
         self,
         name: str,
         *,

@@ -46,7 +46,7 @@ class Stage:
         end_fork: ends this process, if the user's code has come back in a fork of it.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a worker
+    def __init__(  # noqa: PLR0917 - the parts of a worker
         self,
         channel: Channel,
         interrupts: Interrupts,
