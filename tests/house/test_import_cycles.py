@@ -46,5 +46,17 @@ def test_cycles_are_found() -> None:
 
 
 def test_code_lines_leave_out_comments_and_docstrings() -> None:
-    source = '"""Of\nthe module."""\n\n# why\ndef f():\n    """Do."""\n    return (\n        1\n    )\n'
+    source = "\n".join(
+        (
+            '"""Of',
+            'the module."""',
+            "",
+            "# why",
+            "def f():",
+            '    """Do."""',
+            "    return (",
+            "        1",
+            "    )",
+        )
+    )
     assert code_lines(source) == 4
