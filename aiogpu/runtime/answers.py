@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiogpu.core.effects import Effect
-    from aiogpu.core.events import Event
     from aiogpu.core.records import TaskRecord
-    from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.table import Table
     from aiogpu.runtime.call import Call
-    from aiogpu.runtime.gpu_shortage import Shortages
+    from aiogpu.runtime.driver import Driver
 
 _log: Final = logging.getLogger(__name__)
 
@@ -37,23 +35,16 @@ class Answers:
             them, and of the seconds that each took; None for nobody.
     """
 
-    def __init__(  # noqa: PLR0917 - both ways, and what lies between
-        self,
-        loop: asyncio.AbstractEventLoop,
-        scheduler: Scheduler,
-        calls: Table[Call],
-        shortages: Shortages,
-        feed: Callable[[Event], None],
-        carry_out: Callable[[Sequence[Effect]], None],
+    def __init__(
+        self, driver: Driver, loop: asyncio.AbstractEventLoop, calls: Table[Call]
     ) -> None:
         self.on_end: Callable[[int, Done | Failed], None] | None = None
         self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
+        self._driver = driver
         self._loop = loop
-        self._scheduler = scheduler
+        self._scheduler = driver.scheduler
         self._calls = calls
-        self._shortages = shortages
-        self._feed = feed
-        self._carry_out = carry_out
+        self._shortages = driver.shortages
 
     def on_done(self, worker: int, answers: Sequence[Done]) -> None:
         """A worker has ended some tasks, one after the other."""
@@ -79,15 +70,27 @@ class Answers:
             calls.append(call)
             ended.append((task, answer.took * 1e-6))
         effects: list[Effect] = []
-        now, who = self._loop.time(), WorkerId(worker)
-        records = end_row(self._scheduler, who, ended, now, effects)
+        now, who, driver = self._loop.time(), WorkerId(worker), self._driver
+        if driver.is_busy:
+            return 0
+        driver.is_busy = True
+        try:
+            records = end_row(self._scheduler, who, ended, now, effects)
+        except BaseException:
+            driver.is_busy = False
+            raise
+        if records and self.on_row is not None:
+            took = [seconds for _, seconds in ended[: len(records)]]
+            try:
+                self.on_row(worker, records, took)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the tasks go on")
+        if effects or driver.events:
+            # What the worker is to do next goes first: others only hear of it.
+            driver.carry_out(effects)
+        driver.is_busy = False
         if not records:
             return 0
-        if self.on_row is not None:
-            self.on_row(worker, records, [took for _, took in ended[: len(records)]])
-        if effects:
-            # What the worker is to do next goes first: others only hear of it.
-            self._carry_out(effects)
         self._tell(calls[: len(records)], answers)
         self._calls.pop_some(tasks[: len(records)])
         return len(records)
@@ -113,7 +116,10 @@ class Answers:
             self._shortages.drop(worker, answer.task)
             return
         if self.on_end is not None:
-            self.on_end(worker, answer)
+            try:
+                self.on_end(worker, answer)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the task goes on")
         call.answer = answer
         retry, took = False, 0.0
         if type(answer) is Done:
@@ -124,18 +130,30 @@ class Answers:
             retry = answer.is_retried
             if self._shortages and self._shortages.concerns(worker, answer):
                 self._shortages.replace(call, answer)
-                self._feed(TaskFinished(task, WorkerId(worker), retry, ran_out=True))
+                self._driver.feed(
+                    TaskFinished(task, WorkerId(worker), retry, ran_out=True)
+                )
                 return
+        driver = self._driver
+        if driver.is_busy:
+            driver.feed(TaskFinished(task, WorkerId(worker), retry, took))
+            return
         now, finish = self._loop.time(), self._scheduler.finish
-        self._carry_out(finish(task, WorkerId(worker), retry, took, now))
+        driver.is_busy = True
+        try:
+            wanted = finish(task, WorkerId(worker), retry, took, now)
+        except BaseException:
+            driver.is_busy = False
+            raise
+        driver.carry_out(wanted)
 
     def _keep_carried(self, payload: bytes) -> None:
         """What a result has handles to goes on, though who has started it ends."""
         for task in unfinished_in(payload):
-            self._feed(Detached(TaskId(task)))
+            self._driver.feed(Detached(TaskId(task)))
 
     def on_skipped(self, worker: int, skipped: Skipped) -> None:
         """A worker was sent a task that was taken back as it came up."""
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
-            self._feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
+            self._driver.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))

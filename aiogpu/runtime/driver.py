@@ -1,13 +1,15 @@
 """The one place where decisions meet I/O: events to the core, effects to the pool.
 
 Keeps what the core must not see: each task's payload, its receiver, its answer.
-Every event is carried to its end before the next is looked at.
+Every event is carried to its end before the next is looked at: what happens while the
+effects of one event are carried out waits in a queue, so the stack stays flat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +20,7 @@ from aiogpu.core.events import (
     Closing,
     Event,
     Outdated,
+    Submitted,
     TaskWaits,
     TimePassed,
     WorkerGone,
@@ -60,7 +63,13 @@ _OF_LEASES: Final = (
 
 
 class Driver:
-    """Runs one node's tasks on the loop that it was made for."""
+    """Runs one node's tasks on the loop that it was made for.
+
+    Attributes:
+        is_busy: the core decides, or its effects are carried out; what happens
+            meanwhile is queued by `feed`.
+        events: the queue.
+    """
 
     def __init__(
         self,
@@ -73,6 +82,8 @@ class Driver:
         self.scheduler = scheduler
         self.burst = pool.hearing.burst
         self.actors = Actors(loop, self, pool)
+        self.is_busy = False
+        self.events: Final[deque[Event]] = deque()
         self._loop = loop
         self._pool = pool
         self._clearance = clearance
@@ -88,10 +99,7 @@ class Driver:
         self._last_task = 0
         self.row = Row(loop, self._submit_each)
         self.burst.before = self.row.end
-        self.answers = Answers(
-            *(loop, scheduler, self._calls, self.shortages),
-            *(self.feed, self._carry_out),
-        )
+        self.answers = Answers(self, loop, self._calls)
         self.sending = Sending(
             *(scheduler, self._calls, pool, self.actors, assignment),
             *(clearance, self.guard, self._taking_back),
@@ -187,8 +195,19 @@ class Driver:
         now = self._loop.time()
         supply = None if type(payload) is bytes else Supply.of(self, task, payload)
         needs, submit = None if supply is None else supply.tasks, self.scheduler.submit
-        wanted = submit(task, site.spec, now, parent, needs, client)
-        self._carry_out(wanted)
+        wanted: Sequence[Effect] | None = None
+        if self.is_busy:
+            # The garbage collector may run code that submits, wherever it likes.
+            self.events.append(Submitted(task, site.spec, parent, needs, client))
+        else:
+            self.is_busy = True
+            try:
+                wanted = submit(task, site.spec, now, parent, needs, client)
+            except BaseException:
+                self.is_busy = False
+                del self._calls[task]
+                raise
+            self.carry_out(wanted)
         if supply is not None:
             supply.watch()
         elif wanted is NOTHING and parent is None:
@@ -202,6 +221,8 @@ class Driver:
         There are none where each is to be submitted by itself.
         """
         self.row.end()
+        if self.is_busy:
+            return range(0)
         first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
         if not push_row(self.scheduler, first, count, site.spec, now, client):
             return range(0)
@@ -235,18 +256,47 @@ class Driver:
             self.feed(Cancelled(TaskId(task)))
 
     def feed(self, event: Event) -> None:
-        """Tell the core what happened, and do what it says."""
+        """Tell the core what happened, and do what it says.
+
+        Amid another event the event is queued, and taken in when that one is done.
+        """
+        if self.is_busy:
+            self.events.append(event)
+            return
         if self.row.calls:
             self.row.end()
-        self._carry_out(self.scheduler.handle(event, self._loop.time()))
+        self.is_busy = True
+        wanted: Sequence[Effect] = NOTHING
+        try:
+            wanted = self.scheduler.handle(event, self._loop.time())
+        except Exception:  # noqa: BLE001
+            # A bug of ours in one must not lose the others: somebody waits.
+            _log.exception("! %r was not taken in", event)
+        self.carry_out(wanted)
 
-    def _carry_out(self, wanted: Sequence[Effect]) -> None:
-        for effect in wanted:
-            try:
-                self.ways[type(effect)](effect)
-            except Exception:  # noqa: BLE001
-                # A bug of ours in one must not lose the others: somebody waits.
-                _log.exception("! %r was not carried out", effect)
+    def carry_out(self, wanted: Sequence[Effect]) -> None:
+        """Do what the core says, then take in what was queued meanwhile.
+
+        Whoever has asked the core has set `is_busy` before; it is False afterwards.
+        """
+        events, ways = self.events, self.ways
+        try:
+            while True:
+                for effect in wanted:
+                    try:
+                        ways[type(effect)](effect)
+                    except Exception:  # noqa: BLE001
+                        # A bug of ours in one must not lose the others: somebody waits.
+                        _log.exception("! %r was not carried out", effect)
+                if not events:
+                    break
+                event, wanted = events.popleft(), NOTHING
+                try:
+                    wanted = self.scheduler.handle(event, self._loop.time())
+                except Exception:  # noqa: BLE001
+                    _log.exception("! %r was not taken in", event)
+        finally:
+            self.is_busy = False
         earliest = self._timers.earliest
         if earliest != self._timer_at:
             self._rearm(earliest)
@@ -321,6 +371,9 @@ class Driver:
         return call.site.spec.name if call is not None else ""
 
     def _on_gone(self, worker: int, death: Death) -> None:
+        if self.is_busy:
+            self._loop.call_soon(self._on_gone, worker, death)
+            return
         tell_callers = self.actors.on_gone(worker, death)
         gone = WorkerId(worker)
         self.telling.deaths[gone] = death

@@ -38,7 +38,7 @@ class Exchange:
         self,
         driver: Driver,
         store: Store,
-        on_answered: Callable[[Caller], None],
+        on_answered: Callable[[Caller, int], None],
     ) -> None:
         self._on_answered = on_answered
         self._driver = driver
@@ -109,8 +109,8 @@ class Exchange:
     def _tell(self, caller: Caller, child: int, receiver: Child, value: Value) -> None:
         was_due = caller.fetched.pop(child, None) is not None
         value.tell(receiver)
-        if was_due and child in caller.waits_for:
-            self._on_answered(caller)
+        if was_due:
+            self._on_answered(caller, child)
 
     def _discard(self, _worker: Caller, message: Discard) -> None:
         value = find(message.value)

@@ -55,7 +55,7 @@ class Far:
         self,
         actors: Actors,
         receiver_of: Callable[[TaskId], Receiver | None],
-        on_answered: Callable[[Caller], None],
+        on_answered: Callable[[Caller, int], None],
         client_of: Callable[[Caller], ClientId],
     ) -> None:
         self._actors = actors
@@ -165,8 +165,8 @@ class Far:
             caller.asked[child] = message.actor, number
 
     def _note_answer(self, caller: Caller, child: int) -> None:
-        if caller.asked.pop(child, None) is not None and child in caller.waits_for:
-            self._on_answered(caller)
+        if caller.asked.pop(child, None) is not None:
+            self._on_answered(caller, child)
 
     def refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
         """Fail calls for which a process waits that would have to run them itself."""
@@ -198,6 +198,7 @@ class Far:
         asked = caller.asked.pop(child, None)
         if asked is None:
             return False
+        caller.waits_elsewhere.discard(child)
         self._actors.cancel(*asked)
         return True
 

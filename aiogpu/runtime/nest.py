@@ -47,9 +47,9 @@ class Nest:
     """Hears what workers say of their tasks' children."""
 
     def __init__(self, driver: Driver, store: Store, check: Check) -> None:
-        self._exchange = Exchange(driver, store, self._tell_waits)
+        self._exchange = Exchange(driver, store, self._note_answer)
         self.far = self._far = Far(
-            driver.actors, driver.receiver_of, self._tell_waits, self._client_of
+            driver.actors, driver.receiver_of, self._note_answer, self._client_of
         )
         driver.actors.on_holder_gone = self._far.release_all
         self._driver = driver
@@ -83,7 +83,9 @@ class Nest:
         child = caller.children.pop(number, None)
         if child is not None:
             self._driver.cancel(child)
-        elif caller.fetched.pop(number, None) is None:
+        elif caller.fetched.pop(number, None) is not None:
+            caller.waits_elsewhere.discard(number)
+        else:
             self._far.withdraw(caller, number)
 
     def _note_declared(self, caller: Caller, message: Declare) -> None:
@@ -102,9 +104,22 @@ class Nest:
         waits = caller.waits_for
         known = map(caller.children.get, waits)
         children = tuple(TaskId(child) for child in known if child is not None)
-        elsewhere = caller.asked, caller.fetched
-        is_elsewhere = any(child in due for child in waits for due in elsewhere)
+        caller.waits_elsewhere = {
+            child for child in waits if child in caller.asked or child in caller.fetched
+        }
+        is_elsewhere = bool(caller.waits_elsewhere)
         self._driver.wait(TaskId(task), children, is_elsewhere)
+
+    def _note_answer(self, caller: Caller, child: int) -> None:
+        """A call or a value has come; the core learns when it was the last one.
+
+        Not of each: a task that waits for ten thousand calls tells it once.
+        """
+        elsewhere = caller.waits_elsewhere
+        if child in elsewhere:
+            elsewhere.discard(child)
+            if not elsewhere:
+                self._tell_waits(caller)
 
     def _declare(self, message: Declare, program: str) -> Site | Failed:
         try:

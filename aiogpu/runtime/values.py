@@ -6,6 +6,9 @@ holds a handle to it, a worker that was lent one. With the last of these it is f
 
 from __future__ import annotations
 
+import logging
+from _thread import _local
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -18,8 +21,45 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
 
+_log: Final = logging.getLogger(__name__)
 _ids: Final = count(1)
 _known: Final[WeakValueDictionary[int, Value]] = WeakValueDictionary()
+
+
+class _Watchers(_local):
+    """The watchers of settled values that have yet to be called, in order.
+
+    One queue per thread. A watcher often settles the next value: a task fails because
+    its argument has failed, and so on. The queue keeps a chain of any length at the
+    same depth of the stack.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Callable[[Value], object], Value]] = deque()
+        self._is_calling = False
+
+    def call(self, value: Value, watchers: list[Callable[[Value], object]]) -> None:
+        """Call watchers with a value, after those that were queued before."""
+        queue = self._queue
+        queue.extend((watcher, value) for watcher in watchers)
+        if self._is_calling:
+            return
+        self._is_calling = True
+        interrupt: BaseException | None = None
+        while queue:
+            watcher, settled = queue.popleft()
+            try:
+                watcher(settled)
+            except Exception:  # noqa: BLE001 - the others wait as well
+                _log.exception("! a watcher of %r failed", settled)
+            except BaseException as error:  # noqa: BLE001 - raised when all are told
+                interrupt = error
+        self._is_calling = False
+        if interrupt is not None:
+            raise interrupt
+
+
+_watchers: Final = _Watchers()
 
 
 class Value:
@@ -73,7 +113,10 @@ class Value:
         return self.payload is None and not self.has_failed
 
     def watch(self, call: Callable[[Value], object]) -> None:
-        """Call with this value when it has come or failed; now, if it has."""
+        """Call with this value when it has come or failed; now, if it has.
+
+        If it settles while another watcher runs, the call follows that watcher.
+        """
         if self.is_pending:
             self._watchers.append(call)
         else:
@@ -114,8 +157,8 @@ class Value:
     def _settle(self) -> None:
         self.stop = None
         watchers, self._watchers = self._watchers, []
-        for call in watchers:
-            call(self)
+        if watchers:
+            _watchers.call(self, watchers)
 
 
 def find(identity: int) -> Value | None:

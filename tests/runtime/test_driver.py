@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from aiogpu.core.effects import Effect, Revoke
-from aiogpu.core.ids import WorkerId
+from aiogpu.core.events import Cancelled, Event, Submitted, TimePassed
+from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.timers import AlarmKind
+from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.driver import Driver
 from aiogpu.wire.frames import LARGE
@@ -41,14 +46,14 @@ class PaperOrders:
 class Office:
     """A driver whose one worker has been sent a task and begins nothing."""
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, scheduler: Scheduler | None = None) -> None:
         self.orders = PaperOrders()
         pool = SimpleNamespace(
             hearing=SimpleNamespace(burst=Burst({})),
             orders=self.orders,
             spawn=lambda _worker: None,
         )
-        self.scheduler = Scheduler(Ledger({CPU: UNIT}))
+        self.scheduler = scheduler or Scheduler(Ledger({CPU: UNIT}))
         self.driver = Driver(
             asyncio.get_running_loop(),
             self.scheduler,
@@ -56,6 +61,8 @@ class Office:
             SimpleNamespace(bind=lambda *_: None),  # type: ignore[arg-type]
             SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
         )
+        if isinstance(scheduler, OneAtATime):
+            scheduler.driver = self.driver
         receiver = SimpleNamespace()
         self.driver.submit(sites.call().site, payload, receiver)  # type: ignore[arg-type]
         pool.on_started(1)
@@ -98,3 +105,64 @@ async def test_there_is_a_way_for_every_effect_with_and_without_leases() -> None
     of_leases = set(driver.leases.ways)
     assert set(driver.ways) == every
     assert all(driver.ways[one] == driver.leases.ways[one] for one in of_leases)
+
+
+class OneAtATime(Scheduler):
+    """Is told of nothing while the effects of what it was told are carried out."""
+
+    driver: Driver
+
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        assert self.driver.is_busy, "the driver has said that it is at work"
+        assert not self.is_deciding, "it is not asked amid a decision"
+        self.is_deciding = True
+        self.told.append(type(event))
+        wanted = super().handle(event, now)
+        self.is_deciding = False
+        return wanted
+
+    def __init__(self) -> None:
+        super().__init__(Ledger({CPU: UNIT}))
+        self.is_deciding = False
+        self.told: list[type[Event]] = []
+
+
+class Meddler:
+    """Submits, cancels and submits again as it is told of its task."""
+
+    def __init__(self, office: Office) -> None:
+        self.office = office
+        self.told: list[object] = []
+        self.during: list[type[Event]] = []
+
+    def fail(self, error: Exception) -> None:
+        driver, scheduler = self.office.driver, self.office.scheduler
+        assert isinstance(scheduler, OneAtATime)
+        self.told.append(type(error))
+        before = len(scheduler.told)
+        receiver = SimpleNamespace(fail=self.told.append)
+        site = sites.call().site
+        first = driver.submit(site, b"x", receiver)  # type: ignore[arg-type]
+        second = driver.submit(site, b"x", receiver)  # type: ignore[arg-type]
+        assert second == first + 1
+        driver.cancel(first)
+        self.during = scheduler.told[before:]
+
+
+async def test_what_happens_amid_an_event_is_told_after_it() -> None:
+    """In the order in which it happened; nothing is decided amid a decision."""
+    scheduler = OneAtATime()
+    office = Office(b"x", scheduler)
+    driver = office.driver
+    meddler = Meddler(office)
+    site = replace(sites.call().site, spec=replace(sites.call().site.spec, timeout=9))
+    task = driver.submit(site, b"x", meddler)  # type: ignore[arg-type]
+    scheduler.told.clear()
+    record = scheduler.tasks[TaskId(task)]
+    scheduler.timers.set(0.0, AlarmKind.EXPIRE, record.id)
+    driver.feed(TimePassed())
+    assert meddler.told == [TaskTimeoutError]
+    assert meddler.during == [], "it is told nothing while it is at work"
+    assert scheduler.told == [TimePassed, Submitted, Submitted, Cancelled]
+    assert not driver.is_busy
+    assert sorted(scheduler.tasks) == [1, task + 2], "the last one waits"

@@ -146,14 +146,22 @@ class TaskHost:
             self._bring_up(job)
 
     def _bring_up(self, job: Job) -> None:
-        """Have a job run now, and what it needs, whoever has started them."""
-        if not job.is_waiting:
-            return
-        for value in needed_by(job):
-            needed = self._node.jobs.get(TaskId(value.task))
-            if needed is not None:
-                self._bring_up(needed)
-        self._node.turns.bring_up(job, self._job)
+        """Have a job run now, and before it what it needs, whoever has started them.
+
+        What a job needs may need others in turn, ten thousand in a row, so this is a
+        depth-first search with a stack of its own.
+        """
+        jobs, seen = self._node.jobs, set[TaskId]()
+        stack: list[tuple[Job, bool]] = [(job, False)]
+        while stack:
+            one, has_its_needs = stack.pop()
+            if has_its_needs:
+                self._node.turns.bring_up(one, self._job)
+            elif one.is_waiting and one.id not in seen:
+                seen.add(one.id)
+                stack.append((one, True))
+                needs = (jobs.get(TaskId(value.task)) for value in needed_by(one))
+                stack += [(needed, False) for needed in needs if needed is not None]
 
     def end_wait(self, waiter: object) -> None:
         """Nobody of the task's plain code waits any more."""

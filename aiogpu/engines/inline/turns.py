@@ -118,7 +118,7 @@ class Turns:
     def bring_up(self, job: Job, above: Job) -> None:
         """Have a job that waits run on top of another, whose code waits for it."""
         for line in (self._waiting, *(below.children for below in self.running)):
-            if job in line and line is not above.children:
+            if line is not above.children and job in line:
                 line.remove(job)
                 above.children.append(job)
                 return
