@@ -83,6 +83,7 @@ from aiogpu.wire.sharing import (
     Recycle,
     Returned,
     Share,
+    Shared,
 )
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
@@ -124,11 +125,12 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
             *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems, Carried),
+            Shared,
         }
     ),
     CLIENT: frozenset(
         {
-            *(Refused, Welcome, Close, Departed, Carried, Recycle),
+            *(Refused, Welcome, Close, Departed, Carried, Recycle, Shared),
             *(ChildDone, ChildFailed, ChildItems, Printed),
         }
     ),
