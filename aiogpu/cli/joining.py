@@ -14,7 +14,7 @@ import click
 import aiogpu
 from aiogpu.api.node import Opening
 from aiogpu.engines.base import NodeOptions
-from aiogpu.runtime.meeting import default_socket
+from aiogpu.runtime.meeting import check_meeting, default_socket
 
 AUTO: Final = "auto"
 UNIX: Final = "unix:"
@@ -100,6 +100,7 @@ def check_there(address: str) -> None:
 
     Raises:
         ClickException: there is no socket.
+        NodeError: another user may control the place.
     """
     if address == "ray" or address.startswith("ray://"):
         raise click.ClickException(
@@ -107,6 +108,7 @@ def check_there(address: str) -> None:
             f"give the --address of a node that `aiogpu start` has started."
         )
     path = where(address)
+    check_meeting(path)
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -145,6 +147,7 @@ async def joined(
 
     Raises:
         ClickException: none runs there, or it does not answer.
+        NodeError: another user may control the place.
     """
     check_there(address)
     options = NodeOptions(only_looks=True, log_to_driver=False)

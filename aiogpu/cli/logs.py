@@ -14,7 +14,7 @@ import click
 
 from aiogpu.cli import joining
 from aiogpu.cli.trail import Trail
-from aiogpu.runtime.meeting import logs_beside
+from aiogpu.runtime.meeting import check_meeting, logs_beside
 from aiogpu.runtime.task_log import FILE
 
 NODE: Final = "node.log"
@@ -77,8 +77,11 @@ def logs(  # noqa: PLR0917 - its options
     """  # noqa: D301 - click's mark for lines to be left as they are
     if node and (task or client):
         raise click.UsageError("--node has no tasks: leave out --task and --client.")
-    beside = logs_beside(joining.where(address))
-    directory = beside if log_dir is None else log_dir
+    directory = log_dir
+    if directory is None:
+        socket = joining.where(address)
+        check_meeting(socket)
+        directory = logs_beside(socket)
     if not os.path.isdir(directory):
         raise click.ClickException(
             f"there are no logs in {directory}. A node that `aiogpu start --head` has "

@@ -64,10 +64,17 @@ async def ask_shares() -> Shares:
         joining.check_there(address)
     except click.ClickException:
         return Shares()
+    except aiogpu.NodeError as error:
+        return _unknown(str(error))
     try:
         async with joining.joined(address, PATIENCE) as node:
             return Shares((await node.status()).devices)
     except (click.ClickException, aiogpu.AiogpuError) as error:
         told = error.message if isinstance(error, click.ClickException) else str(error)
-        why = told.partition(". ")[0].rstrip(".")
-        return Shares(note=f"Who holds what is not known: {why}.")
+        return _unknown(told)
+
+
+def _unknown(told: str) -> Shares:
+    """Nothing is known of the shares, for the reason that an error has told."""
+    why = told.partition(". ")[0].rstrip(".")
+    return Shares(note=f"Who holds what is not known: {why}.")

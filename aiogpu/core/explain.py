@@ -124,13 +124,11 @@ def _waiting(why: Why) -> Iterator[str]:
     for shortage in why.reasons:
         yield f"  {_shortage(shortage)}"
         yield from _aside(shortage.devices)
-        holders: Sequence[Holder] = shortage.holders
-        if not shortage.devices:
-            holders = sorted(holders, key=_longest_first)
-        for holder in holders[:SHOWN]:
-            yield f"    {_holder(holder, shortage)}"
-        if len(holders) > SHOWN:
-            yield f"    and {len(holders) - SHOWN} more"
+        pairs = _held(shortage)
+        for device, holder in pairs[:SHOWN]:
+            yield f"    {_holder(holder, shortage.resource, device)}"
+        if len(pairs) > SHOWN:
+            yield f"    and {len(pairs) - SHOWN} more"
     yield from _reservation(why)
 
 
@@ -174,16 +172,20 @@ def _free(device: DeviceStatus, name: str) -> str:
     return f"{device.free:g}"
 
 
-def _holder(holder: Holder, shortage: Shortage) -> str:
+def _held(shortage: Shortage) -> list[tuple[DeviceStatus | None, Holder]]:
+    """Each holder with its device; of what is not made of devices, longest first."""
+    if not shortage.devices:
+        holders = sorted(shortage.holders, key=_longest_first)
+        return [(None, holder) for holder in holders]
+    return [(each, holder) for each in shortage.devices for holder in each.holders]
+
+
+def _holder(holder: Holder, name: str, device: DeviceStatus | None) -> str:
     """Say who holds how much; the device, where there are some."""
-    name = shortage.resource
     held = written(name, holder.share)
     if name == GPU_MEMORY or not holder.share:
         held = written(GPU_MEMORY, holder.memory)
-    share = held
-    for device in shortage.devices:
-        if any(one is holder for one in device.holders):
-            share = f"{held} of {device.kind} {device.id}"
+    share = held if device is None else f"{held} of {device.kind} {device.id}"
     if holder.is_settling:
         return f"{share}: held by a process that has ended, until its driver agrees"
     where = f"pid {holder.pid}" if holder.pid else "its worker is being forked"

@@ -7,6 +7,7 @@ to another process; the time at which that one began is compared as well.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -68,15 +69,21 @@ def read_record(path: str) -> Record | None:
     Raises:
         PermissionError: it is another user's.
     """
+    # O_NONBLOCK: opening a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
     except PermissionError:
         raise
     except OSError:
         return None
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
         fields = json.loads(os.read(descriptor, LONGEST))
         return Record(**fields)
+    except PermissionError:
+        raise
     except (OSError, ValueError, TypeError):
         return None
     finally:
@@ -87,6 +94,30 @@ def living_node(path: str) -> Record | None:
     """The node that serves at a pidfile's place; None if none does."""
     record = read_record(path)
     return record if record is not None and record.is_alive else None
+
+
+def holds_claim(pid: int, path: str) -> bool:
+    """Whether a process is this user's and has the pidfile open, as its node has.
+
+    A node holds its `Claim` from before it writes the pidfile until it ends, so this is
+    true while it starts and while it closes as well, when it does not listen.
+
+    Args:
+        pid: the process; the caller holds a pidfd of it.
+        path: of the pidfile.
+    """
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+            return False
+        pidfile = os.lstat(path)
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with suppress(OSError):  # it was closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), pidfile):
+                return True
+    return False
 
 
 class Claim:

@@ -7,7 +7,14 @@ import stat
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.meeting import LOGS, SOCKET, default_socket
+from aiogpu.runtime.meeting import (
+    LOGS,
+    SHARED,
+    SOCKET,
+    default_socket,
+    kind,
+    unfit_directory,
+)
 
 LONGEST: Final = 107
 """Bytes of a socket's path; the kernel has 108 with the zero at its end (unix(7))."""
@@ -58,7 +65,7 @@ class Place(NamedTuple):
         check_length(self.socket)
         if os.path.isdir(self.socket):
             check_socket(self.socket)
-        prepare_directory(os.path.dirname(self.socket), "--socket", 0o077)
+        prepare_directory(os.path.dirname(self.socket), "--socket", SHARED)
         check_socket(self.socket)
         prepare_directory(self.logs, "--log-dir", 0o022)
 
@@ -94,40 +101,17 @@ def prepare_directory(path: str, option: str, forbidden: int) -> None:
             f"the directory {path} cannot be made: {error.strerror}. Name a place "
             f"where you may write by {option}; the directory above it must be there."
         ) from error
-    found = os.lstat(path)
-    problem = _problem(found, forbidden)
-    if problem:
-        raise NodeStartError(f"{path} {problem}, or name another place by {option}.")
+    unfit = unfit_directory(path, forbidden)
+    if unfit is not None:
+        raise NodeStartError(
+            f"{path} {unfit.problem}. {unfit.remedy}, or name another place by "
+            f"{option}."
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise NodeStartError(
-            f"{path} may not be written to by this user (uid {os.getuid()}). Allow it, "
-            f"or name another place by {option}."
+            f"{path} may not be written to by this user (uid {os.geteuid()}). "
+            f"Allow it, or name another place by {option}."
         )
-
-
-def _problem(found: os.stat_result, forbidden: int) -> str:
-    """What makes a directory unfit, and what to do; "" if it is fit."""
-    mode, uid = stat.S_IMODE(found.st_mode), os.getuid()
-    if stat.S_ISLNK(found.st_mode):
-        return "is a symbolic link, which is not followed here; make a directory of it"
-    if not stat.S_ISDIR(found.st_mode):
-        return f"is {kind(found)}, where a directory is needed; move it away"
-    if mode & stat.S_ISVTX:  # /tmp and its like
-        return (
-            f"is everybody's (mode {mode:04o}); a node needs a directory of its own. "
-            f"Make one in it by `mkdir -m 700`"
-        )
-    if found.st_uid != uid:
-        return (
-            f"belongs to uid {found.st_uid}, and this is uid {uid}: a node's files "
-            f"lie only in a directory of its own user. Have that user remove it"
-        )
-    if mode & forbidden:
-        return (
-            f"has mode {mode:04o}, so others can reach into it; a node needs 0700. "
-            f"Run `chmod 700` on it if nobody else needs it"
-        )
-    return ""
 
 
 def check_socket(path: str) -> None:
@@ -141,15 +125,3 @@ def check_socket(path: str) -> None:
             f"the node is to listen at {path}, but that is {kind(found)}, which is "
             f"left as it is. Move it away, or name another path by --socket."
         )
-
-
-def kind(found: os.stat_result) -> str:
-    """What a file is, in words."""
-    words = {
-        stat.S_IFREG: "a regular file",
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return words.get(stat.S_IFMT(found.st_mode), "a device")

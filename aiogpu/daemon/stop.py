@@ -1,7 +1,8 @@
 """Ends the node of a place: asks it, waits for it, and says what came of it.
 
-It is found by its pidfile and held by a pidfd, so that a process that was given the
-same number meanwhile is never hit.
+The pidfile names its process. A signal goes only to a process that is this user's and
+holds that pidfile open, and by a pidfd, so that a process that was given the same
+number meanwhile is never hit.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.daemon.pidfile import Claim, Record, living_node
+from aiogpu.credentials import user
+from aiogpu.daemon.pidfile import Claim, Record, holds_claim, living_node
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.service import remove
 from aiogpu.errors import NodeError, NodeRunningError
+from aiogpu.runtime.meeting import check_meeting
 
 SLACK: Final = 5.0
 """Seconds that a node is waited for beyond what it says that its end takes."""
@@ -55,8 +58,10 @@ def stop(
         on_wait: told whom is waited for, and how many seconds at most.
 
     Raises:
-        NodeError: it has not ended, or may not be asked.
+        NodeError: it has not ended, or may not be asked; or the place is another
+            user's, or its pidfile names a process that is not the node.
     """
+    check_meeting(place.socket)
     try:
         record = living_node(place.pidfile)
         if record is None:
@@ -66,16 +71,35 @@ def stop(
         return None
     except PermissionError as error:
         raise NodeError(
-            f"the pidfile {place.pidfile} may not be read by uid {os.getuid()}; a "
-            f"node is stopped by the user who has started it."
+            f"the pidfile {place.pidfile} is another user's, and this is "
+            f"{user(os.geteuid())}; a node is stopped by the user who has started it."
         ) from error
     try:
         # Whoever has that number now was there before the pidfd: it is held.
-        if not record.is_alive:
+        if not record.is_alive or not _is_node(node, record, place):
             return None
         return _end(node, record, place, force, drain, on_wait)
     finally:
         os.close(node)
+
+
+def _is_node(node: int, record: Record, place: Place) -> bool:
+    """Whether the pidfile's process is the place's node; False if it has just ended.
+
+    Raises:
+        NodeError: it is another process, which must not be signalled.
+    """
+    if holds_claim(record.pid, place.pidfile):
+        return True
+    # A node gives up its claim just before its process ends.
+    if select.select([node], [], [], SLACK)[0]:
+        return False
+    raise NodeError(
+        f"the pidfile {place.pidfile} names process {record.pid}, which is not the "
+        f"node of {place.socket}: a node belongs to {user(os.geteuid())} and holds its "
+        f"pidfile open. The process was not signalled; remove the pidfile if no node "
+        f"runs there."
+    )
 
 
 def _end(  # noqa: PLR0917 - how one is asked to end

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.client_status import Program
-from aiogpu.core.devices import DeviceSet
+from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ledger import Ledger
+from aiogpu.errors import ProtocolError
+from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
 from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.premises import Premises
+
+_TEXT: Final = str | None
+_DEVICE: Final = (
+    *(int | str, _TEXT, _TEXT, _TEXT, int, Maybe((int, int)), _TEXT, [str], _TEXT),
+)
+_CAPACITY: Final = ([(str, int)], [(str, [_DEVICE])])
 
 
 def premises_of(
@@ -52,14 +59,40 @@ def premises_of(
 
 def pack_capacity(ledger: Ledger) -> bytes:
     """What a node has to share out, as bytes; see `unpack_capacity`."""
-    sets = [(one.kind, one.devices) for one in ledger.device_sets.values()]
-    return pickle.dumps((ledger.capacity, sets), 5)
+    sets = tuple(
+        (one.kind, tuple(map(_device_fields, one.devices)))
+        for one in ledger.device_sets.values()
+    )
+    return dump_plain((tuple(ledger.capacity.items()), sets))
 
 
 def unpack_capacity(packed: bytes) -> Ledger:
-    """A ledger of which nothing is taken, with what a node has to share out."""
-    capacity, sets = pickle.loads(packed)
-    return Ledger(capacity, [DeviceSet(kind, devices) for kind, devices in sets])
+    """A ledger of which nothing is taken, with what a node has to share out.
+
+    Raises:
+        ProtocolError: the bytes are something else.
+    """
+    told: Any = load_plain(packed)
+    if not fits(told, _CAPACITY):
+        raise ProtocolError("what a node has is not said as it must be")
+    capacity, sets = told
+    return Ledger(
+        dict(capacity),
+        [DeviceSet(kind, tuple(map(_device_of, devices))) for kind, devices in sets],
+    )
+
+
+def _device_fields(device: Device) -> tuple[object, ...]:
+    return (
+        *(device.id, device.type, device.uuid, device.name, device.memory),
+        *(device.compute_capability, device.pci, tuple(sorted(device.links))),
+        device.parent,
+    )
+
+
+def _device_of(fields: tuple[Any, ...]) -> Device:
+    *first, links, parent = fields
+    return Device(*(*first, frozenset(links), parent))
 
 
 def programs_of(clients: Clients | None) -> dict[int, Program]:

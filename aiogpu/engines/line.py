@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from aiogpu.credentials import check_server
 from aiogpu.errors import NodeDiedError, ProtocolError
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.frames import encode
@@ -64,12 +65,14 @@ class Line:
 
         Raises:
             OSError: nobody listens there.
+            NodeError: another user does; nothing was sent.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # It waits only for room in the queue of a node that is being stormed.
             connected.settimeout(PATIENCE)
             connected.connect(path)
+            check_server(connected, path)
             connected.setblocking(False)
             connected.send(greeting)
         except BaseException:

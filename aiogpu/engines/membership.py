@@ -15,9 +15,16 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.line import Line
 from aiogpu.engines.program import join_of, unreachable
 from aiogpu.engines.terminal import Terminal
-from aiogpu.errors import AiogpuError, NodeClosedError, NodeDiedError, NodeError
+from aiogpu.errors import (
+    AiogpuError,
+    NodeClosedError,
+    NodeDiedError,
+    NodeError,
+    ProtocolError,
+)
 from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
+from aiogpu.runtime.meeting import check_meeting
 from aiogpu.wire.acting import Release
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.failure import unpack_failure
@@ -101,7 +108,7 @@ class Membership:
 
         Raises:
             NodeDiedError: no node can be reached there.
-            NodeError: it has refused.
+            NodeError: it has refused, or is not this user's.
         """
         try:
             await self._join()
@@ -112,6 +119,7 @@ class Membership:
 
     async def _join(self) -> None:
         try:
+            check_meeting(self._path)
             greeted = greeting(CLIENT, self.client, os.getpid())
             self._line.connect(self._path, greeted, join_of(self._options))
             if not self._options.only_looks:
@@ -124,6 +132,11 @@ class Membership:
             raise NodeDiedError(
                 f"the node at {self._path} has not answered within {limit:g} s. "
                 f"`aiogpu stop --force` ends it, `aiogpu start --head` starts another."
+            ) from None
+        except ProtocolError as error:
+            raise NodeError(
+                f"what the node at {self._path} says cannot be understood: {error}. "
+                f"Use the same version of aiogpu in both, or start the node anew."
             ) from None
         except OSError as error:
             if isinstance(error, AiogpuError):

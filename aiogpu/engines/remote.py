@@ -16,7 +16,7 @@ from aiogpu.engines.membership import Membership
 from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import NodeError
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.terms import Terms, load_gang
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.joining import (
     AVAILABLE,
@@ -37,7 +37,6 @@ from aiogpu.wire.messages import (
     Submit,
     Withdraw,
 )
-from aiogpu.wire.payload import load_result
 from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
@@ -148,8 +147,7 @@ class RemoteEngine(Membership):
         answer = self.ask_now(lambda number: FindPlacement(number, name))
         if isinstance(answer, ChildFailed):
             raise unpack_failure(Failed(*answer), name)
-        found: Gang = load_result(answer.payload)
-        return found
+        return load_gang(answer.payload)
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""

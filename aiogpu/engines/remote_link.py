@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from aiogpu.errors import DeserializationError, ProtocolError
 from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.payload import load_result
 from aiogpu.wire.sharing import Discard, Fetch
 
 if TYPE_CHECKING:
@@ -74,10 +74,18 @@ class Told:
 
     def receive(self, payload: bytes) -> None:
         """It has come."""
+        # Late: who only runs tasks never needs it.
+        from aiogpu.runtime.status_codec import status_codec
+
         try:
-            answer = load_result(payload)
-        except Exception as error:  # noqa: BLE001 - it is told to who has asked
-            self.fail(error)
+            answer = status_codec.load(payload)
+        except ProtocolError as error:
+            self.fail(
+                DeserializationError(
+                    f"what the node says of itself cannot be read: {error}. Use the "
+                    f"same version of aiogpu in the program and the node."
+                )
+            )
             return
         if not self.future.done():
             self.future.set_result(answer)

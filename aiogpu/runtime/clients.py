@@ -29,6 +29,7 @@ from aiogpu.runtime.parting import Parting, remains_of
 from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
 from aiogpu.runtime.routes import Routes
+from aiogpu.runtime.status_codec import status_codec
 from aiogpu.runtime.store import Store
 from aiogpu.runtime.strangers import WITHIN, Strangers
 from aiogpu.runtime.transport import Peer
@@ -47,7 +48,6 @@ from aiogpu.wire.joining import (
 )
 from aiogpu.wire.messages import ChildFailed, Close, Hello, Message, Submit
 from aiogpu.wire.parcel import MARK
-from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.sharing import Put
 
 _log: Final = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class Clients:
             child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
             return
         try:
-            child.receive(dump_whole(await answer(number)))
+            child.receive(status_codec.dump(await answer(number)))
         except Exception as error:  # noqa: BLE001 - it is told to who has asked
             child.fail(error)
 

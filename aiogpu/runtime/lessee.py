@@ -8,10 +8,10 @@ from aiogpu.core.ids import TaskId
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.child import Child
+from aiogpu.runtime.terms import dump_gang
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.joining import FindPlacement, TakeLease
 from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
-from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client
@@ -104,7 +104,7 @@ def _take_standing(
 def _find(client: Client, message: FindPlacement, driver: Driver) -> None:
     child = Child(client, message.child)
     try:
-        child.receive(dump_whole(driver.leases.standing.find(message.name)))
+        child.receive(dump_gang(driver.leases.standing.find(message.name)))
     except AiogpuError as error:
         child.fail(error)
 

@@ -1,16 +1,36 @@
 """Where programs of one user meet the node that serves them.
 
 A directory of their own, mode 0700, with the node's socket, its pidfile and its logs.
+Anybody may create a directory in /tmp, so its owner and mode are checked before
+anything in it is used: by the node, by programs that join and by each command.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Final
+import stat
+from typing import Final, NamedTuple
+
+from aiogpu.credentials import user
+from aiogpu.errors import NodeError
 
 SOCKET: Final = "node.sock"
 PIDFILE: Final = "node.pid"
 LOGS: Final = "logs"
+SHARED: Final = 0o077
+"""Bits of a directory's mode that let others reach into it."""
+
+
+class Unfit(NamedTuple):
+    """Why a directory or a socket is not used.
+
+    Attributes:
+        problem: what is wrong with it, as a predicate.
+        remedy: what to do, the beginning of a sentence.
+    """
+
+    problem: str
+    remedy: str
 
 
 def meeting_directory() -> str:
@@ -34,3 +54,93 @@ def logs_beside(socket: str) -> str:
     directory, name = os.path.split(os.path.abspath(socket))
     beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
     return f"{directory}/{beside}"
+
+
+def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
+    """Why a node's files must not lie in a directory; None if they may.
+
+    Args:
+        path: of the directory.
+        forbidden: bits of the mode that it must not have.
+
+    Raises:
+        OSError: nothing can be learnt about it.
+    """
+    found = os.lstat(path)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        return Unfit(problem, "Make a directory of it")
+    if not stat.S_ISDIR(found.st_mode):
+        problem = f"is {kind(found)}, where a directory is needed"
+        return Unfit(problem, "Move it away")
+    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # /tmp and its like
+        return Unfit(
+            f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
+            "Make one in it by `mkdir -m 700`",
+        )
+    if found.st_uid != os.geteuid():
+        return Unfit(
+            f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}: a "
+            f"node's files lie only in a directory of its own user",
+            "Have that user remove it",
+        )
+    if mode & forbidden:
+        return Unfit(
+            f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
+            f"Run `chmod 700 {path}` if nobody else needs it",
+        )
+    return None
+
+
+def check_meeting(socket: str) -> None:
+    """Refuse a place that another user may control, before anything in it is used.
+
+    A place that does not exist is no node's, and passes.
+
+    Args:
+        socket: path of the node's socket.
+
+    Raises:
+        NodeError: the directory is not this user's alone, or the socket is a symbolic
+            link or another user's.
+    """
+    directory = os.path.dirname(os.path.abspath(socket))
+    try:
+        unfit = unfit_directory(directory)
+        if unfit is not None:
+            raise _refused(directory, unfit)
+        found = os.lstat(socket)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
+        raise NodeError(
+            f"it cannot be determined who owns {socket}: {error.strerror}. Give the "
+            f"socket of a node that {user(os.geteuid())} has started."
+        ) from error
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        raise _refused(socket, Unfit(problem, "Name the socket that it leads to"))
+    if found.st_uid != os.geteuid():
+        problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
+        raise _refused(socket, Unfit(problem, "Have that user remove it"))
+
+
+def _refused(path: str, unfit: Unfit) -> NodeError:
+    return NodeError(
+        f"{path} {unfit.problem}. Nothing there is used. {unfit.remedy}, "
+        f"or use a node elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or "
+        f"give the address of the node's socket."
+    )
+
+
+def kind(found: os.stat_result) -> str:
+    """What a file is, in words."""
+    words = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return words.get(stat.S_IFMT(found.st_mode), "a device")

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from aiogpu.credentials import peer_credentials
 
 if TYPE_CHECKING:
     from aiogpu.runtime.store import Store
@@ -25,7 +26,6 @@ ID: Final = 8
 """Bytes of a worker's id, the lowest first."""
 WITHIN: Final = 10.0
 """Seconds in which it says its id; it does so at once, unless it is stopped."""
-_CREDENTIALS: Final = struct.Struct("iII")
 
 
 class Passage:
@@ -62,7 +62,7 @@ class Passage:
                 self._later = self._loop.call_later(RETRY, self._listen)
             return False
         connected.setblocking(False)
-        if _credentials(connected)[1] != os.geteuid():
+        if peer_credentials(connected).uid != os.geteuid():
             connected.close()
             return True
         late = self._loop.call_later(WITHIN, self._turn_away, connected)
@@ -100,7 +100,7 @@ class Passage:
         if caller is None or len(told) != ID:
             connected.close()
             return
-        lending, pid = self._store.lending(caller), _credentials(connected)[0]
+        lending, pid = self._store.lending(caller), peer_credentials(connected).pid
         if lending.is_connected or (caller.pid and caller.pid != pid):
             _log.warning(
                 "! refused shared memory to process %d, which says that it is number "
@@ -121,10 +121,3 @@ class Passage:
             self._loop.remove_reader(sock.fileno())
             sock.close()
         self._greeting.clear()
-
-
-def _credentials(connected: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
-    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return pid, uid

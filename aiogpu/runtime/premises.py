@@ -15,7 +15,7 @@ class Premises:
         node: its id.
         descriptors: path of the socket for shared memory.
         spill: directory for values for which there is no memory, "" for the system's.
-        ledger: what it has to share out, pickled.
+        ledger: what it has to share out, as plain values.
         release: the version of aiogpu.
         limits: what each of them may have at once.
     """

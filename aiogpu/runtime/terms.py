@@ -205,6 +205,24 @@ def _gang_of(told: tuple[Any, ...]) -> Gang | Within:
     return Gang(key, name, strategy, tuple(Bundle(*each) for each in bundles))
 
 
+def dump_gang(gang: Gang) -> bytes:
+    """A gang as bytes, without pickle."""
+    return dump_plain(_gang(gang))
+
+
+def load_gang(data: bytes) -> Gang:
+    """Undo `dump_gang`.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    told: Any = load_plain(data)
+    gang = _gang_of(told) if fits(told, _GANG) and told is not None else None
+    if not isinstance(gang, Gang):
+        raise ProtocolError("what was told of a placement is not said as it must be")
+    return gang
+
+
 def _acting(terms: ActorTerms) -> tuple[Any, ...]:
     """An actor's terms as what can be hashed."""
     return (

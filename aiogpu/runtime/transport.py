@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, cast
 
+from aiogpu.credentials import peer_credentials
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.acting import Invoke
 from aiogpu.wire.connection import CLIENT, Connection
@@ -24,7 +23,6 @@ from aiogpu.wire.messages import ChildDone, Hello, Message
 
 _log: Final = logging.getLogger(__name__)
 CHUNK: Final = 1 << 18
-_CREDENTIALS: Final = struct.Struct("iII")
 _POSTED: Final = frozenset({ChildDone, Invoke})
 """Of these many are posted in one turn; but for their payload they are small."""
 
@@ -253,7 +251,9 @@ class Peer(asyncio.Protocol):
     @property
     def pid(self) -> int:
         """Process id at the other end, 0 where the kernel does not know it."""
-        return 0 if self._transport is None else _credentials(self._transport)[0]
+        if self._transport is None:
+            return 0
+        return peer_credentials(self._transport.get_extra_info("socket")).pid
 
     def refuse(self, reason: str) -> None:
         """Say why it may not stay, and close."""
@@ -297,15 +297,7 @@ class Peer(asyncio.Protocol):
 
 def peer_uid(transport: asyncio.Transport) -> int:
     """The user id at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
-    return _credentials(transport)[1]
-
-
-def _credentials(transport: asyncio.Transport) -> tuple[int, int, int]:
-    """Process, user and group at the other end."""
-    sock = transport.get_extra_info("socket")
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
+    return peer_credentials(transport.get_extra_info("socket")).uid
 
 
 def _ignore(_messages: list[Message]) -> None:

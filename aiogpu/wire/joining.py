@@ -61,7 +61,7 @@ class Welcome(NamedTuple):
 
     `descriptors` is the path of the socket for shared memory, `page` that of the
     control page, `spill` where values go for which there is no memory, "" for the
-    system's choice. `ledger` pickles what the node has to share out.
+    system's choice. `ledger` is what the node has to share out, as plain values.
     """
 
     node: str
@@ -74,7 +74,8 @@ class Welcome(NamedTuple):
 class Inquire(NamedTuple):
     """Client to node: tell something of the node, as the result of a child.
 
-    `what` is one of the above, `number` the child or the task that is meant.
+    The answer is `ChildDone` with plain values, see `runtime.status_codec`. `what` is
+    one of the above, `number` the child or the task that is meant.
     """
 
     child: int
@@ -105,7 +106,7 @@ class TakeLease(NamedTuple):
 class FindPlacement(NamedTuple):
     """Client to node: tell me the placement of that name that outlives its program.
 
-    `ChildDone` tells it, pickled; `TakeLease` of it says when it is granted.
+    `ChildDone` tells it as plain values; `TakeLease` of it says when it is granted.
     """
 
     child: int

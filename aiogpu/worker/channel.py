@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.credentials import check_server
 from aiogpu.wire.connection import WORKER, Connection, greeting
 from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Message
@@ -69,9 +70,11 @@ class Channel:
 
         Raises:
             OSError: the driver has gone.
+            NodeError: another user listens in its place.
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.connect(path)
+        check_server(connected, path)
         connected.sendall(greeting(WORKER, worker, os.getpid()))
         self.use(connected)
 

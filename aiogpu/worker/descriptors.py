@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.credentials import check_server
 from aiogpu.errors import NodeClosedError
 from aiogpu.worker.context import current
 
@@ -129,6 +130,7 @@ class Descriptors:
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connected.connect(self._path)
+                check_server(connected, self._path)
                 owner = self._owner or current.worker
                 connected.sendall(owner.to_bytes(8, "little"))
             except BaseException:

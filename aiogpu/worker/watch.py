@@ -13,6 +13,7 @@ import signal
 import socket
 from typing import Final
 
+from aiogpu.credentials import check_server
 from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import Connection, greeting
 from aiogpu.wire.frames import encode
@@ -38,6 +39,7 @@ class Watch:
         self._connection = Connection.connecting(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
+        check_server(self._socket, path)
         self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, _note)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.daemon.place import LONGEST, Place, _problem, check_length
+from aiogpu.daemon.place import LONGEST, Place, check_length
 from aiogpu.errors import NodeStartError
 
 
@@ -103,11 +103,14 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     assert "is a regular file" in refused(Place.at(f"{tmp_path}/d/node.sock"))
 
 
-def test_a_directory_of_another_user(tmp_path: Path) -> None:
-    found = list(os.lstat(tmp_path))
-    found[4] = os.getuid() + 1
-    told = _problem(os.stat_result(found), 0o077)
-    assert f"belongs to uid {os.getuid() + 1}, and this is uid {os.getuid()}" in told
+def test_a_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = os.geteuid(), 3_000_000_000
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    told = refused(Place.at(f"{tmp_path}/node.sock"))
+    assert f"belongs to uid {owner}" in told
+    assert f"and this is uid {other}: a node's files" in told
 
 
 def test_the_directory_above_must_be_there(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.limits import Limits
 from aiogpu.runtime.claims import NUMBERS
+from aiogpu.runtime.status_codec import status_codec
 from aiogpu.wire.acting import Ask, Carry, Find, Hold, Make, Release, Stop
 from aiogpu.wire.connection import CLIENT
 from aiogpu.wire.frames import encode
@@ -39,7 +40,7 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from aiogpu.wire.parcel import MARK, Contents, pack
-from aiogpu.wire.payload import NO_ARGUMENTS, load_result
+from aiogpu.wire.payload import NO_ARGUMENTS
 from aiogpu.wire.sharing import (
     SEGMENTS,
     Discard,
@@ -117,7 +118,7 @@ async def test_a_number_is_given_once(node: Service) -> None:
             (told,) = second.hear_all()
             assert "each with a number of its own" in str(told)
         first.say(Inquire(1, "resources", 0))
-        assert load_result(first.hear(ChildDone).payload)["CPU"] == 2
+        assert status_codec.load(first.hear(ChildDone).payload)["CPU"] == 2
 
 
 async def test_who_breaks_the_rules_is_told_which(node: Service) -> None:
@@ -305,7 +306,7 @@ async def test_an_answer_that_cannot_be_opened_is_an_error(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with aiogpu.init(address=node.path, log_to_driver=False):
-        monkeypatch.delattr("aiogpu.core.snapshot.NodeStatus")
+        monkeypatch.setattr(status_codec, "classes", ())
         with pytest.raises(aiogpu.DeserializationError):
             async with asyncio.timeout(20):
                 await aiogpu.status()

@@ -18,11 +18,11 @@ import pytest
 
 from aiogpu.engines.line import Line
 from aiogpu.runtime.claims import NUMBERS
+from aiogpu.runtime.status_codec import status_codec
 from aiogpu.wire.frames import encode
 from aiogpu.wire.joining import Depart, Inquire, Refused
 from aiogpu.wire.messages import ChildDone, Close
 from aiogpu.wire.parcel import Contents, pack
-from aiogpu.wire.payload import load_result
 from aiogpu.wire.setup import descriptor_path
 from aiogpu.wire.sharing import SEGMENTS, Put
 from tests.engines import value_tasks
@@ -69,7 +69,7 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
             assert "was not said within 10 s which program this is" in told.reason
         known.say(Inquire(1, "resources", 0))
         answer = await asyncio.to_thread(known.hear, ChildDone)
-        assert load_result(answer.payload)["CPU"] == 2
+        assert status_codec.load(answer.payload)["CPU"] == 2
     clients = here.engine._supervisor.clients
     await until(lambda: not clients.by_id)
     assert repr(clients._strangers) == "<Strangers 0>"

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+import pickle
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
 from aiogpu.wire.forking import Keep
-from aiogpu.wire.frames import HEADER, LARGE, FrameReader, decode, encode, encode_all
+from aiogpu.wire.frames import (
+    DEEPEST,
+    HEADER,
+    LARGE,
+    FrameReader,
+    RecordCodec,
+    decode,
+    encode,
+    encode_all,
+)
 from aiogpu.wire.messages import (
     TAGS,
     Define,
@@ -120,3 +133,71 @@ def test_what_goes_out_together_is_the_frames_of_each(size: int) -> None:
     assert encode_all([]) == b""
     frames = [one if place % 2 else encode(one) for place, one in enumerate(messages)]
     assert encode_all(frames) == b"".join(map(encode, messages))
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    sizes: tuple[int, ...] = ()
+
+
+class Whole(NamedTuple):
+    parts: object
+    by_name: object = None
+
+
+CODEC = RecordCodec(Part)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        ("a", 1, 2.5, True, None, b"x", "\udcff"),
+        Part("a", (1, 2)),
+        {"a": (Part("b"), {1: Part("\udcff")}), 2: ()},
+    ],
+)
+def test_records_travel_by_their_fields(value):
+    assert CODEC.load(CODEC.dump(value)) == value
+
+
+def test_sequences_become_tuples():
+    assert CODEC.load(CODEC.dump([Part("a"), [1]])) == (Part("a"), (1,))
+    assert CODEC.load(CODEC.dump(Whole([1]))) == ((1,), None)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1 << 64, nested(2000)])
+def test_what_has_no_plain_form_is_not_packed(value):
+    with pytest.raises(SerializationError, match="cannot be packed"):
+        CODEC.dump(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        CODEC.dump(1) + b"x",
+        pickle.dumps(Part("a")),
+        msgpack.packb(msgpack.ExtType(0, msgpack.packb([]))),
+        msgpack.packb(msgpack.ExtType(0, msgpack.packb(1))),
+        msgpack.packb(msgpack.ExtType(0, msgpack.packb([1, 2, 3]))),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb(["a"]))),
+    ],
+)
+def test_what_is_no_record_is_told(data):
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        CODEC.load(data)
+
+
+def test_records_within_records_without_end_are_told():
+    value: object = Part("a")
+    for _ in range(DEEPEST - 1):
+        value = Part("a", (value,))  # type: ignore[arg-type]
+    assert CODEC.load(CODEC.dump(value)) == value
+    data = msgpack.packb(["a", []])
+    for _ in range(2000):
+        data = msgpack.packb(["a", msgpack.ExtType(0, data)])
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        CODEC.load(data)

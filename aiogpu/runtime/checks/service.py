@@ -6,7 +6,6 @@ import json
 import os
 import pwd
 import socket
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Final, NamedTuple
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.descriptors import raised, slots_within
 from aiogpu.runtime.hierarchy import PROC
-from aiogpu.runtime.meeting import default_socket
+from aiogpu.runtime.meeting import default_socket, unfit_directory
 from aiogpu.runtime.slots import most_workers
 
 NAME: Final = "service"
@@ -78,21 +77,18 @@ def check_service(
 def _directory(directory: str) -> Finding | None:
     """What makes the directory of the socket one that no node may use."""
     try:
-        found = os.lstat(directory)
+        unfit = unfit_directory(directory)
     except OSError:
         return None  # it is made when a node starts
-    mode, uid = stat.S_IMODE(found.st_mode), os.geteuid()
-    if not stat.S_ISDIR(found.st_mode):
-        problem, advice = "is no directory", "Move it away."
-    elif found.st_uid != uid:
-        problem = f"belongs to uid {found.st_uid}, and this is uid {uid}"
-        advice = "Have it removed, or name another place by `aiogpu start --socket`."
-    elif mode & 0o077:
-        problem, advice = f"has mode {mode:o}, not 700", f"Run `chmod 700 {directory}`."
-    else:
+    if unfit is None:
         return None
-    means = "No node starts there, and no program should join one there."
-    return Finding(NAME, Level.WARN, f"{directory} {problem}", means, advice)
+    return Finding(
+        NAME,
+        Level.WARN,
+        f"{directory} {unfit.problem}",
+        "No node starts there, and no program joins one there.",
+        f"{unfit.remedy}, or name another place by `aiogpu start --socket`.",
+    )
 
 
 def _told(path: str) -> Told:

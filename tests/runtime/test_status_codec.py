@@ -1,0 +1,60 @@
+"""All that a node says of itself can be said without pickle."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.gang import SPREAD, Bundle, Gang
+from aiogpu.core.ledger import Ledger
+from aiogpu.engines.hosting import pack_capacity, unpack_capacity
+from aiogpu.errors import ProtocolError
+from aiogpu.runtime.plain import dump_plain
+from aiogpu.runtime.status_codec import status_codec
+from aiogpu.runtime.terms import dump_gang, load_gang
+
+KNOWN = {one.__name__ for one in status_codec.classes}
+PLAIN = {"Mapping", "None"}
+
+
+@pytest.mark.parametrize("record", status_codec.classes)
+def test_every_class_that_a_report_contains_is_known(record: type) -> None:
+    told = " ".join(str(field.type) for field in fields(record))
+    named = set(re.findall(r"\b[A-Z]\w+", told))
+    assert named - PLAIN <= KNOWN
+
+
+def test_a_ledger_is_told_whole() -> None:
+    gpus = [
+        Device(0, "A100", "GPU-1", "NVIDIA A100", 80 << 30, (8, 0), "0:3B:00.0"),
+        Device("MIG-2", links=frozenset({"GPU-1", "GPU-3"}), parent="GPU-1"),
+    ]
+    ledger = Ledger({"CPU": 40_000, "license": 1}, [DeviceSet("GPU", gpus)])
+    told = unpack_capacity(pack_capacity(ledger))
+    assert told.capacity == ledger.capacity
+    assert told.device_sets["GPU"].devices == tuple(gpus)
+    assert told.totals() == ledger.totals()
+
+
+@pytest.mark.parametrize("told", [(), ((("CPU", "4"),), ()), ((), (("GPU", ((),)),))])
+def test_what_is_no_capacity_is_told(told: tuple[object, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_capacity(dump_plain(told))
+
+
+def test_a_gang_is_told_whole() -> None:
+    bundles = (
+        Bundle((("CPU", 10_000),), (("GPU", 5_000),), "A100"),
+        Bundle((), (("GPU", 10_000),), None, 1 << 30),
+    )
+    gang = Gang("key", "name", SPREAD, bundles)
+    assert load_gang(dump_gang(gang)) == gang
+
+
+@pytest.mark.parametrize("told", [(), ("key", "name", 0, "", ()), ("key", "name")])
+def test_what_is_no_gang_is_told(told: tuple[object, ...]) -> None:
+    with pytest.raises(ProtocolError):
+        load_gang(dump_plain(told))
