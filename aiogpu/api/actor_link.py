@@ -272,11 +272,15 @@ class ActorLink:
 
     def demand(self, number: int, limit: int) -> None:
         """Let a call that is a stream yield so many items in all."""
+        if self._session.is_forked:
+            return
         if self._actor is not None and self._actors is not None:
             self._actors.demand(self._actor.id, number, limit)
 
     def cancel(self, number: int) -> None:
-        """Nobody wants a call's answer any more."""
+        """Nobody wants a call's answer any more. In a fork the call is the parent's."""
+        if self._session.is_forked:
+            return
         if self._actor is not None and self._actors is not None and number:
             self._actors.cancel(self._actor.id, number)
 

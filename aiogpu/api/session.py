@@ -134,8 +134,11 @@ class Session(EnteredOnLoop):
         return self._new_handle(name, owner, self._loop)
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have something done on the loop, from whichever thread; or never."""
-        if not self._loop.is_closed():
+        """Have something done on the loop, from whichever thread; or never.
+
+        Never in a fork: the loop's node is the parent's.
+        """
+        if self._state is not SessionState.FORKED and not self._loop.is_closed():
             with suppress(RuntimeError):  # it was closed in this very moment
                 self._loop.call_soon_threadsafe(call)
 
@@ -145,8 +148,9 @@ class Session(EnteredOnLoop):
             self._engine.demand(task, limit)
 
     def cancel(self, task: int) -> None:
-        """Stop a task; its handle says so."""
-        self._engine.cancel(task)
+        """Stop a task; its handle says so. In a fork the task is the parent's."""
+        if self._state is not SessionState.FORKED:
+            self._engine.cancel(task)
 
     async def why(self, name: str, task: int) -> Why:
         """Why a task waits; see `Handle.why`."""

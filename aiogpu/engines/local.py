@@ -316,7 +316,12 @@ class LocalEngine:
         self._supervisor.abandon()
 
     def disown(self) -> None:
-        """This process is a fork of the driver: its workers look for the driver."""
+        """This process is a fork of the driver: nothing is decided here any more.
+
+        Workers watch the driver's process, and so outlive this one.
+        """
+        if self._driver is not None:
+            self._driver.disown()
 
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:

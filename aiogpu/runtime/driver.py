@@ -255,6 +255,10 @@ class Driver:
             call.receiver = None
             self.feed(Cancelled(TaskId(task)))
 
+    def disown(self) -> None:
+        """This process is a fork of the driver's: decide and carry out nothing."""
+        self.is_busy = True
+
     def feed(self, event: Event) -> None:
         """Tell the core what happened, and do what it says.
 

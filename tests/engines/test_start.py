@@ -306,6 +306,58 @@ def test_a_fork_of_the_driver_is_inert(loop: str, runtime_directory: Path) -> No
     assert run(FORKING, "os._exit", loop) == "2\nTrue\n3\nTrue\n"
 
 
+CANCELLING = """
+    import asyncio, os, sys, aiogpu
+    from tests.engines import stream_tasks, tasks
+    from tests.engines.actor_classes import Mortal
+    async def main():
+        path, way = sys.argv[1:3]
+        async with aiogpu.init(num_cpus=4):
+            actor = await Mortal.remote(path, "actor")
+            task = tasks.gated.remote(path, "task")
+            call = actor.gated.remote(path, "call")
+            stream = stream_tasks.numbers.remote(3)
+            assert await anext(stream) == 0
+            waiter = asyncio.create_task(task.coro())
+            while (await task.why()).state != "running":
+                await asyncio.sleep(0)
+            pid = os.fork()
+            if pid == 0:
+                if way == "exit":
+                    sys.exit(0)
+                task.cancel(), call.cancel(), stream.cancel()
+                actor = task = call = stream = None
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+            print("forked", flush=True)
+            results = await asyncio.gather(waiter, call, actor.add.remote())
+            print(*results, *[item async for item in stream], flush=True)
+    aiogpu.run(main()) if sys.argv[3] == "uvloop" else asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "loop"), [("cancel", "asyncio"), ("cancel", "uvloop"), ("exit", "asyncio")]
+)
+async def test_a_fork_cancels_nothing_of_its_parent(
+    way: str, loop: str, gate: Gate, runtime_directory: Path
+) -> None:
+    """[B5] Neither by `cancel()` nor by its exit, which ends its asyncio tasks.
+
+    A fork that closes uvloop's loop breaks that of its parent, with or without aiogpu:
+    they share what the kernel watches for them.
+    """
+    program = start(CANCELLING, gate.path, way, loop)
+    assert program.stdout is not None
+    await gate.entered("task", "call")
+    assert await asyncio.to_thread(program.stdout.readline) == "forked\n"
+    gate.release("task", "call")
+    out, errors = await asyncio.to_thread(program.communicate, timeout=60)
+    assert "task call 1 1 2\n" in out, (out, errors)
+    assert program.returncode == 0
+    assert "Traceback" not in errors, errors
+
+
 KILLED = """
     import asyncio, sys, aiogpu
     from tests.engines import tasks
