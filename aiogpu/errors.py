@@ -113,8 +113,9 @@ class WorkerDiedError(AiogpuError, RuntimeError):
             native code), "segfault", "bus error", "arithmetic error", "illegal
             instruction", "abort", "out of memory", "killed" (SIGKILL from outside),
             "signal" (another one), "keeper died" (the process that kept the worker),
-            "disconnected" (it had closed its connection) and "ended" (by aiogpu,
-            because of another task); "" where nobody has looked.
+            "disconnected" (it had closed its connection), "ended" (by aiogpu, because
+            of another task) and "internal" (by aiogpu, after an error of its own); ""
+            where nobody has looked.
     """
 
     def __init__(  # noqa: PLR0917 - the facts of one death

@@ -6,6 +6,7 @@ again as often as `max_restarts` says. This is that task's receiver.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -16,6 +17,7 @@ from aiogpu.runtime.actor_end import ActorEnd, died, leaving, not_made
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
+from aiogpu.runtime.receiver import internal_error, tell_safely
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
 from aiogpu.wire.failure import LEFT, STOPPED
@@ -23,6 +25,7 @@ from aiogpu.wire.messages import Done, Failed
 from aiogpu.wire.payload import NOTHING
 from aiogpu.wire.streaming import Demand
 
+_log: Final = logging.getLogger(__name__)
 AHEAD: Final = 256
 """Calls that a process which runs one at a time may have before it."""
 NO_HANDLE: Final = "nobody had a handle to it any more."
@@ -142,7 +145,11 @@ class Actor:
             mailbox.is_open = False
             mailbox.post(number)
         elif mailbox.post(number):
-            self.worker.peer.post(self.calls[number].order(number, self.worker))
+            try:
+                self.worker.peer.post(self.calls[number].order(number, self.worker))
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                self._fail_call(number, error)
+                self._send(mailbox.take())
 
     def demand(self, number: CallId, limit: int) -> None:
         """A call that is a stream may yield so many items in all."""
@@ -225,10 +232,28 @@ class Actor:
             receiver.reject(failed)
 
     def _send(self, numbers: list[CallId]) -> None:
-        if numbers and self.worker is not None and self.worker.peer is not None:
+        while numbers and self.worker is not None and self.worker.peer is not None:
             worker, post = self.worker, self.worker.peer.post
+            failed: list[Mailbox] = []
             for number in numbers:
-                post(self.calls[number].order(number, worker))
+                try:
+                    post(self.calls[number].order(number, worker))
+                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                    failed.append(self.calls[number].mailbox)
+                    self._fail_call(number, error)
+            # Others may go in their place, which no answer will call for.
+            numbers = [number for mailbox in failed for number in mailbox.take()]
+
+    def _fail_call(self, number: CallId, error: Exception) -> None:
+        """A call could not be sent, for no fault of its process; so it never runs."""
+        call = self.calls.pop(number)
+        call.mailbox.sent.pop(number, None)
+        self.lines.forget(call.known_as)
+        _log.error("! failed to send %s.%s", self.name, call.method, exc_info=error)
+        if call.receiver is not None:
+            told = internal_error(f"sent a call of {self.name}.{call.method}", error)
+            tell_safely(call.receiver, told)
+        self.look_if_idle()
 
     def cancel(self, number: CallId) -> bool:
         """Nobody wants a call's answer any more; True if its process must be told."""

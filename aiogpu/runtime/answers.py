@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.effects import NOTHING
 from aiogpu.core.events import Detached, TaskFinished, TaskSkipped
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.rows import end_row
 from aiogpu.runtime.child import pass_on_all
+from aiogpu.runtime.receiver import tell_fault
 from aiogpu.runtime.values import unfinished_in
 from aiogpu.wire.messages import Done, Failed, Skipped
 
@@ -74,11 +76,12 @@ class Answers:
         if driver.is_busy:
             return 0
         driver.is_busy = True
+        records: list[TaskRecord] = []
         try:
             records = end_row(self._scheduler, who, ended, now, effects)
-        except BaseException:
-            driver.is_busy = False
-            raise
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            for task, _ in ended:
+                driver.faults.on_event(TaskFinished(task, who), error)
         if records and self.on_row is not None:
             took = [seconds for _, seconds in ended[: len(records)]]
             try:
@@ -105,8 +108,8 @@ class Answers:
             if call.receiver is not None:
                 try:
                     call.receiver.receive(answer.payload)
-                except Exception:  # noqa: BLE001
-                    _log.exception("! the result of task %d was not told", answer.task)
+                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                    tell_fault(call.receiver, error)
 
     def on_answer(self, worker: int, answer: Done | Failed) -> None:
         """A worker has ended a task."""
@@ -140,11 +143,12 @@ class Answers:
             return
         now, finish = self._loop.time(), self._scheduler.finish
         driver.is_busy = True
+        wanted: Sequence[Effect] = NOTHING
         try:
             wanted = finish(task, WorkerId(worker), retry, took, now)
-        except BaseException:
-            driver.is_busy = False
-            raise
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            event = TaskFinished(task, WorkerId(worker), retry, took)
+            driver.faults.on_event(event, error)
         driver.carry_out(wanted)
 
     def _keep_carried(self, payload: bytes) -> None:

@@ -20,6 +20,7 @@ from aiogpu.errors import (
 from aiogpu.runtime.receiver import ItemReceiver as ItemReceiver  # noqa: PLC0414
 from aiogpu.runtime.receiver import Receiver as Receiver  # noqa: PLC0414
 from aiogpu.runtime.receiver import pass_on as pass_on  # noqa: PLC0414
+from aiogpu.runtime.receiver import tell_safely
 from aiogpu.wire.messages import Run
 from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.retried import NONE, Retried
@@ -159,7 +160,7 @@ class Call:
         """Tell who waits that there will be no result; he is told no more."""
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
-            receiver.fail(error)
+            tell_safely(receiver, error)
 
     def tell_timeout(self) -> TaskTimeoutError:
         """Tell who waits that its time is up; gives what he is told."""

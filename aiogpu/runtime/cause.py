@@ -16,6 +16,7 @@ SIGNAL: Final = "signal"
 KEEPER_DIED: Final = "keeper died"
 DISCONNECTED: Final = "disconnected"
 ENDED: Final = "ended"
+INTERNAL: Final = "internal"
 CROWDED: Final = "crowded"
 """There is no room for it now: its task waits. No user is told this one."""
 
@@ -92,6 +93,10 @@ _OTHERS: Final[dict[str, Told]] = {
         "aiogpu ended it, with another task that did not stop when it was to",
         "Have tasks heed KeyboardInterrupt or CancelledError.",
     ),
+    INTERNAL: Told(
+        "aiogpu ended it after an error of its own",
+        "The function is not to blame. Please report it, with the node's log.",
+    ),
 }
 
 
@@ -107,7 +112,7 @@ def find_cause(status: int | None, known: str, findings: Findings) -> str:
         return NOT_STARTED
     if not os.WIFSIGNALED(status):
         # It may have left by itself just before aiogpu would have ended it.
-        return known if known == KEEPER_DIED else EXIT
+        return known if known in (KEEPER_DIED, INTERNAL) else EXIT
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
         return _CRASHES[number][0] if number in _CRASHES else SIGNAL

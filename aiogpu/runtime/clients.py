@@ -28,6 +28,7 @@ from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.parting import Parting, remains_of
 from aiogpu.runtime.premises import Premises
 from aiogpu.runtime.program import Program
+from aiogpu.runtime.receiver import internal_error
 from aiogpu.runtime.routes import Routes
 from aiogpu.runtime.status_codec import status_codec
 from aiogpu.runtime.store import Store
@@ -163,10 +164,21 @@ class Clients:
                     continue
                 self._nest.submit_all(client, row)
                 row = []
-                self._take(client, message)
+                try:
+                    self._take(client, message)
+                except (AiogpuError, OSError):
+                    raise
+                except Exception as error:
+                    from aiogpu.runtime.faults import tell_asker
+
+                    what = f"took in {type(message).__name__} of a program"
+                    if not tell_asker(client, message, internal_error(what, error)):
+                        raise
+                    _log.exception("! failed to take in %s", type(message).__name__)
             self._nest.submit_all(client, row)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
+            kind = type(error).__name__
             _log.warning(
                 "! cut off %s (pid %d): %r",
                 client.name or client.id,
@@ -175,7 +187,10 @@ class Clients:
                 exc_info=not is_told,
             )
             if client.peer is not None:
-                client.peer.drop(f"it has said what it may not: {error}")
+                why = "it has said what it may not"
+                if not is_told:
+                    why = f"aiogpu itself has failed, please report it: {kind}"
+                client.peer.drop(f"{why}: {error}")
 
     def _take(self, client: Client, message: Message) -> None:
         kind = type(message)

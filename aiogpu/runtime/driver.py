@@ -8,7 +8,6 @@ effects of one event are carried out waits in a queue, so the stack stays flat.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -52,10 +51,12 @@ if TYPE_CHECKING:
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.device_eyes import Key
     from aiogpu.runtime.device_monitor import DeviceMonitor
+    from aiogpu.runtime.faults import Faults
     from aiogpu.runtime.leases import Leases
+    from aiogpu.runtime.slot import LiveWorker
     from aiogpu.runtime.unasked import Unasked
+    from aiogpu.wire.messages import Message
 
-_log: Final = logging.getLogger(__name__)
 _OF_LEASES: Final = (
     *(effects.Granted, effects.Reclaim, effects.Reserved, effects.Evict),
     effects.Misfit,
@@ -104,6 +105,7 @@ class Driver:
             *(scheduler, self._calls, pool, self.actors, assignment),
             *(clearance, self.guard, self._taking_back),
         )
+        self._faults: Faults | None = None
         self._leases: Leases | None = None
         self._assignment = assignment
         self._timers = scheduler.timers
@@ -123,6 +125,7 @@ class Driver:
         pool.hearing.on_items = self.streams.on_items
         pool.hearing.on_skipped = self.answers.on_skipped
         pool.hearing.on_spoilt = self._on_spoilt
+        pool.hearing.on_fault = self._on_fault
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
 
@@ -154,6 +157,17 @@ class Driver:
             )
             self.ways.update(self._leases.ways)
         return self._leases
+
+    @property
+    def faults(self) -> Faults:
+        """What becomes of the steps in which aiogpu fails; loaded with the first."""
+        if self._faults is None:
+            from aiogpu.runtime.faults import Faults
+
+            self._faults = Faults(
+                self.scheduler, self._calls, self._pool, self.sending, self.feed
+            )
+        return self._faults
 
     def _carry_out_lease(self, effect: Effect) -> None:
         self.leases.ways[type(effect)](effect)
@@ -273,9 +287,8 @@ class Driver:
         wanted: Sequence[Effect] = NOTHING
         try:
             wanted = self.scheduler.handle(event, self._loop.time())
-        except Exception:  # noqa: BLE001
-            # A bug of ours in one must not lose the others: somebody waits.
-            _log.exception("! %r was not taken in", event)
+        except Exception as error:  # noqa: BLE001 - see `Faults`
+            self.faults.on_event(event, error)
         self.carry_out(wanted)
 
     def carry_out(self, wanted: Sequence[Effect]) -> None:
@@ -289,16 +302,15 @@ class Driver:
                 for effect in wanted:
                     try:
                         ways[type(effect)](effect)
-                    except Exception:  # noqa: BLE001
-                        # A bug of ours in one must not lose the others: somebody waits.
-                        _log.exception("! %r was not carried out", effect)
+                    except Exception as error:  # noqa: BLE001 - see `Faults`
+                        self.faults.on_effect(effect, error)
                 if not events:
                     break
                 event, wanted = events.popleft(), NOTHING
                 try:
                     wanted = self.scheduler.handle(event, self._loop.time())
-                except Exception:  # noqa: BLE001
-                    _log.exception("! %r was not taken in", event)
+                except Exception as error:  # noqa: BLE001 - see `Faults`
+                    self.faults.on_event(event, error)
         finally:
             self.is_busy = False
         earliest = self._timers.earliest
@@ -398,6 +410,9 @@ class Driver:
             self._clearance.forget(worker)
             return False
         return self._clearance.end(worker, lease, (pid,))
+
+    def _on_fault(self, worker: LiveWorker, said: Message, error: Exception) -> None:
+        self.faults.on_message(worker, said, error)
 
     def _on_outdated(self, environment: Environment) -> None:
         self.feed(Outdated(environment))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from aiogpu.core.wording import printable
-from aiogpu.errors import AiogpuError, ProtocolError
+from aiogpu.errors import ProtocolError
 from aiogpu.runtime.burst import HEARING, Burst
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.slot import LiveWorker
@@ -50,6 +50,7 @@ class Hearing:
         on_acting: told what an actor's process says.
         store: keeps what payloads refer to.
         on_imported: told what a worker has imported.
+        on_fault: told of a message that was not taken in, for no fault of the worker's.
         name_of: gives the name of a task.
         burst: says whether what is submitted may have workers heard.
     """
@@ -68,6 +69,7 @@ class Hearing:
         self.on_ran_out: Callable[[int, RanOut], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_acting: Callable[[int, Done | Failed | Created], None]
+        self.on_fault: Callable[[LiveWorker, Message, Exception], None]
         self.on_imported = on_imported
         self.name_of: Callable[[int], str]
         self.store: Store
@@ -91,18 +93,28 @@ class Hearing:
                     # By far the commonest; what has come together is told together.
                     if worker.actor is None:
                         done.append(message)
-                    else:
+                        continue
+                    try:
                         self.on_acting(worker.id, message)
+                    except Exception as error:  # noqa: BLE001 - one harms no other
+                        self.on_fault(worker, message, error)
                     continue
                 if done:
-                    self.on_done(worker.id, done)
+                    self._end(worker, done)
                     done = []
                 if not self._take(worker, message):
                     return
             if done:
-                self.on_done(worker.id, done)
+                self._end(worker, done)
         finally:
             self.burst.count = 0
+
+    def _end(self, worker: LiveWorker, done: list[Done]) -> None:
+        try:
+            self.on_done(worker.id, done)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            for message in done:
+                self.on_fault(worker, message, error)
 
     def _take(self, worker: LiveWorker, message: Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""
@@ -138,8 +150,10 @@ class Hearing:
     def _pass_on(self, worker: LiveWorker, message: Message) -> None:
         try:
             self._tell(worker, message)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
+        except (ProtocolError, OSError) as error:
             _cut_off(worker, error)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            self.on_fault(worker, message, error)
 
     def _tell(self, worker: LiveWorker, message: Message) -> None:
         if isinstance(message, Items):
@@ -170,7 +184,6 @@ class Hearing:
 
 def _cut_off(worker: LiveWorker, error: Exception) -> None:
     """It has said what it may not."""
-    is_told = isinstance(error, OSError | AiogpuError)
-    _log.warning("! cut off worker %d: %s", worker.id, error, exc_info=not is_told)
+    _log.warning("! cut off worker %d: %s", worker.id, error)
     if worker.peer is not None:
         worker.peer.abort()

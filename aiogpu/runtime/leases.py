@@ -135,7 +135,10 @@ class Leases:
         receiver.receive(grant.pack())
 
     def _reclaim(self, effect: effects.Reclaim) -> None:
-        held, holder = self._held[effect.holder], effect.holder
+        held, holder = self._held.get(effect.holder), effect.holder
+        if held is None:
+            self._feed(LeaseReturned(holder))  # it was never told that it has it
+            return
         held.remains = Remains(
             self._loop, held.mark, lambda pids: self._give_back(holder, pids)
         )

@@ -6,6 +6,7 @@ unpickled here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -20,6 +21,7 @@ from aiogpu.runtime.claims import check_claims, count_fresh
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.exchange import KINDS, Exchange
 from aiogpu.runtime.far import Far
+from aiogpu.runtime.receiver import internal_error, tell_safely
 from aiogpu.runtime.store import Store
 from aiogpu.runtime.terms import Terms, new_function
 from aiogpu.wire.failure import RAISED, pack_failure
@@ -36,6 +38,7 @@ from aiogpu.wire.streaming import ChildDemand
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client
 
+_log: Final = logging.getLogger(__name__)
 KEPT: Final = 1024
 """Functions and sites that are recognised when another worker declares them."""
 
@@ -212,6 +215,10 @@ class Nest:
                 task = driver.submit(site, message.payload, receiver, parent, client)
             except AiogpuError as error:
                 receiver.fail(error)
+                return
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                _log.exception("! failed to start a child")
+                tell_safely(receiver, internal_error("started the task", error))
                 return
             if driver.knows(task):
                 caller.children[message.child] = task

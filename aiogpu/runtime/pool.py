@@ -144,6 +144,15 @@ class Pool:
         else:
             self._check_gone(worker, is_certain=True)
 
+    def give_up(self, worker_id: int, error: Exception) -> None:
+        """A worker could not be asked for: it counts as one that never started."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
+        else:
+            worker.reason, worker.cause = str(error), cause.NOT_STARTED
+            self._loop.call_soon(self._check_gone, worker, True)
+
     def retire(self, worker_id: int) -> None:
         """Tell a worker to end in an orderly way."""
         worker = self.workers[worker_id]
@@ -157,6 +166,12 @@ class Pool:
             # Nobody has been asked to fork it yet.
             self._loop.call_soon(self._check_gone, worker, True)
         self._end(worker, cause.ENDED)
+
+    def end_for_fault(self, worker_id: int, reason: str) -> None:
+        """The same, since aiogpu itself has failed, and in which way."""
+        worker = self.workers[worker_id]
+        worker.cause, worker.reason = cause.INTERNAL, reason
+        self.kill(worker_id)
 
     def _end(self, worker: LiveWorker, why: str) -> None:
         if worker.slot.keeper is not None and worker.status is None:

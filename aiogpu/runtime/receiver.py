@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+import logging
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from aiogpu.errors import AiogpuError, InternalError
 
 if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
+
+_log: Final = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
@@ -36,3 +41,36 @@ def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
     """Give items to whom they are for; None, if nobody wants them any more."""
     if receiver is not None:
         cast("ItemReceiver", receiver).receive_items(payloads)
+
+
+def internal_error(doing: str, error: Exception) -> AiogpuError:
+    """The error to tell where aiogpu itself has failed; its cause is what was raised.
+
+    An error that says already whose fault it is stays as it is.
+    """
+    if isinstance(error, AiogpuError) and not isinstance(error, InternalError):
+        return error
+    told = InternalError(
+        f"aiogpu failed as it {doing}: {type(error).__name__}: {error}. This is a bug "
+        f"in aiogpu, not in your program. Please report it, with the traceback that "
+        f"the node has logged."
+    )
+    told.__cause__ = error
+    return told
+
+
+def tell_safely(receiver: Receiver, error: Exception) -> None:
+    """Tell who waits an error; should that fail, an `InternalError` that says so."""
+    try:
+        receiver.fail(error)
+    except Exception as fault:  # noqa: BLE001 - it is told to who waits
+        tell_fault(receiver, fault)
+
+
+def tell_fault(receiver: Receiver, fault: Exception) -> None:
+    """Tell who waits that aiogpu has failed to pass on how the task has ended."""
+    _log.error("! failed to tell %r", receiver, exc_info=fault)
+    try:
+        receiver.fail(internal_error("passed on the end of a task", fault))
+    except Exception:  # noqa: BLE001 - there is nobody left to be told
+        _log.exception("! nobody was told")

@@ -9,7 +9,7 @@ from aiogpu.core import effects
 from aiogpu.core.effects import Effect
 
 if TYPE_CHECKING:
-    from aiogpu.core.ids import TaskId
+    from aiogpu.core.ids import TaskId, WorkerId
     from aiogpu.core.scheduler import Scheduler
     from aiogpu.core.table import Table
     from aiogpu.runtime.actors import Actors
@@ -89,6 +89,13 @@ class Sending:
             sent.append((task, call))
         self._last_number = number
         self._orders.send_ahead(worker, sent)
+
+    def send_alone(self, worker: WorkerId, task: TaskId) -> None:
+        """Send one task ahead, where several could not be sent together."""
+        call = self._calls[task]
+        self._last_number += 1
+        call.send_to(worker, self._last_number)
+        self._orders.send_ahead(worker, [(task, call)])
 
     def revoke(self, effect: effects.Revoke) -> None:
         """Take back what a worker has not begun."""

@@ -89,6 +89,11 @@ class LiveWorker(Caller):
         self.functions.add(function.id)
         return messages
 
+    def unlearn(self, site: Site) -> None:
+        """The worker may not have heard of a site: introduce it again."""
+        self.sites.discard(site.id)
+        self.functions.discard(site.function.id)
+
 
 @dataclass(slots=True, eq=False)
 class Slot:

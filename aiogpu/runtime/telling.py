@@ -9,6 +9,7 @@ from aiogpu.core.failures import Failures
 from aiogpu.core.ids import OWN, TaskId, WorkerId
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.runtime.death import Death, describe_death
+from aiogpu.runtime.receiver import tell_fault
 from aiogpu.wire.failure import STOPPED
 from aiogpu.wire.messages import Done, Failed
 
@@ -42,13 +43,16 @@ class Telling:
         call = calls.young.pop(task, None) or calls.pop(task)
         receiver, answer = call.receiver, call.answer
         assert receiver is not None, call
-        if type(answer) is Done:
-            receiver.receive(answer.payload)
-            return
-        if type(answer) is Failed:
-            if answer.kind != STOPPED:
-                self.note(task, call, answer.type_name, answer.message)
-            receiver.reject(answer)
+        try:
+            if type(answer) is Done:
+                receiver.receive(answer.payload)
+                return
+            if type(answer) is Failed:
+                if answer.kind != STOPPED:
+                    self.note(task, call, answer.type_name, answer.message)
+                receiver.reject(answer)
+        except Exception as error:  # noqa: BLE001 - it is told to who waits
+            tell_fault(receiver, error)
 
     def expire(self, effect: effects.Expire) -> None:
         """Its time is up."""

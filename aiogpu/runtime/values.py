@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
 from aiogpu.errors import ProtocolError
+from aiogpu.runtime.receiver import tell_fault
 from aiogpu.wire.parcel import Parcel
 
 if TYPE_CHECKING:
@@ -129,12 +130,15 @@ class Value:
 
     def tell(self, receiver: Receiver) -> None:
         """Tell someone how it has come out; it is not pending."""
-        if self._failed is not None:
-            receiver.reject(self._failed)
-        elif self._error is not None:
-            receiver.fail(self._error)
-        elif self.payload is not None:
-            receiver.receive(self.payload)
+        try:
+            if self._failed is not None:
+                receiver.reject(self._failed)
+            elif self._error is not None:
+                receiver.fail(self._error)
+            elif self.payload is not None:
+                receiver.receive(self.payload)
+        except Exception as error:  # noqa: BLE001 - it is told to who waits
+            tell_fault(receiver, error)
 
     def receive(self, payload: bytes) -> None:
         """It has come."""

@@ -57,18 +57,22 @@ def encode(message: Message, limit: int = LIMIT) -> bytes:
         raise SerializationError(f"a value is too large for a frame: {error}") from None
     size = len(body)
     if size > limit:
-        raise SerializationError(
-            f"a message of {size} bytes exceeds the limit of {limit}; pass "
-            f"large data by file or in parts"
-        )
+        raise _too_long(size, limit)
     return _pack_length(size) + body
 
 
-def encode_all(messages: Iterable[Message | bytes]) -> bytes:
+def _too_long(size: int, limit: int) -> SerializationError:
+    return SerializationError(
+        f"a message of {size} bytes exceeds the limit of {limit}; pass large data by "
+        f"file or in parts"
+    )
+
+
+def encode_all(messages: Iterable[Message | bytes], limit: int = LIMIT) -> bytes:
     """The frames of messages that go out together; those that are frames stay so.
 
     Raises:
-        SerializationError: one of them would be too long.
+        SerializationError: one of them would be longer than `limit`.
     """
     pack, pack_length, tags = _pack, _pack_length, TAGS
     parts: list[bytes] = []
@@ -76,11 +80,16 @@ def encode_all(messages: Iterable[Message | bytes]) -> bytes:
         if isinstance(message, bytes):
             parts.append(message)
             continue
-        if len(getattr(message, "payload", None) or b"") >= LARGE:
-            parts.append(encode(message))
+        kind = type(message)
+        is_large = len(getattr(message, "payload", None) or b"") >= LARGE
+        if is_large or kind is Items or kind is ChildItems:
+            parts.append(encode(message, limit))
             continue
-        body = pack((tags[type(message)], *message))
-        parts += pack_length(len(body)), body
+        body = pack((tags[kind], *message))
+        size = len(body)
+        if size > limit:
+            raise _too_long(size, limit)
+        parts += pack_length(size), body
     return b"".join(parts)
 
 

@@ -17,7 +17,7 @@ from aiogpu.core.limits import Limits
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources import CPU, UNIT
 from aiogpu.core.scheduler import Scheduler
-from aiogpu.errors import ProtocolError
+from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.client import Client
@@ -160,10 +160,16 @@ async def test_one_that_refers_to_others_is_told_by_itself(office: Office) -> No
 
 
 class Angry:
-    """Wants no answer."""
+    """Wants no answer, and is told an error."""
+
+    def __init__(self) -> None:
+        self.told: list[Exception] = []
 
     def receive(self, _payload: bytes) -> None:
         raise ValueError("not this one")
+
+    def fail(self, error: Exception) -> None:
+        self.told.append(error)
 
 
 class Content:
@@ -188,7 +194,8 @@ async def test_what_one_makes_of_its_answer_is_no_others_business(
     def stop() -> None:
         office.driver.cancel(later[0])
 
-    for receiver in (Content(heard), Content(heard), Angry(), Content(heard, stop)):
+    angry = Angry()
+    for receiver in (Content(heard), Content(heard), angry, Content(heard, stop)):
         submit(site, b"", receiver, None, MINE)  # type: ignore[arg-type]
     later.append(submit(site, b"", Content(heard), None, MINE))  # type: ignore[arg-type]
     for _ in range(20):
@@ -198,7 +205,9 @@ async def test_what_one_makes_of_its_answer_is_no_others_business(
     assert heard == [b"r2", b"r3", b"r5", b"r7", b"r8"], (
         "and not 6, which was cancelled"
     )
-    assert "the result of task 4 was not told" in caplog.text
+    assert [type(error) for error in angry.told] == [InternalError]
+    assert "not this one" in str(angry.told[0])
+    assert "failed to tell" in caplog.text
     assert not office.driver.knows(6)
 
 

@@ -28,6 +28,7 @@ from aiogpu.wire.messages import (
     Forked,
 )
 from aiogpu.wire.printing import Log
+from aiogpu.wire.streaming import ChildItems, Items
 
 
 def test_a_frame_is_a_length_and_an_array():
@@ -60,6 +61,24 @@ def test_a_message_above_the_limit_is_not_sent():
     assert encode(Done(1, bytes(100)), limit=size)
     with pytest.raises(SerializationError, match=f"message of {size} bytes exceeds"):
         encode(Done(1, bytes(100)), limit=size - 1)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Done(1, bytes(100)),
+        Items(1, (bytes(50), bytes(50))),
+        ChildItems(1, (bytes(50), bytes(50))),
+        Failed(1, "raised", "x" * 100, "", "", None),
+    ],
+)
+def test_nor_is_it_among_others(message):
+    """Whichever field is long: a reader would refuse the frame and all after it."""
+    size = len(encode(message)) - HEADER
+    whole = encode_all([Exit(), message], limit=size)
+    assert FrameReader(limit=size).feed(whole) == [Exit(), message]
+    with pytest.raises(SerializationError, match=f"message of {size} bytes exceeds"):
+        encode_all([Exit(), message], limit=size - 1)
 
 
 def nested(depth: int) -> dict[str, object]:

@@ -1,0 +1,176 @@
+"""What becomes of a step in which aiogpu itself fails.
+
+A bug of ours costs what it concerns, and no more: whoever waits is told an
+`InternalError` with the cause, what the task held becomes free, and its worker goes on
+where it is certain what that has been told. The traceback is logged besides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core import effects
+from aiogpu.core.events import Cancelled, Event, TaskFinished
+from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.runtime.child import Child
+from aiogpu.runtime.receiver import internal_error, tell_safely
+from aiogpu.wire.acting import Ask, Find
+from aiogpu.wire.failure import pack_told
+from aiogpu.wire.joining import FindPlacement, Inquire, TakeLease
+from aiogpu.wire.messages import Message, Submit
+from aiogpu.wire.sharing import Fetch
+
+if TYPE_CHECKING:
+    from aiogpu.core.effects import Effect
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.table import Table
+    from aiogpu.runtime.call import Call
+    from aiogpu.runtime.caller import Caller
+    from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.sending import Sending
+    from aiogpu.runtime.slot import LiveWorker
+
+_log: Final = logging.getLogger(__name__)
+_QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease, FindPlacement)
+"""The messages that are answered, under the number `child`."""
+
+
+class Faults:
+    """Makes good what has failed on one node."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        calls: Table[Call],
+        pool: Pool,
+        sending: Sending,
+        feed: Callable[[Event], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._calls = calls
+        self._pool = pool
+        self._sending = sending
+        self._feed = feed
+        self._ways: Final[dict[type[Effect], Callable[..., None]]] = {
+            effects.Assign: self._not_assigned,
+            effects.Ahead: self._not_sent_ahead,
+            effects.Spawn: self._not_spawned,
+            effects.Granted: self._not_granted,
+            effects.Reserved: self._not_granted,
+        }
+
+    def on_effect(self, effect: Effect, error: Exception) -> None:
+        """An effect was not carried out, or not all of it."""
+        _log.error("! failed to carry out %s", _brief(effect), exc_info=error)
+        fault = internal_error(f"carried out {type(effect).__name__}", error)
+        self._make_good(self._ways.get(type(effect), self._end), effect, fault)
+
+    def on_event(self, event: Event, error: Exception) -> None:
+        """The core has failed to take in an event."""
+        _log.error("! failed to take in %s", _brief(event), exc_info=error)
+        fault = internal_error(f"took in {type(event).__name__}", error)
+        self._make_good(self._end, event, fault)
+
+    def on_message(
+        self, worker: LiveWorker, message: Message, error: Exception
+    ) -> None:
+        """What a worker says was not taken in, for no fault of its own."""
+        what = type(message).__name__
+        _log.error(
+            "! failed to take in %s of worker %d", what, worker.id, exc_info=error
+        )
+        fault = internal_error(f"took in {what} of a worker", error)
+        self._make_good(self._not_heard, worker, message, fault)
+
+    def _make_good(self, way: Callable[..., None], *what: object) -> None:
+        try:
+            way(*what)
+        except Exception:  # noqa: BLE001 - there is nobody left to be told
+            _log.exception("! could not make good %r", what)
+
+    def _not_assigned(self, effect: effects.Assign, fault: Exception) -> None:
+        """End a task that was not sent; a worker that has run others goes on."""
+        call, worker = self._calls[effect.task], self._pool.workers.get(effect.worker)
+        is_bound = not (effect.is_first or effect.is_last or call.site.actor)
+        if worker is None or call.receiver is None or not is_bound:
+            # Nobody knows whether it has its environment, or that it is to end.
+            self._cancel(effect.task, fault)
+            self._end_worker(effect.worker, fault)
+            return
+        worker.unlearn(call.site)
+        call.answer = pack_told(fault)._replace(task=effect.task)
+        self._feed(TaskFinished(effect.task, effect.worker))
+
+    def _not_sent_ahead(self, effect: effects.Ahead, fault: Exception) -> None:
+        """Send tasks one by one that were not sent together."""
+        worker = self._pool.workers[effect.worker]
+        for task in effect.tasks:
+            try:
+                worker.unlearn(self._calls[task].site)
+                self._sending.send_alone(effect.worker, task)
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                self._cancel(task, internal_error("sent a task to a worker", error))
+
+    def _not_spawned(self, effect: effects.Spawn, fault: Exception) -> None:
+        self._pool.give_up(effect.worker, fault)
+
+    def _not_granted(
+        self, effect: effects.Granted | effects.Reserved, fault: Exception
+    ) -> None:
+        self._cancel(effect.task, fault)
+
+    def _not_heard(
+        self, worker: LiveWorker, message: Message, fault: Exception
+    ) -> None:
+        if tell_asker(worker, message, fault):
+            return
+        task = TaskId(getattr(message, "task", 0))
+        call = self._calls.get(task)
+        if call is not None and call.worker == worker.id:
+            self._cancel(task, fault)
+        self._end_worker(WorkerId(worker.id), fault)
+
+    def _end(self, about: Effect | Event, fault: Exception) -> None:
+        """Tell the owner of the task that something was about, and end the worker."""
+        task = getattr(about, "task", None)
+        if task is not None and (call := self._calls.get(task)) is not None:
+            call.tell(fault)
+            if type(about) is not Cancelled:
+                self._feed(Cancelled(task))
+        worker = getattr(about, "worker", None)
+        if worker is not None:
+            self._end_worker(worker, fault)
+
+    def _cancel(self, task: TaskId, fault: Exception) -> None:
+        self._calls[task].tell(fault)
+        self._feed(Cancelled(task))
+
+    def _end_worker(self, worker: WorkerId, fault: Exception) -> None:
+        """End a worker of which nobody knows any more what it was told."""
+        try:
+            if worker in self._pool.workers:
+                self._pool.end_for_fault(worker, str(fault))
+        except Exception:
+            record = self._scheduler.workers.get(worker)
+            tasks = [] if record is None else [record.task, *record.queue]
+            for one in tasks:
+                if one is not None:
+                    self._calls[one.id].tell(fault)
+            raise
+
+
+def _brief(about: Effect | Event) -> str:
+    """What it is, and about which task and worker; its `repr` may fill pages."""
+    named = {name: getattr(about, name, None) for name in ("task", "worker", "tasks")}
+    told = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
+    return f"{type(about).__name__}({told})"
+
+
+def tell_asker(caller: Caller, message: Message, fault: Exception) -> bool:
+    """Tell who has asked something by a message; False if nobody waits for it."""
+    if not isinstance(message, _QUESTIONS):
+        return False
+    tell_safely(Child(caller, message.child), fault)
+    return True
