@@ -17,6 +17,8 @@ from aiogpu.errors import NodeError
 SOCKET: Final = "node.sock"
 PIDFILE: Final = "node.pid"
 LOGS: Final = "logs"
+BACKLOG: Final = 256
+"""Programs that may wait at the same moment to be let in; others try again."""
 SHARED: Final = 0o077
 """Bits of a directory's mode that let others reach into it."""
 
