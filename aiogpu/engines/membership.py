@@ -108,6 +108,7 @@ class Membership:
         Raises:
             NodeDiedError: no node can be reached there.
             NodeError: it has refused, or is not this user's.
+            OptionError: it does not have what `init` was asked for.
         """
         try:
             await self._join()
@@ -144,8 +145,10 @@ class Membership:
 
     async def _move_in(self, welcome: Welcome) -> None:
         from aiogpu.engines.hosting import unpack_capacity
+        from aiogpu.engines.joining_options import check_joining_options
 
-        ledger = unpack_capacity(welcome.ledger)
+        ledger, policies = unpack_capacity(welcome.ledger)
+        check_joining_options(self._options, ledger, policies, self._path)
         passage = await connect_to(welcome.descriptors)
         self.home, self._ledger = welcome.node, ledger
         with suppress(OSError):
