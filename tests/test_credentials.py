@@ -44,7 +44,7 @@ def connect_watch(path: str) -> None:
 
 
 def connect_descriptors(path: str) -> None:
-    Descriptors("", owner=7).connect(path)
+    Descriptors(path, owner=7).receive(1)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # such a worker ends at once

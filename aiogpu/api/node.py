@@ -138,7 +138,8 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
         ignore_reinit_error: give this loop's node, should it have one.
 
     Raises:
-        OptionError: an option is ill-valued.
+        OptionError: an option is ill-valued; or, at the await, asks for more than the
+            node has that this program joins.
         NodeError: at the await; this loop has a node already, or it cannot start.
         DeviceError: at the await; CUDA_VISIBLE_DEVICES names what is not there.
     """

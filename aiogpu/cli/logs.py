@@ -79,9 +79,8 @@ def logs(  # noqa: PLR0917 - its options
         raise click.UsageError("--node has no tasks: leave out --task and --client.")
     directory = log_dir
     if directory is None:
-        socket = joining.where(address)
-        check_meeting(socket)
-        directory = logs_beside(socket)
+        directory = logs_beside(joining.where(address))
+        check_meeting(directory)
     if not os.path.isdir(directory):
         raise click.ClickException(
             f"there are no logs in {directory}. A node that `aiogpu start --head` has "

@@ -106,8 +106,9 @@ def _too_little_memory(fitting: list[Device], count: int, request: Request) -> s
     if len(known) < count:
         who = "its GPUs" if not known else f"{len(fitting) - len(known)} of its GPUs"
         return (
-            f"it does not know how much memory {who} have: say so with "
-            f'init(gpu_memory="80GiB"), or leave gpu_memory= out'
+            f"it does not know how much memory {who} have: start it with "
+            f'init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or leave '
+            f"gpu_memory= out"
         )
     asked = size(request.gpu_memory)
     return (
@@ -130,7 +131,10 @@ def _no_such_type(devices: DeviceSet, wanted: str) -> str:
     near = _like(wanted.lower(), [each.lower() for each in types])
     hint = "".join(f"; did you mean {t!r}?" for t in types if t.lower() in near)
     if devices.devices and not types:
-        hint = '; say so with init(accelerator_type="...") if they are'
+        hint = (
+            '; if they are, start it with init(accelerator_type="...") or '
+            "`aiogpu start --accelerator-type ...`"
+        )
     told = "there is none at all"
     if devices.devices:
         told = _counted(device.type or "of unknown type" for device in devices.devices)

@@ -25,6 +25,7 @@ from aiogpu.daemon.plan import Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeStartError
+from aiogpu.runtime.meeting import BACKLOG
 
 if TYPE_CHECKING:
     from aiogpu.core.limits import Limits
@@ -35,8 +36,6 @@ _log: Final = logging.getLogger("aiogpu.daemon")
 
 SEEN_WITHIN: Final = 10.0
 """Seconds that the loop has to answer a fetch of metrics."""
-BACKLOG: Final = 256
-"""Programs that may knock at the same moment."""
 
 
 class Node(Protocol):

@@ -61,7 +61,7 @@ def stop(
         NodeError: it has not ended, or may not be asked; or the place is another
             user's, or its pidfile names a process that is not the node.
     """
-    check_meeting(place.socket)
+    check_meeting(place.pidfile)
     try:
         record = living_node(place.pidfile)
         if record is None:

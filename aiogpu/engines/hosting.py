@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.core.client_status import Program
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ledger import Ledger
+from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
 from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
@@ -16,6 +17,7 @@ from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.limits import Limits
+    from aiogpu.engines.base import NodeOptions
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.clients import Answer, Clients
     from aiogpu.runtime.premises import Premises
@@ -24,18 +26,24 @@ _TEXT: Final = str | None
 _DEVICE: Final = (
     *(int | str, _TEXT, _TEXT, _TEXT, int, Maybe((int, int)), _TEXT, [str], _TEXT),
 )
-_CAPACITY: Final = ([(str, int)], [(str, [_DEVICE])])
+_POLICY: Final = (str, bool | int | float | str | None)
+_CAPACITY: Final = ([(str, int)], [(str, [_DEVICE])], [_POLICY])
 
 
 def premises_of(
-    directory: str, ledger: Ledger, spill: str, limits: Limits | None = None
+    directory: str,
+    ledger: Ledger,
+    options: NodeOptions,
+    object_memory: int,
+    limits: Limits | None = None,
 ) -> Premises:
     """What clients find on a node.
 
     Args:
         directory: where the node's own sockets are.
         ledger: what it has.
-        spill: where values go for which there is no memory; "" for the system's choice.
+        options: by which it was started.
+        object_memory: bytes of shared memory for values.
         limits: what each client may have at once; None for no limits.
 
     Raises:
@@ -45,29 +53,31 @@ def premises_of(
     from aiogpu.core.limits import Limits
     from aiogpu.runtime.premises import Premises
 
+    policies = {option: getattr(options, option) for option in POLICIES}
+    policies["object_memory"] = object_memory
     limits = limits or Limits()
     limits.on(ledger)
     return Premises(
         os.path.basename(directory),
         descriptor_path(directory),
-        spill,
-        pack_capacity(ledger),
+        options.spill_directory or "",
+        pack_capacity(ledger, policies),
         __version__,
         limits,
     )
 
 
-def pack_capacity(ledger: Ledger) -> bytes:
-    """What a node has to share out, as bytes; see `unpack_capacity`."""
+def pack_capacity(ledger: Ledger, policies: Policies) -> bytes:
+    """What a node has to share out and how it works; see `unpack_capacity`."""
     sets = tuple(
         (one.kind, tuple(map(_device_fields, one.devices)))
         for one in ledger.device_sets.values()
     )
-    return dump_plain((tuple(ledger.capacity.items()), sets))
+    return dump_plain((tuple(ledger.capacity.items()), sets, tuple(policies.items())))
 
 
-def unpack_capacity(packed: bytes) -> Ledger:
-    """A ledger of which nothing is taken, with what a node has to share out.
+def unpack_capacity(packed: bytes) -> tuple[Ledger, Policies]:
+    """A ledger of which nothing is taken, and how the node works.
 
     Raises:
         ProtocolError: the bytes are something else.
@@ -75,11 +85,12 @@ def unpack_capacity(packed: bytes) -> Ledger:
     told: Any = load_plain(packed)
     if not fits(told, _CAPACITY):
         raise ProtocolError("what a node has is not said as it must be")
-    capacity, sets = told
-    return Ledger(
+    capacity, sets, policies = told
+    ledger = Ledger(
         dict(capacity),
         [DeviceSet(kind, tuple(map(_device_of, devices))) for kind, devices in sets],
     )
+    return ledger, dict(policies)
 
 
 def _device_fields(device: Device) -> tuple[object, ...]:

@@ -23,8 +23,40 @@ CHUNK: Final = 1 << 18
 AT_ONCE: Final = 1 << 14
 """Bytes of what is said in one turn that are sent in the midst of it, so that the node
 begins with them while the program goes on."""
+FIRST_PAUSE: Final = 1e-3
+LONGEST_PAUSE: Final = 0.05
+"""Seconds until a node is tried again whose queue of connections is full."""
 PATIENCE: Final = 5.0
 """Seconds in which a node answers what a plain call waits for."""
+
+
+async def connect_to(path: str) -> socket.socket:
+    """A non-blocking socket, connected to a node of this user.
+
+    Where the node's queue of connections is full, it tries again until there is room:
+    the caller sets a limit of time.
+
+    Raises:
+        OSError: nobody listens there.
+        NodeError: another user does; nothing was sent.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                connected.connect(path)
+                break
+            except BlockingIOError:
+                # EAGAIN, see connect(2). No event tells when there is room.
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        check_server(connected, path)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
 
 
 class Line:
@@ -55,8 +87,8 @@ class Line:
         """Whether the node is there, as far as is known."""
         return self._socket is not None
 
-    def connect(self, path: str, greeting: bytes, first: Message) -> None:
-        """Connect and greet.
+    async def connect(self, path: str, greeting: bytes, first: Message) -> None:
+        """Connect and greet; see `connect_to` for how long that may take.
 
         Args:
             path: of the node's socket.
@@ -67,13 +99,8 @@ class Line:
             OSError: nobody listens there.
             NodeError: another user does; nothing was sent.
         """
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected = await connect_to(path)
         try:
-            # It waits only for room in the queue of a node that is being stormed.
-            connected.settimeout(PATIENCE)
-            connected.connect(path)
-            check_server(connected, path)
-            connected.setblocking(False)
             connected.send(greeting)
         except BaseException:
             connected.close()

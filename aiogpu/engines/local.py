@@ -259,11 +259,16 @@ class LocalEngine:
         supervisor = self._supervisor
         self._recording = Recording(self._open_driver, self._loop, supervisor.pool)
         ledger = self._open_driver.scheduler.ledger
-        spill = self._options.spill_directory or ""
         await supervisor.welcome(
             listening,
             self.store,
-            premises_of(supervisor.directory, ledger, spill, limits),
+            premises_of(
+                supervisor.directory,
+                ledger,
+                self._options,
+                self.store.memory.total,
+                limits,
+            ),
             answers_of(self),
             logs,
         )

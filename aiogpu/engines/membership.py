@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.engines.base import NodeOptions
-from aiogpu.engines.line import Line
+from aiogpu.engines.line import Line, connect_to
 from aiogpu.engines.program import join_of, unreachable
 from aiogpu.engines.terminal import Terminal
 from aiogpu.errors import (
@@ -109,6 +109,7 @@ class Membership:
         Raises:
             NodeDiedError: no node can be reached there.
             NodeError: it has refused, or is not this user's.
+            OptionError: it does not have what `init` was asked for.
         """
         try:
             await self._join()
@@ -121,13 +122,13 @@ class Membership:
         try:
             check_meeting(self._path)
             greeted = greeting(CLIENT, self.client, os.getpid())
-            self._line.connect(self._path, greeted, join_of(self._options))
-            if not self._options.only_looks:
-                _prepare()
+            joining = join_of(self._options)
             limit = JOIN_LIMIT + IMPORT_LIMIT * len(self._options.preload)
             async with asyncio.timeout(limit):
-                welcome = await self._welcome
-            self._move_in(welcome)
+                await self._line.connect(self._path, greeted, joining)
+                if not self._options.only_looks:
+                    _prepare()
+                await self._move_in(await self._welcome)
         except TimeoutError:
             raise NodeDiedError(
                 f"the node at {self._path} has not answered within {limit:g} s. "
@@ -143,17 +144,20 @@ class Membership:
                 raise
             raise NodeDiedError(unreachable(self._path, error)) from error
 
-    def _move_in(self, welcome: Welcome) -> None:
+    async def _move_in(self, welcome: Welcome) -> None:
         from aiogpu.engines.hosting import unpack_capacity
+        from aiogpu.engines.joining_options import check_joining_options
 
-        self.home = welcome.node
-        self._ledger = unpack_capacity(welcome.ledger)
+        ledger, policies = unpack_capacity(welcome.ledger)
+        check_joining_options(self._options, ledger, policies, self._path)
+        passage = await connect_to(welcome.descriptors)
+        self.home, self._ledger = welcome.node, ledger
         with suppress(OSError):
             descriptor = os.open(welcome.page, os.O_RDWR | os.O_CLOEXEC)
             self._page.close()
             self._page = ControlPage.open(descriptor)
             os.close(descriptor)
-        self.loans.move_in(welcome.descriptors, welcome.spill, self._page)
+        self.loans.move_in(passage, welcome.spill, self._page)
 
     def new_number(self) -> int:
         """A number for a child, a value or an actor, given to no other."""

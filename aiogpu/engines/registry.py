@@ -9,7 +9,7 @@ from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.errors import NodeError, OptionError
 
 OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
-"""What a program may say that joins a node; all else is the node's."""
+"""What a program itself chooses that joins a node; all else is the node's."""
 
 
 def create_engine(
@@ -40,7 +40,6 @@ def create_engine(
         from aiogpu.engines.remote import RemoteEngine
         from aiogpu.runtime.meeting import default_socket
 
-        _check_joining(address, options)
         path = default_socket() if address == "auto" else address
         return RemoteEngine(path.removeprefix("unix:"), options, loop)
     if address == "ray" or address.startswith("ray://"):
@@ -69,21 +68,8 @@ def _cluster(
     return RayEngine(address, options, loop)
 
 
-def _check_joining(address: str, options: NodeOptions) -> None:
-    """Raise `OptionError` for what only the start of a node can say."""
-    defaults = NodeOptions()
-    for name, default in defaults._asdict().items():
-        if name in OF_PROGRAMS or getattr(options, name) == default:
-            continue
-        raise OptionError(
-            f"{_said(address, f'{name}=...')}: a node that runs has what it has. "
-            f"Leave {name} out here, and give it where the node is started, as "
-            f"`aiogpu start --head` does."
-        )
-
-
-def _said(address: str, option: str = "") -> str:
-    """Who has named an address: a program that does not say it may not know."""
+def _said(address: str) -> str:
+    """Where an address comes from: a program that does not name it may not know."""
     if os.environ.get("AIOGPU_ADDRESS") == address:
-        return f"AIOGPU_ADDRESS={address!r}{option and f', init({option})'}"
-    return f"init(address={address!r}{option and f', {option}'})"
+        return f"AIOGPU_ADDRESS={address!r}"
+    return f"init(address={address!r})"

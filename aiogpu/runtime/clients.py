@@ -24,6 +24,7 @@ from aiogpu.runtime.claims import check_claims
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.lessee import hear_of_leases, task_of
+from aiogpu.runtime.meeting import BACKLOG
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.parting import Parting, remains_of
 from aiogpu.runtime.premises import Premises
@@ -110,7 +111,10 @@ class Clients:
             self._strangers.come(peer)
             return peer
 
-        self._server = await self._loop.create_unix_server(accept, sock=listening)
+        # asyncio calls listen(2) once more, with 100 unless told otherwise.
+        self._server = await self._loop.create_unix_server(
+            accept, sock=listening, backlog=BACKLOG
+        )
 
     def _turn_away(self, peer: Peer) -> None:
         """It has not said in time which program it is."""

@@ -17,6 +17,8 @@ from aiogpu.errors import NodeError
 SOCKET: Final = "node.sock"
 PIDFILE: Final = "node.pid"
 LOGS: Final = "logs"
+BACKLOG: Final = 256
+"""Programs that may wait at the same moment to be let in; others try again."""
 SHARED: Final = 0o077
 """Bits of a directory's mode that let others reach into it."""
 
@@ -93,37 +95,39 @@ def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
     return None
 
 
-def check_meeting(socket: str) -> None:
-    """Refuse a place that another user may control, before anything in it is used.
-
-    A place that does not exist is no node's, and passes.
+def check_meeting(path: str) -> None:
+    """Refuse a node's file that another user may control, before it is used.
 
     Args:
-        socket: path of the node's socket.
+        path: of its socket, its pidfile or its logs. Where there is none, nothing is
+            checked: whoever uses it finds that out.
 
     Raises:
-        NodeError: the directory is not this user's alone, or the socket is a symbolic
+        NodeError: the directory is not this user's alone, or the file is a symbolic
             link or another user's.
     """
-    directory = os.path.dirname(os.path.abspath(socket))
+    directory = os.path.dirname(os.path.abspath(path))
+    unfit: Unfit | None = None
     try:
         unfit = unfit_directory(directory)
-        if unfit is not None:
-            raise _refused(directory, unfit)
-        found = os.lstat(socket)
+        found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError as error:
-        raise NodeError(
-            f"it cannot be determined who owns {socket}: {error.strerror}. Give the "
-            f"socket of a node that {user(os.geteuid())} has started."
-        ) from error
+        if unfit is None:
+            raise NodeError(
+                f"it cannot be determined who owns {path}: {error.strerror}. Give the "
+                f"socket of a node that {user(os.geteuid())} has started."
+            ) from error
+        raise _refused(directory, unfit) from error
+    if unfit is not None:
+        raise _refused(directory, unfit)
     if stat.S_ISLNK(found.st_mode):
         problem = "is a symbolic link, which is not followed here"
-        raise _refused(socket, Unfit(problem, "Name the socket that it leads to"))
+        raise _refused(path, Unfit(problem, "Name the file that it leads to"))
     if found.st_uid != os.geteuid():
         problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
-        raise _refused(socket, Unfit(problem, "Have that user remove it"))
+        raise _refused(path, Unfit(problem, "Have that user remove it"))
 
 
 def _refused(path: str, unfit: Unfit) -> NodeError:

@@ -54,11 +54,16 @@ class ObjectMemory:
         return self._directory
 
     @property
-    def left(self) -> int:
-        """Bytes to the limit; below zero beyond it."""
+    def total(self) -> int:
+        """The limit in bytes, which is found out when it is first needed."""
         if self.limit is None:
             self.limit = int(MemoryBounds().safe_limit() * PART)
-        return self.limit - self.used - self.warm
+        return self.limit
+
+    @property
+    def left(self) -> int:
+        """Bytes to the limit; below zero beyond it."""
+        return self.total - self.used - self.warm
 
     def keep_warm(self, size: int) -> bool:
         """Count a segment that nobody reads as ready; False if it is too much."""

@@ -61,7 +61,8 @@ class Welcome(NamedTuple):
 
     `descriptors` is the path of the socket for shared memory, `page` that of the
     control page, `spill` where values go for which there is no memory, "" for the
-    system's choice. `ledger` is what the node has to share out, as plain values.
+    system's choice. `ledger` is what the node has to share out and how it
+    works, as plain values.
     """
 
     node: str

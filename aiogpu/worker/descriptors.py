@@ -109,14 +109,24 @@ class Descriptors:
         finally:
             os.close(descriptor)
 
-    def connect(self, path: str) -> None:
-        """Connect now, so that descriptors come ahead of what names them.
+    def use(self, connected: socket.socket) -> None:
+        """Take a socket that is connected: descriptors come ahead of what names them.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: the node has gone.
         """
-        self._path = path
-        self._connected()
+        # Late: a worker that has to do with no shared memory needs none of it.
+        from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+
+        owner = self._owner or current.worker
+        try:
+            connected.sendall(owner.to_bytes(8, "little"))
+        except BaseException:
+            connected.close()
+            raise
+        self._sender = DescriptorSender(connected)
+        self._receiver = DescriptorReceiver(connected)
+        self._socket = connected
 
     def _connected(self) -> socket.socket:
         if self._socket is not None and self._socket.fileno() < 0:
@@ -125,20 +135,15 @@ class Descriptors:
                 "values while their node is open."
             )
         if self._socket is None:
-            from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
-
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connected.connect(self._path)
                 check_server(connected, self._path)
-                owner = self._owner or current.worker
-                connected.sendall(owner.to_bytes(8, "little"))
             except BaseException:
                 connected.close()
                 raise
-            self._sender = DescriptorSender(connected)
-            self._receiver = DescriptorReceiver(connected)
-            self._socket = connected
+            self.use(connected)
+        assert self._socket is not None, self
         return self._socket
 
     def leave(self) -> None:

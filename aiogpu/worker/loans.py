@@ -25,6 +25,7 @@ from aiogpu.worker.descriptors import Descriptors
 from aiogpu.worker.loan import Loan, Written
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from aiogpu.memory.mappings import Mappings, Shown
@@ -320,10 +321,10 @@ class Loans:
                     with suppress(KeyError):  # it was closed here
                         self._own_segments().give_back(identity)
 
-    def move_in(self, path: str, spill: str, page: ControlPage) -> None:
-        """The same as at the start, for who learns it later."""
+    def move_in(self, connected: socket.socket, spill: str, page: ControlPage) -> None:
+        """Take what a worker has from its start: `connected` is for descriptors."""
         self._spill, self._page = spill, page
-        self.descriptors.connect(path)
+        self.descriptors.use(connected)
 
     def close(self) -> None:
         """Give up this process's hold on all of it; what is mapped stays until read."""

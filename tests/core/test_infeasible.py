@@ -87,8 +87,9 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         (
             node(*cards(2)),
             asking(1, "A100"),
-            "there is no GPU of type 'A100' (there are: 2 x of unknown type; say so "
-            'with init(accelerator_type="...") if they are)',
+            "there is no GPU of type 'A100' (there are: 2 x of unknown type; if "
+            'they are, start it with init(accelerator_type="...") or `aiogpu start '
+            "--accelerator-type ...`)",
         ),
         (
             node(),
@@ -186,14 +187,16 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         (
             node(*cards(2)),
             asking(0.5, gpu_memory=GIB),
-            "it does not know how much memory its GPUs have: say so with "
-            'init(gpu_memory="80GiB"), or leave gpu_memory= out',
+            "it does not know how much memory its GPUs have: start it "
+            'with init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or '
+            "leave gpu_memory= out",
         ),
         (
             node(*cards(2), *cards(1, memory=80)),
             asking(2, gpu_memory=BY_SHARE),
-            "it does not know how much memory 2 of its GPUs have: say so with "
-            'init(gpu_memory="80GiB"), or leave gpu_memory= out',
+            "it does not know how much memory 2 of its GPUs have: start it "
+            'with init(gpu_memory="80GiB") or `aiogpu start --gpu-memory 80GiB`, or '
+            "leave gpu_memory= out",
         ),
         (
             MIXED,

@@ -104,6 +104,7 @@ class _Node:
         if makes:
             self._be(uid)
             os.mkdir(directory)
+            os.mkdir(f"{directory}/logs")
             os.chmod(directory, makes)
         self._listening.bind(path)
         self._be(uid)
@@ -146,7 +147,7 @@ class _Node:
                     connected.sendall(encode(ChildDone(message.child, answer)))
 
     def _welcome(self) -> Welcome:
-        ledger = pack_capacity(Ledger({"CPU": 10_000}))
+        ledger = pack_capacity(Ledger({"CPU": 10_000}), {})
         if self._trapped == "ledger":
             ledger = pickle.dumps(Trap(self._trap))
         return Welcome("forged", self._path, "", "", ledger)

@@ -218,7 +218,7 @@ def test_stop_believes_no_pidfile_of_another_user(
         os.chown(f"{place}/aiogpu/node.pid", NOBODY, NOBODY)
         ran = command("stop")
     assert ran.returncode == 1, ran
-    assert "node.pid is another user's" in ran.stderr
+    assert f"node.pid belongs to uid {NOBODY}" in ran.stderr
     assert victim.poll() is None
 
 

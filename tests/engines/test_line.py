@@ -60,7 +60,7 @@ async def joined(directory: Path) -> AsyncIterator[tuple[Line, Far]]:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        line.connect(path, GREETED, Depart())
+        await line.connect(path, GREETED, Depart())
         far = Far(listening.accept()[0])
         await settled()
         far.read_all()

@@ -43,12 +43,6 @@ async def test_a_node_of_another_process(
     await engine.close()
 
 
-async def test_what_only_the_start_of_a_node_can_say() -> None:
-    loop = asyncio.get_running_loop()
-    with pytest.raises(OptionError, match=r"num_gpus=.*aiogpu start --head"):
-        create_engine("auto", NodeOptions(num_gpus=1), loop)
-
-
 async def test_the_variable_is_named_where_it_gave_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -58,10 +52,6 @@ async def test_the_variable_is_named_where_it_gave_the_address(
         create_engine("nowhere", NodeOptions(), loop)
     with pytest.raises(OptionError, match=r"^init\(address='elsewhere'\): no node is"):
         create_engine("elsewhere", NodeOptions(), loop)
-    monkeypatch.setenv("AIOGPU_ADDRESS", "auto")
-    said = r"^AIOGPU_ADDRESS='auto', init\(num_gpus=\.\.\.\): a node that runs"
-    with pytest.raises(OptionError, match=said):
-        create_engine("auto", NodeOptions(num_gpus=1), loop)
 
 
 @pytest.mark.ray

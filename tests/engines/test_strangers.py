@@ -83,7 +83,7 @@ async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         line.send(Depart())
-        line.connect(str(tmp_path / "s"), b"greeting", Close())
+        await line.connect(str(tmp_path / "s"), b"greeting", Close())
         accepted, _ = listening.accept()
         with accepted:
             accepted.setblocking(False)

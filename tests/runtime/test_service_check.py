@@ -6,10 +6,12 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from aiogpu.runtime.checks import service
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.checks.service import check_service
 
@@ -135,6 +137,23 @@ def test_another_process_of_that_number_is_not_the_node(place: Place) -> None:
     said = json.dumps({"pid": 7, "started": 23})
     Path(place.path).with_suffix(".pid").write_text(said)
     assert "process 7 is left" in place.one(Level.OK)
+
+
+def test_a_node_whose_queue_is_full(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PATIENCE", 0.01)
+    place.note(7)
+    place.live(7)
+    with place.bind() as bound, ExitStack() as waiting:
+        bound.listen(0)
+        for _ in range(2):
+            visitor = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            visitor.setblocking(False)
+            with suppress(BlockingIOError):
+                visitor.connect(place.path)
+        told = place.one(Level.WARN)
+    assert "no answer within 0.01 s, though process 7 lives" in told
 
 
 def test_a_directory_that_others_can_enter(place: Place) -> None:

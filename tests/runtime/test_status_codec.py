@@ -33,13 +33,17 @@ def test_a_ledger_is_told_whole() -> None:
         Device("MIG-2", links=frozenset({"GPU-1", "GPU-3"}), parent="GPU-1"),
     ]
     ledger = Ledger({"CPU": 40_000, "license": 1}, [DeviceSet("GPU", gpus)])
-    told = unpack_capacity(pack_capacity(ledger))
+    policies = {"mps": "off", "spare_workers": 2, "memory_guard": True}
+    told, how = unpack_capacity(pack_capacity(ledger, policies))
+    assert how == policies
     assert told.capacity == ledger.capacity
     assert told.device_sets["GPU"].devices == tuple(gpus)
     assert told.totals() == ledger.totals()
 
 
-@pytest.mark.parametrize("told", [(), ((("CPU", "4"),), ()), ((), (("GPU", ((),)),))])
+@pytest.mark.parametrize(
+    "told", [(), ((("CPU", "4"),), (), ()), ((), (("GPU", ((),)),), ())]
+)
 def test_what_is_no_capacity_is_told(told: tuple[object, ...]) -> None:
     with pytest.raises(ProtocolError):
         unpack_capacity(dump_plain(told))

@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,10 +105,13 @@ def _told(path: str) -> Told:
 def _reach(path: str) -> str | None:
     """Why no node answers at a socket; None if one does."""
     with socket.socket(socket.AF_UNIX) as caller:
-        caller.settimeout(PATIENCE)
+        # Not `settimeout`: without blocking, a full queue of connections is EAGAIN at
+        # once, and not only after that time; see unix(7).
+        limit = struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6))
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             caller.connect(path)
-        except TimeoutError:
+        except BlockingIOError:
             return f"no answer within {PATIENCE:g} s"
         except OSError as error:
             return error.strerror or str(error)
