@@ -1,8 +1,7 @@
 """Ray's only door: what the cluster engine needs of it, in words of ours.
 
 Nothing of Ray is imported elsewhere, here when a program names a cluster. What is
-called is Ray's documented interface, which a program on the cluster and one that
-comes by `ray://` have alike.
+called is Ray's documented interface where there is one.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""
 
 Ref = Any
-"""A `ray.ObjectRef`, or the client's stand-in for one."""
+"""A `ray.ObjectRef`."""
 Handle = Any
-"""A `ray.actor.ActorHandle`, or the client's stand-in for one."""
+"""A `ray.actor.ActorHandle`."""
 
 NOT_FOUND: Final = "Could not find any running Ray instance"
 """What Ray says where no cluster was named and none is there."""
@@ -103,8 +102,7 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     """Join a cluster that runs; False if none was named and none is there.
 
     Args:
-        address: "ray://host:port" or "host:port", or None for one that runs on this
-            machine.
+        address: "host:port", or None for one that runs on this machine.
         shows_output: whether the output of tasks is shown.
 
     Raises:
@@ -120,19 +118,8 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
-        forget()
         raise
     return True
-
-
-def forget() -> None:
-    """Have a try to come by `ray://` fail, and not stand in the way of others.
-
-    Ray would take this process for such a client, whatever comes next.
-    """
-    from ray.util.client import ray as client
-
-    client.disconnect()
 
 
 def head() -> str:
@@ -307,28 +294,16 @@ def survey() -> Survey:
     Raises:
         RayError: the cluster does not answer.
     """
-    if not is_far():
-        return _survey(ray.get_runtime_context().gcs_address)
-    # Only who is on the cluster can ask its head.
-    ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
-    return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    return survey_of(get_cluster_status(head(), ASKED_FOR), nodes(), grows())
 
 
-def is_far() -> bool:
-    """Whether this program has come by `ray://`."""
+def is_client() -> bool:
+    """Whether this process uses a cluster by Ray Client, `ray.init("ray://...")`."""
     from ray.util.client import ray as client
 
     return bool(client.is_connected())
-
-
-def _survey_there() -> tuple[Any, ...]:
-    return tuple(_survey(ray.get_runtime_context().gcs_address))
-
-
-def _survey(address: str) -> Survey:
-    from ray.autoscaler.v2.sdk import get_cluster_status
-
-    return survey_of(get_cluster_status(address, ASKED_FOR), nodes(), grows())
 
 
 def grows() -> bool:

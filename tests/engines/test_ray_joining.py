@@ -89,12 +89,6 @@ async def test_options_that_a_cluster_does_not_know_are_refused(option):
         await aiogpu.init(address="ray", **{option: GIVEN[option]})
 
 
-@pytest.mark.parametrize("option", OF_STARTS)
-async def test_a_cluster_that_runs_is_told_nothing(option):
-    with pytest.raises(aiogpu.OptionError, match=option):
-        await aiogpu.init(address="ray://127.0.0.1:1", **{option: OF_STARTS[option]})
-
-
 def test_every_option_is_known_or_refused():
     known = {*GIVEN, *OF_STARTS, "log_to_driver", "cancel_grace"}
     # `preload` is two there, and `only_looks` is what commands say.
@@ -115,21 +109,32 @@ async def test_an_old_release_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("named", "told"),
     [
-        ("ray://", "names no host"),
-        ("ray://h:many", "names no host"),
-        ("ray://127.0.0.1:1", "--ray-client-server-port=1"),
+        (":6379", "names no host"),
+        ("h:many", "names no host"),
+        ("127.0.0.1:1", r"answers at 127\.0\.0\.1:1: .*`ray start --head --port=1`"),
     ],
 )
-async def test_an_address_where_nobody_is(address, told):
+async def test_a_cluster_that_the_environment_names_is_not_replaced(
+    monkeypatch, named, told
+):
+    monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(aiogpu.NodeError, match=told):
-        await aiogpu.init(address=address)
+        await aiogpu.init(address="ray")
 
 
-async def test_a_cluster_that_the_environment_names_is_not_replaced(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(aiogpu.NodeError, match=r"127\.0\.0\.1:1"):
+async def test_ray_client_is_refused_however_it_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(aiogpu.OptionError, match=r"^RAY_ADDRESS=.*`ray job submit"):
+        await aiogpu.init(address="ray")
+    monkeypatch.delenv("RAY_ADDRESS")
+    from aiogpu.engines import ray
+
+    # This program has called ray.init("ray://...") itself.
+    monkeypatch.setattr(ray, "is_connected", lambda: True)
+    monkeypatch.setattr(ray, "is_client", lambda: True)
+    with pytest.raises(aiogpu.OptionError, match=r"^ray\.init.*`ray job submit"):
         await aiogpu.init(address="ray")
 
 
@@ -165,10 +170,12 @@ SHARED = """
             return told.read()
 
     async def main():
+        os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
         try:
-            await aiogpu.init(address="ray://127.0.0.1:1")
+            await aiogpu.init(address="ray")
         except aiogpu.NodeError:
             print("nobody there")
+        del os.environ["RAY_ADDRESS"]
         async with aiogpu.init(address="ray", num_cpus=1, num_gpus=1):
             print(await refused(aiogpu.init(address="ray")))
             print(await add.remote(1), await asyncio.to_thread(in_another_loop))
@@ -334,12 +341,9 @@ LOSING = """
 """
 
 
-@pytest.mark.parametrize("way", ["joined", "ray://"])
-def test_when_the_head_is_killed_every_handle_fails(way):
-    with Cluster(num_cpus=2, has_clients=way == "ray://") as cluster:
+def test_when_the_head_is_killed_every_handle_fails():
+    with Cluster(num_cpus=2) as cluster:
         address = {"AIOGPU_ADDRESS": "ray", "RAY_ADDRESS": cluster.address}
-        if way == "ray://":
-            address = {"AIOGPU_ADDRESS": f"ray://127.0.0.1:{cluster.client_port}"}
         running = program.start(LOSING, **address, **cluster.variables)
         line = running.stdout.readline()
         assert line == "ready\n", running.communicate()
