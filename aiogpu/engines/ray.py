@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -21,6 +24,13 @@ from ray.util import scheduling_strategies as strategies
 from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
 from aiogpu.errors import NodeError
+
+AUTH_MODE: Final = "RAY_AUTH_MODE"
+AUTH_TOKEN: Final = "RAY_AUTH_TOKEN"
+PRIVATE: Final = "AIOGPU_PRIVATE_CLUSTER"
+"""Marks the processes of a cluster that was started for a program."""
+_token: Final = secrets.token_hex(32)
+"""Of clusters that this process starts, unless the user has one."""
 
 OLDEST: Final = (2, 52)
 """The oldest release that lets an actor close when its last handle goes."""
@@ -88,18 +98,67 @@ def start(options: Mapping[str, Any]) -> str:
         DeviceError: more GPUs are asked for than this machine lets it have.
     """
     check_visible(options.get("num_gpus"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    context = ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        logging_level="warning",
-        **{**options, "resources": typed(options.get("resources") or {})},
-    )
+    with _private():
+        context = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            logging_level="warning",
+            **{**options, "resources": typed(options.get("resources") or {})},
+        )
     return str(context.address_info["session_dir"])
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """In the block, the environment has what only a cluster that Ray starts needs.
+
+    That is a mark, by which other programs tell that it is not for them, and a token.
+    Without one, Ray writes a token to `~/.ray/auth_token`, which stays there. From then
+    on all clusters of the user demand it, those of his own `ray start` as well. Ray's
+    servers and workers get this one by their environment. Ray keeps the first token
+    that a process has used, so it is the same for all clusters of a process.
+    """
+    names = (AUTH_MODE, AUTH_TOKEN, PRIVATE)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ[PRIVATE] = "1"
+    if not _has_token() and (before[AUTH_MODE] or "token").lower() == "token":
+        os.environ[AUTH_TOKEN] = _token
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)  # Ray has set the mode by itself
+            if value is not None:
+                os.environ[name] = value
+
+
+def _raylets() -> Iterator[bytes]:
+    """The environments of the raylets of this machine; each cluster has one here."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            command = (process / "cmdline").read_bytes().partition(b"\0")[0]
+            if command.endswith(b"/raylet"):
+                yield (process / "environ").read_bytes()
+
+
+def are_all_private(raylets: Sequence[bytes]) -> bool:
+    """Whether some clusters run here, and all of them were started for a program."""
+    mark = f"{PRIVATE}=1".encode()
+    return bool(raylets) and all(mark in one.split(b"\0") for one in raylets)
+
+
+def _has_token() -> bool:
+    """Whether Ray finds a token of the user's."""
+    is_named = os.environ.get(AUTH_TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(is_named) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def join(address: str | None, *, shows_output: bool) -> bool:
     """Join a cluster that runs; False if none was named and none is there.
+
+    One that was started for a program is not joined without being named: it belongs to
+    that program, may have a token of its own, and ends with it.
 
     Args:
         address: "host:port", or None for one that runs on this machine.
@@ -108,6 +167,8 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     Raises:
         ConnectionError: it does not answer, or refuses.
     """
+    if address is None and are_all_private(list(_raylets())):
+        return False
     try:
         ray.init(
             address=address or "auto",

@@ -211,6 +211,74 @@ def test_a_started_cluster_is_shared_by_loops_and_leaves_only_its_logs(place):
     assert told == {"logs"}
 
 
+PRIVATE = """
+    import asyncio, os, subprocess, sys
+    import aiogpu
+    from pathlib import Path
+    from tests.engines.tasks import add
+
+    def variables():
+        names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AIOGPU_PRIVATE_CLUSTER")
+        return [os.environ.get(name) for name in names]
+
+    async def main():
+        before = variables()
+        for cpus in (2, 61):
+            async with aiogpu.init(address="ray", num_cpus=cpus):
+                print(await add.remote(1), variables() == before, flush=True)
+                if sys.argv[1:] and cpus == 61:
+                    told = subprocess.run([sys.executable, "-c", sys.argv[1]])
+                    print(told.returncode, flush=True)
+        print(list(Path.home().iterdir()), variables() == before)
+
+    asyncio.run(main())
+"""
+JOINING_BESIDE = """
+import asyncio, aiogpu
+
+async def main():
+    async with aiogpu.init(address="ray"):
+        print("CPUs beside:", (await aiogpu.cluster_resources())["CPU"] != 61)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def home(place, monkeypatch, tmp_path):
+    """The user's home directory, empty; Ray decides by itself about tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    return tmp_path
+
+
+def test_a_cluster_of_a_program_leaves_no_token_in_the_home_directory(home):
+    """Ray writes one, after which the user's own `ray start` demands tokens."""
+    assert program.run(PRIVATE).splitlines() == ["2 True", "2 True", "[] True"]
+
+
+def test_a_cluster_of_a_program_is_joined_by_no_other_program(home):
+    out = program.run(PRIVATE, JOINING_BESIDE)
+    assert "CPUs beside: True" in out.splitlines()
+    assert out.splitlines()[-1] == "[] True"
+
+
+def test_a_cluster_that_runs_by_itself_is_joined_without_a_name(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with Cluster(num_cpus=61) as cluster:
+        out = program.run(JOINING_BESIDE, **cluster.variables)
+    assert "CPUs beside: False" in out.splitlines()
+
+
+def test_a_token_of_the_user_is_used(home):
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("ab" * 32)
+    out = program.run(PRIVATE).splitlines()
+    assert out[0] == "2 True"
+    assert token.read_text() == "ab" * 32
+
+
 def test_a_program_that_is_killed_takes_its_cluster_with_it(place):
     source = """
         import asyncio, aiogpu
