@@ -119,7 +119,7 @@ def init(  # noqa: D417 - all by keyword, each an option of its own
 
     Args:
         address: "local", "auto" or a socket's path to join a node that runs, "inline"
-            for tests, "ray" or "ray://host:10001"; None: AIOGPU_ADDRESS, else "local".
+            for tests, "ray"; None: AIOGPU_ADDRESS, else "local".
         num_cpus: CPUs to share out; what this process may use unless given.
         num_gpus: GPUs to share out, maybe more than there are; those detected else.
         resources: by name: custom ones, `{"license": 2}`, or `{"neuron_cores": 4}`.

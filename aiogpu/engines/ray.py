@@ -1,16 +1,18 @@
 """Ray's only door: what the cluster engine needs of it, in words of ours.
 
 Nothing of Ray is imported elsewhere, here when a program names a cluster. What is
-called is Ray's documented interface, which a program on the cluster and one that
-comes by `ray://` have alike.
+called is Ray's documented interface where there is one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -23,15 +25,22 @@ from aiogpu.engines.cluster.census import Node, Survey, has_types, survey_of
 from aiogpu.engines.cluster.terms import NAMESPACE, check_visible, typed
 from aiogpu.errors import NodeError
 
+AUTH_MODE: Final = "RAY_AUTH_MODE"
+AUTH_TOKEN: Final = "RAY_AUTH_TOKEN"
+PRIVATE: Final = "AIOGPU_PRIVATE_CLUSTER"
+"""Marks the processes of a cluster that was started for a program."""
+_token: Final = secrets.token_hex(32)
+"""Of clusters that this process starts, unless the user has one."""
+
 OLDEST: Final = (2, 52)
 """The oldest release that lets an actor close when its last handle goes."""
 ASKED_FOR: Final = 10
 """Seconds for the cluster to say what there is."""
 
 Ref = Any
-"""A `ray.ObjectRef`, or the client's stand-in for one."""
+"""A `ray.ObjectRef`."""
 Handle = Any
-"""A `ray.actor.ActorHandle`, or the client's stand-in for one."""
+"""A `ray.actor.ActorHandle`."""
 
 NOT_FOUND: Final = "Could not find any running Ray instance"
 """What Ray says where no cluster was named and none is there."""
@@ -89,27 +98,77 @@ def start(options: Mapping[str, Any]) -> str:
         DeviceError: more GPUs are asked for than this machine lets it have.
     """
     check_visible(options.get("num_gpus"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    context = ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        logging_level="warning",
-        **{**options, "resources": typed(options.get("resources") or {})},
-    )
+    with _private():
+        context = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            logging_level="warning",
+            **{**options, "resources": typed(options.get("resources") or {})},
+        )
     return str(context.address_info["session_dir"])
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """In the block, the environment has what only a cluster that Ray starts needs.
+
+    That is a mark, by which other programs tell that it is not for them, and a token.
+    Without one, Ray writes a token to `~/.ray/auth_token`, which stays there. From then
+    on all clusters of the user demand it, those of his own `ray start` as well. Ray's
+    servers and workers get this one by their environment. Ray keeps the first token
+    that a process has used, so it is the same for all clusters of a process.
+    """
+    names = (AUTH_MODE, AUTH_TOKEN, PRIVATE)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ[PRIVATE] = "1"
+    if not _has_token() and (before[AUTH_MODE] or "token").lower() == "token":
+        os.environ[AUTH_TOKEN] = _token
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)  # Ray has set the mode by itself
+            if value is not None:
+                os.environ[name] = value
+
+
+def _raylets() -> Iterator[bytes]:
+    """The environments of the raylets of this machine; each cluster has one here."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            command = (process / "cmdline").read_bytes().partition(b"\0")[0]
+            if command.endswith(b"/raylet"):
+                yield (process / "environ").read_bytes()
+
+
+def are_all_private(raylets: Sequence[bytes]) -> bool:
+    """Whether some clusters run here, and all of them were started for a program."""
+    mark = f"{PRIVATE}=1".encode()
+    return bool(raylets) and all(mark in one.split(b"\0") for one in raylets)
+
+
+def _has_token() -> bool:
+    """Whether Ray finds a token of the user's."""
+    is_named = os.environ.get(AUTH_TOKEN) or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(is_named) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def join(address: str | None, *, shows_output: bool) -> bool:
     """Join a cluster that runs; False if none was named and none is there.
 
+    One that was started for a program is not joined without being named: it belongs to
+    that program, may have a token of its own, and ends with it.
+
     Args:
-        address: "ray://host:port" or "host:port", or None for one that runs on this
-            machine.
+        address: "host:port", or None for one that runs on this machine.
         shows_output: whether the output of tasks is shown.
 
     Raises:
         ConnectionError: it does not answer, or refuses.
     """
+    if address is None and are_all_private(list(_raylets())):
+        return False
     try:
         ray.init(
             address=address or "auto",
@@ -120,19 +179,8 @@ def join(address: str | None, *, shows_output: bool) -> bool:
     except ConnectionError as error:
         if address is None and NOT_FOUND in str(error):
             return False
-        forget()
         raise
     return True
-
-
-def forget() -> None:
-    """Have a try to come by `ray://` fail, and not stand in the way of others.
-
-    Ray would take this process for such a client, whatever comes next.
-    """
-    from ray.util.client import ray as client
-
-    client.disconnect()
 
 
 def head() -> str:
@@ -307,28 +355,16 @@ def survey() -> Survey:
     Raises:
         RayError: the cluster does not answer.
     """
-    if not is_far():
-        return _survey(ray.get_runtime_context().gcs_address)
-    # Only who is on the cluster can ask its head.
-    ask = ray.remote(num_cpus=0, max_retries=0, name="aiogpu.status")(_survey_there)
-    return Survey(*ray.get(ask.remote(), timeout=ASKED_FOR))
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    return survey_of(get_cluster_status(head(), ASKED_FOR), nodes(), grows())
 
 
-def is_far() -> bool:
-    """Whether this program has come by `ray://`."""
+def is_client() -> bool:
+    """Whether this process uses a cluster by Ray Client, `ray.init("ray://...")`."""
     from ray.util.client import ray as client
 
     return bool(client.is_connected())
-
-
-def _survey_there() -> tuple[Any, ...]:
-    return tuple(_survey(ray.get_runtime_context().gcs_address))
-
-
-def _survey(address: str) -> Survey:
-    from ray.autoscaler.v2.sdk import get_cluster_status
-
-    return survey_of(get_cluster_status(address, ASKED_FOR), nodes(), grows())
 
 
 def grows() -> bool:

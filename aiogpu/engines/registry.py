@@ -10,6 +10,8 @@ from aiogpu.errors import NodeError, OptionError
 
 OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
 """What a program itself chooses that joins a node; all else is the node's."""
+CLIENT = "ray://"
+"""The start of addresses of Ray Client."""
 
 
 def create_engine(
@@ -20,13 +22,12 @@ def create_engine(
     Args:
         address: None or "local" for a node embedded in this program, "inline" for
             one without processes, "auto" for the user's node that runs on this
-            machine, the path of a node's socket, or "ray" or "ray://host:port" for
-            a Ray cluster.
+            machine, the path of a node's socket, or "ray" for a Ray cluster.
         options: what `init` was asked for.
         loop: the running loop.
 
     Raises:
-        OptionError: no engine is known by that address.
+        OptionError: no engine is known by that address, or it is one of Ray Client.
     """
     if address is None or address == "local":
         from aiogpu.engines.local import LocalEngine
@@ -42,30 +43,39 @@ def create_engine(
 
         path = default_socket() if address == "auto" else address
         return RemoteEngine(path.removeprefix("unix:"), options, loop)
-    if address == "ray" or address.startswith("ray://"):
-        return _cluster(None if address == "ray" else address, options, loop)
+    if address == "ray":
+        return _cluster(options, loop)
+    if address.startswith(CLIENT):
+        raise OptionError(no_client(_said(address)))
     raise OptionError(
         f"{_said(address)}: no node is known by that. Give 'auto' to join the "
         f"node that `aiogpu start --head` has started, or the path of its socket; or "
         f"leave address out for a node inside this program, or give 'inline' to have "
-        f"tasks run in this very process, or 'ray' or 'ray://host:10001' for a Ray "
-        f"cluster."
+        f"tasks run in this very process, or 'ray' for a Ray cluster."
     )
 
 
-def _cluster(
-    address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
-) -> Engine:
+def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
     try:
         from aiogpu.engines.cluster.engine import RayEngine
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise NodeError(
-            f"{_said(address or 'ray')}: Ray is not installed here. Install "
-            f"it by: pip install 'aiogpu[ray]' (or 'ray[client]' beside this aiogpu)."
+            f"{_said('ray')}: Ray is not installed here. Install it by: "
+            f"pip install 'aiogpu[ray]'."
         ) from error
-    return RayEngine(address, options, loop)
+    return RayEngine(options, loop)
+
+
+def no_client(said: str) -> str:
+    """The message for an address of Ray Client, which somebody has `said`."""
+    return (
+        f"{said}: aiogpu does not use Ray Client (ray://). Run the program on a node "
+        f"of the cluster with address='ray', or submit it as a Ray job: `ray job "
+        f"submit --address http://HEAD:8265 -- python program.py`, with "
+        f"AIOGPU_ADDRESS=ray in the job's environment."
+    )
 
 
 def _said(address: str) -> str:

@@ -1,18 +1,15 @@
 """A process that has a Ray cluster of several nodes on this machine, as it is told.
 
 Each line that comes is a command: `["add", {...}]` for a node with these resources,
-`["kill", number]` for its sudden end, `["await", port]` for its server for `ray://`,
-which listens some seconds later. Each line that it says answers one. The cluster ends
-with the lines.
+`["kill", number]` for its sudden end. Each line that it says answers one. The cluster
+ends with the lines.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -37,15 +34,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for each in tasks for child in each.read_text().split()]
 
 
-def wait_for_listener(port: int) -> None:
-    """Until somebody listens there."""
-    while True:
-        with suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        select.select([], [], [], 0.1)
-
-
 def main() -> None:
     from ray.cluster_utils import Cluster
 
@@ -62,9 +50,6 @@ def main() -> None:
             else:
                 nodes.append(cluster.add_node(**given))
             said = [cluster.address, nodes[-1].node_id]
-        elif command == "await":
-            wait_for_listener(given)
-            said = []
         elif command == "kill":
             said = kill(nodes[given])
         else:

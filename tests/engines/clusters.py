@@ -6,7 +6,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,11 @@ class Cluster:
 
     Attributes:
         address: of its head, as RAY_ADDRESS names it.
-        client_port: where it takes programs by `ray://`, 0 where it does not.
         nodes: the ids of its nodes, the head's first.
         variables: of programs that join it.
     """
 
-    def __init__(self, *, has_clients: bool = False, **head: Any) -> None:
+    def __init__(self, **head: Any) -> None:
         self._place = tempfile.TemporaryDirectory(
             prefix="agr-", dir="/tmp", ignore_cleanup_errors=True
         )
@@ -39,22 +37,16 @@ class Cluster:
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.cluster_host"],
-            # Else Ray's server for `ray://` fails to start some of its children.
-            env=environment(**self.variables, GRPC_ENABLE_FORK_SUPPORT="0"),
+            env=environment(**self.variables),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self.client_port = free_port() if has_clients else 0
-        if has_clients:
-            head["ray_client_server_port"] = self.client_port
         self.nodes: list[str] = []
         self.address = ""
         try:
             self.add(**head)
-            if has_clients:
-                self._ask("await", self.client_port)
         except BaseException:
             self.close()
             raise
@@ -99,10 +91,3 @@ class Cluster:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._place.cleanup()
-
-
-def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

@@ -76,7 +76,7 @@ class RayedEngine(RayEngine):
                 pytest.skip(f"ray: a cluster knows nothing of init({name}=...)")
         self._wanted = options
         own = {name: getattr(options, name) for name in OF_PROGRAMS}
-        super().__init__(None, NodeOptions(**own), loop)
+        super().__init__(NodeOptions(**own), loop)
 
     async def open(self) -> None:
         wanted = self._wanted

@@ -218,6 +218,23 @@ async def test_no_gpu_is_seen_without_asking(address: str) -> None:
         )
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize(("switch", "is_on"), [("1", True), ("0", False)])
+async def test_a_switch_leaves_the_variables_of_devices_alone(
+    address: str, gpus: int, switch: str, is_on: bool
+) -> None:
+    """[B25] Only if it is on, with a GPU and without."""
+    noset = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
+    async with aiogpu.init(address=address, num_cpus=1, num_gpus=1):
+        facts = await tasks.where.options(
+            num_gpus=gpus, runtime_env={"env_vars": {noset: switch}}
+        ).remote()
+    assigned = "0" if gpus else ""
+    untouched = os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert facts["visible"] == (untouched if is_on else assigned)
+    assert facts["ids"] == ([0] if gpus else [])
+
+
 @pytest.mark.needs("at once")
 async def test_fractions_pack_on_the_fullest_device(address: str, gate: Gate) -> None:
     """[B21] [B22] Three halves on three GPUs sit on 0, 0, 1."""

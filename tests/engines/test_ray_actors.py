@@ -136,13 +136,7 @@ async def test_who_waits_for_its_place_says_so() -> None:
         assert await call == 1
 
 
-async def test_an_actors_stream_is_refused_by_ray_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_threaded_actor_has_streams() -> None:
     async with node():
         actor = await ThreadGroups.remote()
-        with monkeypatch.context() as patched:
-            patched.setattr("aiogpu.engines.ray.is_far", lambda: True)
-            with pytest.raises(aiogpu.MisuseError, match=r"\.numbers.*ray:"):
-                actor.numbers.remote()
         assert [number async for number in actor.numbers.remote()] == [1]

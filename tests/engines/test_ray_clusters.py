@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
-import numpy as np
 import pytest
 
 import aiogpu
 from tests import program
-from tests.engines import actor_classes, spread_tasks, tasks, value_tasks
+from tests.engines import actor_classes, spread_tasks
 from tests.engines.clusters import Cluster
 
 pytestmark = [
@@ -27,7 +26,7 @@ GPUS, CPUS = 3, 5
 
 @pytest.fixture(scope="module")
 def cluster(in_no_cluster: None) -> Iterator[Cluster]:
-    with Cluster(has_clients=True, num_cpus=2) as cluster:
+    with Cluster(num_cpus=2) as cluster:
         cluster.add(
             num_cpus=2, num_gpus=2, resources={"accelerator_type:A100": 1, "license": 1}
         )
@@ -164,62 +163,6 @@ def test_programs_share_it_and_it_goes_on(joined_by):
         assert (one.returncode, out[-3:]) == (0, "55\n"), err
 
 
-async def test_a_program_elsewhere_comes_by_its_server(cluster):
-    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
-        added = tasks.add.remote(1)
-        assert await tasks.add.remote(added) == 3
-        with pytest.raises(ValueError, match="no such"):
-            await tasks.fail.remote(ValueError, "no such")
-        large = np.arange(1_000_000)
-        assert (await tasks.echo.remote(large) == large).all()
-        put = await aiogpu.put(large)
-        assert (await tasks.echo.remote(put) == large).all()
-        assert (await spread_tasks.gpus.options(num_gpus=2).remote())[2] == "0,1"
-        assert (await aiogpu.cluster_resources())["GPU"] == GPUS
-        assert len((await aiogpu.status()).devices) == GPUS
-        with pytest.raises(aiogpu.InfeasibleError):
-            spread_tasks.node.options(num_gpus=3).remote()
-        with pytest.raises(aiogpu.MisuseError, match="ray://"):
-            spread_tasks.count.remote(3)
-
-
-async def test_a_cancel_goes_by_that_way_too(cluster, gate):
-    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
-        spinning = tasks.spin.remote(gate.path, "spin")
-        await gate.entered("spin")
-        assert (await spinning.why()).state == "sent"
-        spinning.cancel()
-        await gate.entered("spin-interrupted")
-
-
-async def test_what_is_cancelled_at_once_ends_no_server(cluster, gate, monkeypatch):
-    """Ray's server for the program would end, as soon as the argument comes."""
-    async with aiogpu.init(address=f"ray://127.0.0.1:{cluster.client_port}"):
-        from aiogpu.engines import ray
-
-        loop_thread, asked_in = threading.get_ident(), set[int]()
-        monkeypatch.setattr(ray, "cancel", noting(asked_in, ray.cancel))
-        for number in range(4):
-            slow = value_tasks.gated.remote(gate.path, f"slow-{number}", number)
-            for _ in range(25):
-                value_tasks.give.remote(slow).cancel()
-            await gate.entered(f"slow-{number}")
-            gate.release(f"slow-{number}")
-            assert await slow == number
-        assert asked_in
-        assert loop_thread not in asked_in
-
-
-def noting(threads: set[int], call: Callable[..., object]) -> Callable[..., object]:
-    """The call, which notes the thread in which it is made."""
-
-    def noted(*args: object, **kwargs: object) -> object:
-        threads.add(threading.get_ident())
-        return call(*args, **kwargs)
-
-    return noted
-
-
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors are taken for another machine's, though all nodes are on this one."""
@@ -297,8 +240,3 @@ async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
     with pytest.raises(aiogpu.ActorDiedError):
         await doomed.add.remote()
     assert await living.add.remote() == 1
-
-
-async def test_a_server_that_is_not_there_is_named(cluster):
-    with pytest.raises(aiogpu.NodeError, match="ray-client-server-port=1"):
-        await aiogpu.init(address="ray://127.0.0.1:1")

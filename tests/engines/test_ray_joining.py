@@ -89,12 +89,6 @@ async def test_options_that_a_cluster_does_not_know_are_refused(option):
         await aiogpu.init(address="ray", **{option: GIVEN[option]})
 
 
-@pytest.mark.parametrize("option", OF_STARTS)
-async def test_a_cluster_that_runs_is_told_nothing(option):
-    with pytest.raises(aiogpu.OptionError, match=option):
-        await aiogpu.init(address="ray://127.0.0.1:1", **{option: OF_STARTS[option]})
-
-
 def test_every_option_is_known_or_refused():
     known = {*GIVEN, *OF_STARTS, "log_to_driver", "cancel_grace"}
     # `preload` is two there, and `only_looks` is what commands say.
@@ -115,21 +109,32 @@ async def test_an_old_release_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("named", "told"),
     [
-        ("ray://", "names no host"),
-        ("ray://h:many", "names no host"),
-        ("ray://127.0.0.1:1", "--ray-client-server-port=1"),
+        (":6379", "names no host"),
+        ("h:many", "names no host"),
+        ("127.0.0.1:1", r"answers at 127\.0\.0\.1:1: .*`ray start --head --port=1`"),
     ],
 )
-async def test_an_address_where_nobody_is(address, told):
+async def test_a_cluster_that_the_environment_names_is_not_replaced(
+    monkeypatch, named, told
+):
+    monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(aiogpu.NodeError, match=told):
-        await aiogpu.init(address=address)
+        await aiogpu.init(address="ray")
 
 
-async def test_a_cluster_that_the_environment_names_is_not_replaced(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(aiogpu.NodeError, match=r"127\.0\.0\.1:1"):
+async def test_ray_client_is_refused_however_it_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(aiogpu.OptionError, match=r"^RAY_ADDRESS=.*`ray job submit"):
+        await aiogpu.init(address="ray")
+    monkeypatch.delenv("RAY_ADDRESS")
+    from aiogpu.engines import ray
+
+    # This program has called ray.init("ray://...") itself.
+    monkeypatch.setattr(ray, "is_connected", lambda: True)
+    monkeypatch.setattr(ray, "is_client", lambda: True)
+    with pytest.raises(aiogpu.OptionError, match=r"^ray\.init.*`ray job submit"):
         await aiogpu.init(address="ray")
 
 
@@ -165,10 +170,12 @@ SHARED = """
             return told.read()
 
     async def main():
+        os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
         try:
-            await aiogpu.init(address="ray://127.0.0.1:1")
+            await aiogpu.init(address="ray")
         except aiogpu.NodeError:
             print("nobody there")
+        del os.environ["RAY_ADDRESS"]
         async with aiogpu.init(address="ray", num_cpus=1, num_gpus=1):
             print(await refused(aiogpu.init(address="ray")))
             print(await add.remote(1), await asyncio.to_thread(in_another_loop))
@@ -202,6 +209,74 @@ def test_a_started_cluster_is_shared_by_loops_and_leaves_only_its_logs(place):
     (session,) = (path for path in kept.iterdir() if not path.is_symlink())
     told = {path.relative_to(session).parts[0] for path in left}
     assert told == {"logs"}
+
+
+PRIVATE = """
+    import asyncio, os, subprocess, sys
+    import aiogpu
+    from pathlib import Path
+    from tests.engines.tasks import add
+
+    def variables():
+        names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AIOGPU_PRIVATE_CLUSTER")
+        return [os.environ.get(name) for name in names]
+
+    async def main():
+        before = variables()
+        for cpus in (2, 61):
+            async with aiogpu.init(address="ray", num_cpus=cpus):
+                print(await add.remote(1), variables() == before, flush=True)
+                if sys.argv[1:] and cpus == 61:
+                    told = subprocess.run([sys.executable, "-c", sys.argv[1]])
+                    print(told.returncode, flush=True)
+        print(list(Path.home().iterdir()), variables() == before)
+
+    asyncio.run(main())
+"""
+JOINING_BESIDE = """
+import asyncio, aiogpu
+
+async def main():
+    async with aiogpu.init(address="ray"):
+        print("CPUs beside:", (await aiogpu.cluster_resources())["CPU"] != 61)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def home(place, monkeypatch, tmp_path):
+    """The user's home directory, empty; Ray decides by itself about tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    return tmp_path
+
+
+def test_a_cluster_of_a_program_leaves_no_token_in_the_home_directory(home):
+    """Ray writes one, after which the user's own `ray start` demands tokens."""
+    assert program.run(PRIVATE).splitlines() == ["2 True", "2 True", "[] True"]
+
+
+def test_a_cluster_of_a_program_is_joined_by_no_other_program(home):
+    out = program.run(PRIVATE, JOINING_BESIDE)
+    assert "CPUs beside: True" in out.splitlines()
+    assert out.splitlines()[-1] == "[] True"
+
+
+def test_a_cluster_that_runs_by_itself_is_joined_without_a_name(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with Cluster(num_cpus=61) as cluster:
+        out = program.run(JOINING_BESIDE, **cluster.variables)
+    assert "CPUs beside: False" in out.splitlines()
+
+
+def test_a_token_of_the_user_is_used(home):
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("ab" * 32)
+    out = program.run(PRIVATE).splitlines()
+    assert out[0] == "2 True"
+    assert token.read_text() == "ab" * 32
 
 
 def test_a_program_that_is_killed_takes_its_cluster_with_it(place):
@@ -334,12 +409,9 @@ LOSING = """
 """
 
 
-@pytest.mark.parametrize("way", ["joined", "ray://"])
-def test_when_the_head_is_killed_every_handle_fails(way):
-    with Cluster(num_cpus=2, has_clients=way == "ray://") as cluster:
+def test_when_the_head_is_killed_every_handle_fails():
+    with Cluster(num_cpus=2) as cluster:
         address = {"AIOGPU_ADDRESS": "ray", "RAY_ADDRESS": cluster.address}
-        if way == "ray://":
-            address = {"AIOGPU_ADDRESS": f"ray://127.0.0.1:{cluster.client_port}"}
         running = program.start(LOSING, **address, **cluster.variables)
         line = running.stdout.readline()
         assert line == "ready\n", running.communicate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from aiogpu.engines.cluster.reach import (
     answers,
     check_reachable,
     place_of,
-    with_port,
 )
 from aiogpu.errors import NodeError
 
@@ -66,9 +64,9 @@ async def test_a_server_of_rays_answers():
 async def test_what_listens_in_its_place_is_named(said, told):
     async with listening(saying(said)) as port:
         with pytest.raises(NodeError) as caught:
-            await check_reachable(f"ray://127.0.0.1:{port}")
+            await check_reachable(f"127.0.0.1:{port}")
     assert told in str(caught.value)
-    assert f"`ray start --head --ray-client-server-port={port}`" in str(caught.value)
+    assert f"`ray start --head --port={port}`" in str(caught.value)
 
 
 async def test_one_that_says_nothing_is_waited_for_in_bounds(monkeypatch):
@@ -87,58 +85,12 @@ async def test_a_server_with_certificates_is_left_to_ray(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
     async with listening(staying_silent) as port:
         assert await answers("127.0.0.1", port, 10) is None
-        await check_reachable(f"ray://127.0.0.1:{port}")
+        await check_reachable(f"127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (("OK", ""), None),
-        (("UNIMPLEMENTED", ""), "no server for ray://.*6379.*RAY_ADDRESS=host:port"),
-        (("UNAUTHENTICATED", "no token"), "RAY_AUTH_MODE=token.*RAY_AUTH_TOKEN"),
-        (("DEADLINE_EXCEEDED", ""), "no ping of Ray's within 10 s: DEADLINE_EXCEEDED"),
-        (("UNAVAILABLE", "is gone"), "is gone.*ray_client_server.err"),
-    ],
-)
-async def test_the_answer_to_a_ping_is_put_in_words(monkeypatch, answer, told):
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-
-    def ping(*given: Any) -> tuple[str, str]:
-        return answer
-
-    monkeypatch.setattr(reach, "ping", ping)
-    async with listening(saying(SETTINGS)) as port:
-        checking = check_reachable(f"ray://127.0.0.1:{port}")
-        if told is None:
-            await checking
-        else:
-            with pytest.raises(NodeError, match=told):
-                await checking
-
-
-async def test_a_program_with_a_token_is_left_to_ray(monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setattr(reach, "ping", lambda *given: ("UNAUTHENTICATED", ""))
-    async with listening(saying(SETTINGS)) as port:
-        await check_reachable(f"ray://127.0.0.1:{port}")
-
-
-def test_ports_have_defaults():
-    assert place_of("ray://head") == ("head", 10001)
+@pytest.mark.parametrize("address", ["head", "head:", "head:many", ":6379"])
+def test_an_address_names_host_and_port(address):
     assert place_of("head:6379") == ("head", 6379)
-    with pytest.raises(NodeError, match="names no host and port"):
-        place_of("ray://head:many")
-
-
-@pytest.mark.parametrize(
-    ("given", "asked"),
-    [
-        ("ray://head", "ray://head:10001"),
-        ("ray://head:", "ray://head:10001"),
-        ("ray://[::1]", "ray://[::1]:10001"),
-        ("ray://head:7", "ray://head:7"),
-        ("head:6379", "head:6379"),
-    ],
-)
-def test_ray_is_given_the_port(given, asked):
-    assert with_port(given) == asked
+    assert place_of("[::1]:7") == ("::1", 7)
+    with pytest.raises(NodeError, match=f"RAY_ADDRESS='{address}' names no host"):
+        place_of(address)

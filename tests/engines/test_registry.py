@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+import aiogpu
 from aiogpu.engines.base import Engine, NodeOptions
 from aiogpu.engines.inline.engine import InlineEngine
 from aiogpu.engines.local import LocalEngine
@@ -55,13 +56,29 @@ async def test_the_variable_is_named_where_it_gave_the_address(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("address", ["ray", "ray://localhost:1"])
-async def test_a_ray_cluster(address: str) -> None:
+async def test_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    engine = create_engine(address, NodeOptions(), asyncio.get_running_loop())
-    place = address if "://" in address else "local"
-    assert repr(engine) == f"<RayEngine <Membership {place}> <Calls 0 live, 0 ending>>"
-    await engine.close()
+    for named, place in (("", "a local cluster"), ("head:6379", "head:6379")):
+        monkeypatch.setenv("RAY_ADDRESS", named)
+        engine = create_engine("ray", NodeOptions(), asyncio.get_running_loop())
+        membership = f"<Membership of {place}>"
+        assert repr(engine) == f"<RayEngine {membership} <Calls 0 live, 0 ending>>"
+        await engine.close()
+
+
+@pytest.mark.parametrize("address", ["ray://localhost:1", "ray://"])
+async def test_ray_client_is_refused_with_what_to_do(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray is not installed."""
+    told = r"node of the cluster with address='ray'.*`ray job submit"
+    with pytest.raises(OptionError, match=told) as caught:
+        await aiogpu.init(address=address)
+    assert str(caught.value).startswith(f"init(address={address!r}): ")
+    monkeypatch.setenv("AIOGPU_ADDRESS", address)
+    with pytest.raises(OptionError, match=told) as caught:
+        await aiogpu.init()
+    assert str(caught.value).startswith(f"AIOGPU_ADDRESS={address!r}: ")
 
 
 @pytest.mark.parametrize("address", ["raylet://host:1", "Auto", ""])

@@ -20,7 +20,7 @@ from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.failure import failed_as
 from aiogpu.engines.cluster.payload import Carried
 from aiogpu.engines.cluster.spoken import spoken
-from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray, check_near
+from aiogpu.engines.cluster.streams import Inflow, ahead_at_ray
 from aiogpu.engines.cluster.telling import telling
 from aiogpu.engines.cluster.terms import CALLS
 from aiogpu.engines.cluster.turns import Numbers
@@ -107,15 +107,9 @@ class ClusterActor:
         return live
 
     def call(self, method: str, payload: bytes, receiver: Receiver) -> int:
-        """Call a method; gives the call's number.
-
-        Raises:
-            MisuseError: it is a stream, which this program cannot have.
-        """
+        """Call a method; gives the call's number."""
         engine = self.engine
         engine.check_open()
-        if _window_of(receiver):
-            check_near(f"{self.name}.{method}")
         live = self._live(receiver)
         number = engine.calls.begin(live)
         if self.why_failed is not None:

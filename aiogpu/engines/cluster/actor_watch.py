@@ -97,7 +97,7 @@ class Ended:
         if actor.is_left:
             actor.end = ActorEnd(died(actor.name, "its `async with` block was left."))
         node, pid = actor.place
-        is_here = bool(node) and not ray.is_far() and node == ray.facts()[0]
+        is_here = bool(node) and node == ray.facts()[0]
         tell = partial(self._receiver.receive, NONE)
         _when_gone(actor.engine.loop, pid if is_here else 0, tell, LEAVING)
 

@@ -5,23 +5,17 @@ and its completion (seen in 2.60, a failed check "it != submissible_tasks_.end()
 core takes in replies in a thread of its own, and lets go of its lock in between. Who
 cancels many short tasks meets that moment soon; in that very thread nobody does. So
 cancels are done there, when it says that it has taken up what is cancelled (`uptake`).
-
-By `ray://` it is a server of Ray's that cancels, and says when it has done so. That is
-waited for in a thread of ours.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.asking import OneThread
 from aiogpu.engines.cluster.uptake import Uptake
 
 LOST_AFTER: Final = 1.0
@@ -38,7 +32,6 @@ class Cancelling:
         self._lock = threading.Lock()
         self._asked: list[partial[None]] = []
         self._lost_at = 0.0
-        self._thread: OneThread | None = None
 
     def __repr__(self) -> str:
         return f"<Cancelling {len(self._asked)}>"
@@ -57,15 +50,7 @@ class Cancelling:
                 return
             asked, self._asked = self._asked, []
             self._lost_at = now + LOST_AFTER
-        if ray.is_far():
-            self._thread = self._thread or OneThread("aiogpu-cancel")
-            self._thread.submit(partial(self._do_far, asked))
-        else:
-            self._uptake.then(partial(self._do, asked))
-
-    def _do_far(self, asked: list[partial[None]]) -> None:
-        self._uptake.wait()
-        self._do(asked)
+        self._uptake.then(partial(self._do, asked))
 
     def _do(self, asked: list[partial[None]]) -> None:
         for one in asked:
@@ -79,12 +64,3 @@ class Cancelling:
             self._lost_at = 0.0
         # What was sent since, Ray need not have taken up.
         self._post(time.monotonic())
-
-    async def close(self) -> None:
-        """Ask for no more; what was asked for has a moment in which it is done."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            done = asyncio.wrap_future(thread.submit(bool))
-            thread.end()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(done, LOST_AFTER)

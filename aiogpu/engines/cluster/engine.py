@@ -24,7 +24,7 @@ from aiogpu.engines.cluster.placements import Placements
 from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.shared import outlive
-from aiogpu.engines.cluster.streams import Inflow, check_near
+from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
@@ -56,13 +56,12 @@ class RayEngine(Questions):
 
     def __init__(
         self,
-        address: str | None,
         options: NodeOptions,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.calls = Calls(loop)
         self._far = ClusterValues(self)
-        self._membership = Membership(address, options)
+        self._membership = Membership(options)
         self.grace = options.cancel_grace
         self._mark = object()
         super().__init__(Overview(self.calls), loop)
@@ -74,7 +73,7 @@ class RayEngine(Questions):
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
         """The engine of a task's own code, in a process that Ray has started."""
-        engine = cls(None, NodeOptions(), loop)
+        engine = cls(NodeOptions(), loop)
         engine.is_open = engine.is_inside = True
         return engine
 
@@ -153,8 +152,6 @@ class RayEngine(Questions):
         """
         self.check_open()
         check_possible(site)
-        if site.window:
-            check_near(site.spec.name)
         self.overview.check_feasible(site)
         site.checked_by = self._mark
 
@@ -294,7 +291,6 @@ class RayEngine(Questions):
                     error = f"the node was shut down before {live.name} had ended."
                     receiver.fail(NodeClosedError(error))
             await self._stopped()
-            await self.calls.cancelling.close()
             self.placements.close()
         await self._membership.leave()
 

@@ -24,8 +24,8 @@ from aiogpu.engines.cluster.reach import (
     TOKENS,
     check_reachable,
     place_of,
-    with_port,
 )
+from aiogpu.engines.registry import CLIENT, no_client
 from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
@@ -36,8 +36,6 @@ LEAVING: Final = 60.0
 """Seconds in which a cluster that was lost is left; Ray itself takes up to 20."""
 LOGS: Final = "logs"
 """What is kept of the files of a cluster that was started here."""
-ATTEMPTS: Final = 2
-"""Of a program to come by `ray://`: now and then Ray fails to fork a server for it."""
 NODE_OPTIONS: Final = ("num_cpus", "num_gpus", "resources", "object_memory")
 """What a cluster that is started here may be told."""
 OF_PROGRAMS: Final = frozenset({"log_to_driver", "cancel_grace"})
@@ -51,7 +49,6 @@ class _Tie:
     Attributes:
         users: how many engines use it.
         is_ours: whether it was made here; who has made it himself ends it himself.
-        address: the cluster that it is to; None for one that was started here.
         told: what it was told at its start; empty where it runs without us.
         session: the directory of the files of one that was started here.
         thread: where it was made.
@@ -61,7 +58,6 @@ class _Tie:
 
     users: int = 0
     is_ours: bool = False
-    address: str | None = None
     told: dict[str, Any] = field(default_factory=dict)
     session: str = ""
     thread: OneThread | None = None
@@ -75,32 +71,34 @@ _tie: Final = _Tie()
 class Membership:
     """See above, for one engine."""
 
-    def __init__(self, address: str | None, options: NodeOptions) -> None:
-        self._address = address
+    def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._is_in = False
-        named = os.environ.get("RAY_ADDRESS") or None
-        if address is None and named is not None and ":" in named:
-            address = None if _for_start(options) else named
-        self._named = None if address is None else with_port(address)
+        named = os.environ.get("RAY_ADDRESS", "")
+        is_joining = ":" in named and not _for_start(options)
+        self._named = named if is_joining else None
 
     def __repr__(self) -> str:
-        return f"<Membership {self._address or 'local'}>"
+        return f"<Membership of {self._named or 'a local cluster'}>"
 
     async def enter(self) -> None:
         """Join the cluster, or start one.
 
         Raises:
             NodeError: it does not answer, or Ray is too old.
-            OptionError: it was told what only the start of a cluster can be told.
+            OptionError: Ray has no such option, or the cluster is one of Ray Client.
         """
         ray.check_release()
         self._check_options()
+        if self._named is not None and self._named.startswith(CLIENT):
+            raise OptionError(no_client(f"RAY_ADDRESS={self._named!r}"))
         await _left()
         if ray.is_connected():
+            if ray.is_client():
+                raise OptionError(no_client("ray.init('ray://...') in this program"))
             self._check_same()
             if not _tie.users:
-                _tie.is_ours, _tie.address, _tie.told = False, self._address, {}
+                _tie.is_ours, _tie.told = False, {}
         else:
             await self._begin()
         _tie.users += 1
@@ -118,12 +116,6 @@ class Membership:
                 f"init(address='ray', {name}=...): a Ray cluster knows nothing of it; "
                 f"leave it out (docs/engines.md says what each engine can do)."
             )
-        started = [name for name in given if name in NODE_OPTIONS]
-        if started and self._address is not None:
-            raise OptionError(
-                f"init(address={self._address!r}, {started[0]}=...): a cluster that "
-                f"runs has what it has. Leave {started[0]} out."
-            )
 
     def _check_same(self) -> None:
         """Raise `NodeError` where the tie that there is will not do."""
@@ -132,12 +124,6 @@ class Membership:
                 "init(address='ray'): this process is a fork of one that is in a Ray "
                 "cluster, and Ray works in that one only. Start a new interpreter for "
                 "it, as multiprocessing's 'spawn' does."
-            )
-        is_other = self._address is not None and self._address != _tie.address
-        if _tie.users and is_other:
-            raise NodeError(
-                f"init(address={self._address!r}): this process is in another Ray "
-                f"cluster already, and can be in one at a time; shut that down first."
             )
         told = _for_start(self._options)
         if told and told != _tie.told:
@@ -162,8 +148,8 @@ class Membership:
             if not isinstance(error, TimeoutError):
                 raise
             raise NodeError(
-                f"init(address={self._address or 'ray'!r}): what answers at "
-                f"{self._named} was not joined within {JOINING:g} s.{self._hint()} A "
+                f"init(address='ray'): what answers at {self._named} was not joined "
+                f"within {JOINING:g} s.{self._hint()} A "
                 f"head's logs may say why; by default they are in "
                 f"/tmp/ray/session_latest/logs."
             ) from error
@@ -175,8 +161,6 @@ class Membership:
             # What Ray starts it starts to the end: a half of it would be left behind.
             await asyncio.wait([asyncio.wrap_future(unless_left(joining))])
         if not joining.done() or joining.exception() is None:
-            if self._is_far():
-                begun(ray.forget)
             _tie.leaving = begun(partial(_leave_when_joined, joining))
             if self._named is None:
                 await asyncio.wait([asyncio.wrap_future(unless_left(_tie.leaving))])
@@ -187,17 +171,10 @@ class Membership:
             return ""
         if "AuthenticationError" in str(error and error.__cause__):
             return f" By what Ray says, {TOKENS}"
-        if not self._is_far():
-            return (
-                f" Is it the port of the cluster itself, {CLUSTER_PORT} or so? The "
-                f"one of its server for ray:// takes 'ray://{self._named}' only."
-            )
-        if os.environ.get("RAY_AUTH_MODE") == "token":
-            return " Is this program's token the one of that cluster?"
-        return ""
-
-    def _is_far(self) -> bool:
-        return self._named is not None and "://" in self._named
+        return (
+            f" Is it the port of the cluster itself, {CLUSTER_PORT} unless `ray start "
+            f"--port` has said otherwise?"
+        )
 
     def _connect(self) -> None:
         """In the thread that is kept."""
@@ -205,7 +182,7 @@ class Membership:
         told = _for_start(self._options)
         try:
             if self._named is not None:
-                self._join(self._named, shows)
+                ray.join(self._named, shows_output=shows)
             elif told or not ray.join(None, shows_output=shows):
                 _tie.session = ray.start({**told, "log_to_driver": shows})
         except DeviceError:
@@ -213,25 +190,15 @@ class Membership:
         except (OSError, RuntimeError, ValueError, ray.RayError) as error:
             where = "on this machine" if self._named is None else f"at {self._named}"
             raise NodeStartError(
-                f"init(address={self._address or 'ray'!r}): no cluster could be joined "
-                f"or started {where}: {type(error).__name__}: {error}."
+                f"init(address='ray'): no cluster could be joined or started {where}: "
+                f"{type(error).__name__}: {error}."
                 f"{self._hint(error)}"
             ) from error
-        _tie.address, _tie.told = self._address, told
-
-    def _join(self, address: str, shows: bool) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                ray.join(address, shows_output=shows)
-            except ConnectionAbortedError:
-                if attempt == ATTEMPTS:
-                    raise
-            else:
-                return
+        _tie.told = told
 
     def place(self) -> tuple[str, int]:
-        """Where the cluster's head, or its server for `ray://`, is to be found."""
-        return place_of(_tie.address or ray.head())
+        """The host and port of the cluster's head."""
+        return place_of(ray.head())
 
     def lose(self) -> None:
         """The cluster has gone: leave it, for which nobody need wait."""

@@ -1,7 +1,6 @@
 """Whether a cluster answers at an address: asked before Ray is, which tries for long.
 
-Ray's servers speak HTTP/2, so whoever listens there sends the first frame of it. What
-comes by `ray://` is asked further, for a ping, as Ray's own client does.
+Ray's servers speak HTTP/2, so whoever listens there sends the first frame of it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,10 @@ from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
-from aiogpu.engines.cluster.asking import begun, unless_left
-from aiogpu.engines.cluster.ping import ping
 from aiogpu.errors import NodeError
 
 REACHABLE: Final = 10.0
 """Seconds in which a server must say something."""
-CLIENT_PORT: Final = 10001
-"""Where Ray's server for `ray://` listens unless told otherwise."""
 CLUSTER_PORT: Final = 6379
 """Where a cluster's own server listens unless told otherwise."""
 HEADER: Final = 9
@@ -43,30 +38,17 @@ def place_of(address: str) -> tuple[str, int]:
     Raises:
         NodeError: it names none.
     """
-    parts = urlsplit(address if "://" in address else f"//{address}")
+    parts = urlsplit(f"//{address}")
     try:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host:
+    if not host or not port:
         raise NodeError(
-            f"init(address={address!r}) names no host and port; write "
-            f"'ray://host:{CLIENT_PORT}'."
+            f"RAY_ADDRESS={address!r} names no host and port; write "
+            f"host:{CLUSTER_PORT}, as `ray start --head` has printed it."
         )
-    return host, port or CLIENT_PORT
-
-
-def with_port(address: str) -> str:
-    """The same with a port: Ray's own client tries for long where there is none.
-
-    Raises:
-        NodeError: it names no host.
-    """
-    host, port = place_of(address)
-    if "://" not in address or urlsplit(address).port is not None:
-        return address
-    written = f"[{host}]" if ":" in host else host
-    return f"{urlsplit(address).scheme}://{written}:{port}"
+    return host, port
 
 
 async def check_reachable(address: str) -> None:
@@ -77,36 +59,12 @@ async def check_reachable(address: str) -> None:
     """
     host, port = place_of(address)
     said = await answers(host, port, REACHABLE)
-    is_client = "://" in address
     if said is not None:
-        start = "--ray-client-server-port" if is_client else "--port"
         raise NodeError(
-            f"init(address={address!r}): no Ray cluster answers at {host}:{port}: "
-            f"{said}. Is its head started, by `ray start --head {start}={port}`? One "
-            f"that has just been started takes some seconds to listen."
-        )
-    if is_client and not _is_encrypted():
-        await _check_client_server(address, host, port)
-
-
-async def _check_client_server(address: str, host: str, port: int) -> None:
-    answer = begun(lambda: ping(host, port, REACHABLE))
-    code, details = await asyncio.wrap_future(unless_left(answer))
-    if code == "UNAUTHENTICATED" and os.environ.get("RAY_AUTH_MODE") != "token":
-        raise NodeError(f"init(address={address!r}): {TOKENS}")
-    if code == "UNIMPLEMENTED":
-        raise NodeError(
-            f"init(address={address!r}): at {host}:{port} is no server for ray://, "
-            f"which listens on {CLIENT_PORT} or what `ray start "
-            f"--ray-client-server-port` has said. The port of the cluster itself, "
-            f"{CLUSTER_PORT} or so, is for RAY_ADDRESS=host:port and address='ray'."
-        )
-    if code not in ("OK", "UNAUTHENTICATED"):
-        raise NodeError(
-            f"init(address={address!r}): the server at {host}:{port} accepts "
-            f"connections and answers no ping of Ray's within {REACHABLE:g} s: "
-            f"{details or code}. If it is a Ray head's, look at its log "
-            f"ray_client_server.err."
+            f"init(address='ray') with RAY_ADDRESS={address!r}: no Ray cluster answers "
+            f"at {host}:{port}: {said}. Is its head started, by `ray start --head "
+            f"--port={port}`? One that has just been started takes some seconds to "
+            f"listen."
         )
 
 

@@ -10,27 +10,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from aiogpu.engines import ray
 from aiogpu.engines.cluster.shared import arrived
-from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls, Live
     from aiogpu.runtime.call import ItemReceiver
-
-
-def check_near(name: str) -> None:
-    """Refuse a stream to a program that has come by `ray://`.
-
-    Raises:
-        MisuseError: says what to do.
-    """
-    if ray.is_far():
-        raise MisuseError(
-            f"{name} yields its results one by one, and Ray brings them so to programs "
-            f"on its machines only, not to those that come by ray://. Return a list, "
-            f"or run the program on a machine of the cluster, with address='ray'."
-        )
 
 
 class Inflow:

@@ -67,8 +67,7 @@ class Telling:
         """
         key = actor, node
         with self._lock:
-            # By `ray://` a call's id is Ray's to say, which may take its time.
-            if key not in self._waiting and not ray.is_far():
+            if key not in self._waiting:
                 with suppress(BlockingIOError):
                     if self.reaches(actor, _id_of(call), 0):
                         return
@@ -109,7 +108,7 @@ class Telling:
 
     def _tell_elsewhere(self, actor: str, node: str, ids: bytes) -> None:
         """Where it was found last, or it is known to be; if not there, all at once."""
-        here = "" if ray.is_far() else ray.facts()[0]
+        here = ray.facts()[0]
         others = [one.id for one in ray.nodes() if one.id != here]
         known = self._found.pop(actor, node)
         likely = [one for one in others if one == known]
@@ -122,13 +121,14 @@ class Telling:
 
     def _told_on(self, nodes: Sequence[str], actor: str, ids: bytes) -> str:
         """On which of these it was told; empty if on none."""
-        if self._teller is None or ray.is_far():
-            # Of no CPUs: it has a place where others have taken all. By `ray://` it
-            # is good for one connection only.
+        if self._teller is None:
+            # Of no CPUs: it has a place where others have taken all.
             options = {"num_cpus": 0, "max_retries": 0, "name": "aiogpu.cancel"}
             self._teller = ray.function(tell_here, options)
         answers = queue.SimpleQueue[tuple[str, Any]]()
         for node in nodes:
+            if not ray.is_connected():
+                return ""  # to ask would have Ray start a cluster
             where = ray.Affinity(node, soft=False)
             told = self._teller.options(scheduling_strategy=where)
             ref = told.remote(actor, ids, PATIENCE)

@@ -6,10 +6,12 @@ that 0.57 would be 0.5699. What it is given is the float that it truncates right
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.accelerators.listing import NOSET, is_left_alone
 from aiogpu.accelerators.types import AWS_NEURON_CORE
 from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import DeviceError, OptionError
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""
+
+RAY_NOSET: Final = "RAY_EXPERIMENTAL_NOSET_"
+"""Ray's own switch, before a variable's name; see `accelerators.listing.NOSET`."""
 
 NEURON: Final = "neuron_cores"
 """Ray's name, and ours, for the cores of AWS Neuron."""
@@ -137,14 +142,28 @@ def options_of_task(site: Site) -> dict[str, Any]:
         from aiogpu.engines.cluster.failure import RetriedFailure
 
         options["retry_exceptions"] = [RetriedFailure]
-    if site.environ:
-        options["runtime_env"] = {"env_vars": dict(site.environ)}
+    environ = environ_of(site)
+    if environ:
+        options["runtime_env"] = {"env_vars": environ}
     if site.window:
         options["num_returns"] = "streaming"
         from aiogpu.engines.cluster.streams import ahead_at_ray
 
         options["_generator_backpressure_num_objects"] = ahead_at_ray(site.window)
     return options
+
+
+def environ_of(site: Site) -> dict[str, str]:
+    """The variables of `runtime_env`, and what they mean in Ray's terms.
+
+    Ray sets the variables of devices by itself, unless its own switch is on.
+    """
+    switches = {n: v for n, v in os.environ.items() if n.startswith(NOSET)}
+    environ = {**switches, **site.environ}
+    for variable in [name.removeprefix(NOSET) for name in environ]:
+        if is_left_alone(variable, environ):
+            environ[RAY_NOSET + variable] = "1"
+    return environ
 
 
 def terms_of(terms: ActorTerms) -> Terms:
@@ -193,6 +212,7 @@ def options_of_actor(site: Site, key: tuple[str, str] | None) -> dict[str, Any]:
     if spec.is_detached:
         options["lifetime"] = "detached"
         options.setdefault("namespace", NAMESPACE)
-    if site.environ:
-        options["runtime_env"] = {"env_vars": dict(site.environ)}
+    environ = environ_of(site)
+    if environ:
+        options["runtime_env"] = {"env_vars": environ}
     return options

@@ -16,8 +16,6 @@ from aiogpu.engines import ray
 
 ATTEMPTS: Final = 100
 """Questions that are asked until one is not answered before it is asked to the end."""
-LIMIT: Final = 0.5
-"""Seconds to wait for an answer by `ray://`, which takes a hundredth of that."""
 
 
 class Uptake:
@@ -56,9 +54,3 @@ class Uptake:
         ray.when_done(self._asked_for(), come)
         asking.clear()
         return not was_here
-
-    def wait(self) -> None:
-        """Wait until what was sent before was taken up, in a thread that may."""
-        answered = threading.Event()
-        ray.when_done(self._asked_for(), lambda _: answered.set())
-        answered.wait(LIMIT)

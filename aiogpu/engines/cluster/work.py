@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
+from aiogpu.accelerators.listing import is_left_alone
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
 from aiogpu.engines.cluster.host import ClusterHost
@@ -45,7 +46,6 @@ HIDDEN: Final = {
     "neuron_cores": "NEURON_RT_VISIBLE_CORES",
 }
 """By kind the variable that hides devices; Ray sets it for those who have some."""
-LEFT_ALONE: Final = "AIOGPU_NOSET_"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 _retrying: Final = Retrying()
 _adopted: Final[set[tuple[str, ...]]] = set()
@@ -166,18 +166,16 @@ def take_place(
     kinds_here[:] = kinds
     for kind in ("GPU", *kinds):
         variable = HIDDEN.get(kind)
-        if variable and not found.get(kind) and not _is_left_alone(variable):
+        if not variable or found.get(kind):
+            continue
+        if not is_left_alone(variable, os.environ):
             os.environ[variable] = ""
-    if not _is_left_alone(HIDDEN["GPU"]):
+    if not is_left_alone(HIDDEN["GPU"], os.environ):
         os.environ.setdefault(ORDER, "PCI_BUS_ID")
     node, worker, _ = ray.facts()
     current.node, current.worker = node, int(worker[:12], 16)
     current.name = name
     current.resources, current.accelerators = resources, found
-
-
-def _is_left_alone(variable: str) -> bool:
-    return bool(os.environ.get(LEFT_ALONE + variable))
 
 
 def arguments(
