@@ -255,12 +255,24 @@ def load_reference(module: str, qualname: str) -> Any:
     return found
 
 
-def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if it cannot be: its text travels at least."""
+def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
+    """Pickle an exception.
+
+    Returns:
+        The payload and "". None if it cannot be pickled, and why not, with the path to
+        the part of it that cannot: its text at least travels.
+    """
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire import pickler
+
     try:
-        return _cloud_dumps(error)
-    except BaseException:  # noqa: BLE001 - foreign code may raise anything
-        return None
+        return pickler.dump_exception(error), ""
+    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
+        try:
+            path = _culprit({"error": error})
+        except BaseException:  # noqa: BLE001 - the same
+            path = "error"
+        return None, f"{path}: {_described(second)}"
 
 
 def text_of(error: BaseException) -> str:
@@ -304,16 +316,20 @@ def _unpicklable(
     # Only a failure pays for the imports.
     from contextlib import nullcontext
 
-    from aiogpu.wire.culprit import find_culprit
-    from aiogpu.wire.pickler import measure
-
     # An error of ours is about a handle, and says itself what to do instead.
     is_of_handle = isinstance(error, MisuseError)
     with nullcontext() if is_of_handle else collecting():  # else none is to blame
-        path = find_culprit(roots, measure)
+        path = _culprit(roots)
     told = _described(error).rstrip(".")
     after = "" if is_of_handle else f" {advice}"
     return SerializationError(f"{what} cannot be pickled: {path}: {told}.{after}")
+
+
+def _culprit(roots: Mapping[str, object]) -> str:
+    from aiogpu.wire.culprit import find_culprit
+    from aiogpu.wire.pickler import measure
+
+    return find_culprit(roots, measure)
 
 
 def _unreadable(error: BaseException) -> str:
