@@ -1,12 +1,12 @@
-"""The kinds of devices that a node can share out, one file a vendor.
+"""The kinds of devices that a node can share out, one module for each vendor.
 
-Each vendor gives the same four answers, those of `base.Accelerator`: what is it
-called, how is it detected, which variable assigns it, which quantities are valid.
-A room that knows no tasks: it says which devices there are and never who has them.
+Each vendor answers the questions of `base.Accelerator`: what its devices are called,
+how they are detected, which variable assigns them, which quantities are valid. This
+package knows which devices there are, not who uses them.
 
-`aiogpu.accelerators` is public: it holds the names of the types, for
-`accelerator_type=`, and `register`, for a vendor of one's own. Importing it loads no
-vendor's file.
+`aiogpu.accelerators` is public: it has the names of the types, for
+`accelerator_type=`, and `register`, which adds a vendor. Importing it loads no
+vendor's module.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from .base import Accelerator as Accelerator
     from .base import DeviceWatch as DeviceWatch
-    from .health import Health as Health
+    from .base import Health as Health
+    from .base import Sample as Sample
+    from .base import Unwatched as Unwatched
     from .registry import register as register
-    from .sample import Sample as Sample
-    from .unwatched import Unwatched as Unwatched
 
 __all__ = [
     "Accelerator",
@@ -43,14 +43,14 @@ if not TYPE_CHECKING:
         "Accelerator": "aiogpu.accelerators.base",
         "Device": "aiogpu.core.devices",
         "DeviceWatch": "aiogpu.accelerators.base",
-        "Health": "aiogpu.accelerators.health",
-        "Sample": "aiogpu.accelerators.sample",
-        "Unwatched": "aiogpu.accelerators.unwatched",
+        "Health": "aiogpu.accelerators.base",
+        "Sample": "aiogpu.accelerators.base",
+        "Unwatched": "aiogpu.accelerators.base",
         "register": "aiogpu.accelerators.registry",
     }
 
     def __getattr__(name):
-        """Load a public name from its file."""
+        """Load a public name from its module."""
         home = _HOME.get(name)
         if home is None:
             raise AttributeError(

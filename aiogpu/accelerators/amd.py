@@ -1,7 +1,7 @@
 """AMD GPUs: detected in sysfs, assigned by `HIP_VISIBLE_DEVICES`.
 
-The kernel's compute driver (KFD) lists them in the order in which HIP counts them; a
-container may read only those that it was given. No library of AMD's is loaded.
+The kernel's compute driver (KFD) lists them in the order in which HIP counts them. A
+container can read only the GPUs that it was given.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from aiogpu.core.devices import Device
-from aiogpu.core.resources import GPU, device_quantity
+from aiogpu.core.resources import GPU
 from aiogpu.errors import DeviceError
 
 from . import types
-from .listing import Id, choose, entries, is_left_alone, joined
-from .sysfs import numbered, read
-from .unwatched import Unwatched
+from .listed import Listed, ListedAccelerator, entries, numbered, read
 
 NODES: Final = "sys/class/kfd/kfd/topology/nodes"
 ROCR: Final = "ROCR_VISIBLE_DEVICES"
 CUDA: Final = "CUDA_VISIBLE_DEVICES"
-"""What HIP goes by where its own variable is not set."""
-HIDDEN: Final = "-1"
-"""Hides all; to HIP an empty variable is one that is not set."""
+"""The variable that HIP reads where its own is not set."""
 DEVICE_MEMORY: Final = ("1", "2")
-"""Types of heap that are on the card (the kernel's uapi/linux/kfd_ioctl.h)."""
+"""Heap types of memory on the card (the kernel's uapi/linux/kfd_ioctl.h)."""
 TYPES: Final = {
     0x66A1: "AMD-Instinct-MI50",
     0x738C: types.AMD_INSTINCT_MI100,
@@ -48,68 +44,40 @@ TYPES: Final = {
 """Types by the PCI device id: Ray's table, but for the MI308X by Ray's constant."""
 
 
-class Amd:
-    """AMD GPUs behind `num_gpus`, on nodes where NVIDIA has none.
+class Amd(ListedAccelerator):
+    """AMD GPUs behind `num_gpus`, on nodes where NVIDIA has none."""
 
-    Args:
-        root: the directory under which the kernel's files are looked for.
-    """
+    kind = GPU
+    option = "num_gpus"
+    variable = "HIP_VISIBLE_DEVICES"
+    # HIP takes an empty variable for one that is not set.
+    hide_all = "-1"
 
-    kind: Final = GPU
-    option: Final = "num_gpus"
-    variable: Final = "HIP_VISIBLE_DEVICES"
-
-    def __init__(self, root: str = "/") -> None:
-        self._root = root
-
-    def __repr__(self) -> str:
-        return "<Amd GPU>"
-
-    def devices(
-        self, environ: Mapping[str, str], wanted: int | None
-    ) -> tuple[Device, ...]:
-        """Say which GPUs a node may share out.
-
-        Args:
-            environ: read for `HIP_VISIBLE_DEVICES`, or `CUDA_VISIBLE_DEVICES`, which
-                HIP goes by in its absence.
-            wanted: how many the user gave, maybe more than there are unless the
-                variable is set; None to detect them.
+    def listed(
+        self, environ: Mapping[str, str], there: Sequence[Device]
+    ) -> Listed | None:
+        """Return what restricts the node: `HIP_`, else `CUDA_VISIBLE_DEVICES`.
 
         Raises:
-            DeviceError: the variable has an entry that is ill-formed, repeated or not
-                there, or fewer entries than `wanted`; or `ROCR_VISIBLE_DEVICES` is
-                set without it, which renumbers the devices beneath HIP.
+            DeviceError: an entry is ill-formed or repeated; or
+                `ROCR_VISIBLE_DEVICES` is set alone, which renumbers the devices
+                beneath HIP.
         """
-        if wanted == 0:
-            return ()
-        there = self._detect()
-        variable = CUDA if self.variable not in environ else self.variable
-        text = environ.get(variable)
-        listed = None
-        if variable == CUDA and not there:
-            pass  # it speaks of another vendor's GPUs
-        elif text or variable != CUDA:
-            listed = (variable, text or "", entries(variable, text or ""))
-        elif there and ROCR in environ:
+        if self.variable in environ:
+            text = environ[self.variable]
+            return self.variable, text, entries(self.variable, text)
+        if not there:
+            return None  # CUDA's variable then speaks of another vendor's GPUs
+        text = environ.get(CUDA, "")
+        if text:
+            return CUDA, text, entries(CUDA, text)
+        if ROCR in environ:
             raise DeviceError(
                 f"{ROCR} is set and {self.variable} is not: the first renumbers the "
                 f"GPUs for all that count them by the second, which aiogpu sets for "
                 f"tasks. Use {self.variable} instead of {ROCR}."
             )
-        return choose(self.option, wanted, there, listed)
-
-    def assignment(
-        self, ids: Sequence[Id], environ: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Say which variable gives a worker these GPUs and no others."""
-        if is_left_alone(self.variable, environ):
-            return {}
-        return {self.variable: joined(ids) or HIDDEN}
-
-    def quantity(self, value: object) -> int:
-        """Turn a `num_gpus` into parts; raises `OptionError`."""
-        return device_quantity(self.option, value)
+        return None
 
     def type_of(self, name: str | None) -> str | None:
         """Derive the type from the PCI device id, as hexadecimal text: "0x74a1"."""
@@ -118,22 +86,20 @@ class Amd:
         except ValueError:
             return None
 
-    def watch(self) -> Unwatched:
-        """Nobody is asked what is on a GPU."""
-        return Unwatched()
-
-    def _detect(self) -> tuple[Device, ...]:
+    def detect(self, environ: Mapping[str, str]) -> list[Device]:
+        """Return the GPUs that KFD shows to this process."""
+        del environ
         found: list[Device] = []
-        for _, node in numbered("", self._root, NODES):
+        for _, node in numbered("", self.root, NODES):
             # A CPU has the id 0; of a GPU that is not for this container none is read.
             if read(node, "gpu_id") not in ("", "0"):
                 facts = _facts(read(node, "properties"))
                 found.append(_device(len(found), node, facts))
-        return tuple(found)
+        return found
 
 
 def _facts(text: str) -> dict[str, int]:
-    """Lines of a name and a number, as KFD writes them."""
+    """Parse lines of a name and a number, as KFD writes them."""
     pairs = (line.split() for line in text.splitlines())
     return {
         pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()

@@ -1,29 +1,71 @@
-"""The four answers that every vendor gives, as a Protocol.
+"""What aiogpu asks of an accelerator vendor, and the plain data in the answers.
 
-What is it called, how is it detected, which variable assigns it, which quantities
-are valid: all that the rest of aiogpu asks of an accelerator; and, where its driver
-can tell, a `DeviceWatch` that says what is on a device now. To add a vendor,
-write one file with a class of this shape and name it in `registry.KNOWN`;
-nothing inherits from anything. This file decides nothing itself.
+A vendor answers: what its devices are called, how they are detected, which variable
+assigns them, which quantities are valid, and, where its driver can tell, what is on a
+device now. To add a vendor, write one module with a class of the shape `Accelerator`
+and name it in `registry.KNOWN`; most derive from `listed.ListedAccelerator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol, final
 
 from aiogpu.core.devices import Device
 
-if TYPE_CHECKING:
-    from .health import Health
-    from .sample import Sample
+Id = int | str
+"""The id of a device: an index, or a UUID where an index would be ambiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a driver says is on a device at one moment. What is unknown is None.
+
+    Attributes:
+        processes: bytes of device memory by process id, as the driver lists them;
+            None for one process if the driver does not say its bytes, None for all if
+            the driver lists no processes.
+        living: the listed process ids that belong to live processes here.
+        reads_pids: whether the driver's process ids are surely those of this
+            process's pid namespace.
+        used: bytes of device memory in use by all processes.
+        utilisation: percent of the last moments in which something ran on it.
+        problem: why nothing could be learnt, in a few words; None if it could.
+        is_lost: the device does not answer and will not before a reset.
+    """
+
+    processes: Mapping[int, int | None] | None = None
+    living: frozenset[int] = frozenset()
+    reads_pids: bool = False
+    used: int | None = None
+    utilisation: int | None = None
+    problem: str | None = None
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a driver reported about a device since it was last asked.
+
+    Attributes:
+        errors: errors that make the device unfit, each in a few words: "XID 79".
+            Errors that a program has caused by itself are left out.
+        action: what must be done before the device can be relied on, such as "GPU
+            reset"; "" if nothing, None where the driver cannot tell.
+        is_lost: the device does not answer and will not before a reset.
+    """
+
+    errors: tuple[str, ...] = ()
+    action: str | None = None
+    is_lost: bool = False
 
 
 class Accelerator(Protocol):
     """One vendor's devices. Implementations hold no state.
 
-    Every method is an ordinary blocking function; `devices` may take a while (a
-    driver is asked), so a caller with an event loop runs it in a thread.
+    All methods may block. `devices` may take seconds, because it asks a driver; code
+    on an event loop calls it in a thread.
     """
 
     @property
@@ -33,7 +75,7 @@ class Accelerator(Protocol):
 
     @property
     def option(self) -> str:
-        """What asks for it, such as "num_gpus" or "resources['TPU']"."""
+        """The option that requests it, such as "num_gpus" or "resources['TPU']"."""
         ...
 
     @property
@@ -44,11 +86,11 @@ class Accelerator(Protocol):
     def devices(
         self, environ: Mapping[str, str], wanted: int | None
     ) -> tuple[Device, ...]:
-        """Say which devices a node may share out.
+        """Return the devices that a node may share out.
 
         Args:
             environ: the environment of the process that starts the node.
-            wanted: how many the user gave, at least 0; None to detect them.
+            wanted: how many the user asked for, at least 0; None to detect them.
 
         Raises:
             DeviceError: `environ` names a device that is not there, or too few.
@@ -56,21 +98,21 @@ class Accelerator(Protocol):
         ...
 
     def assignment(
-        self, ids: Sequence[int | str], environ: Mapping[str, str]
+        self, ids: Sequence[Id], environ: Mapping[str, str]
     ) -> dict[str, str]:
-        """Say which variables give a worker these devices and no others.
+        """Return the variables that give a worker these devices and no others.
 
         Args:
             ids: the `Device.id`s of its devices, empty for none.
-            environ: the environment that the worker has otherwise.
+            environ: the worker's environment otherwise.
         """
         ...
 
     def quantity(self, value: object) -> int:
-        """Turn the number given for `option` into parts of 1/10 000.
+        """Convert the number given for `option` into units of 1/10 000 device.
 
         Raises:
-            OptionError: no such quantity of this kind can be asked for.
+            OptionError: no such quantity of this kind can be requested.
         """
         ...
 
@@ -79,32 +121,60 @@ class Accelerator(Protocol):
         ...
 
     def watch(self) -> DeviceWatch:
-        """Make what can be asked, later and often, what is on these devices."""
+        """Return an object that asks the driver, repeatedly, what is on a device."""
         ...
 
 
 class DeviceWatch(Protocol):
     """One vendor's driver, asked again and again what is on a device.
 
-    All but `knows` may block, and all are called by one thread alone.
+    All methods but `knows` may block. One thread alone calls them.
     """
 
     def knows(self, device: Device) -> bool:
-        """Whether the driver may be asked about a device; asks it nothing yet."""
+        """Return whether the driver can be asked about a device; does not ask it."""
         ...
 
     def open(self) -> None:
-        """Start the vendor's library. Never raises: `look` tells what is wrong."""
+        """Start the vendor's library. Never raises: `look` reports what is wrong."""
         ...
 
     def look(self, device: Device) -> Sample:
-        """Say what is on a device now. Never raises: the sample says what fails."""
+        """Return what is on a device now. Never raises; see `Sample.problem`."""
         ...
 
     def check(self, device: Device) -> Health:
-        """Say whether a device is well. Never raises; what is unknown is not told."""
+        """Return whether a device is well. Never raises."""
         ...
 
     def close(self) -> None:
-        """Let go of the vendor's library."""
+        """Shut down the vendor's library."""
         ...
+
+
+@final
+class Unwatched:
+    """The watch of a vendor whose driver is not asked while a node runs.
+
+    Its devices are free as soon as the processes that used them have ended.
+    """
+
+    def knows(self, device: Device) -> bool:
+        """Return False for every device."""
+        del device
+        return False
+
+    def open(self) -> None:
+        """Do nothing: there is no library."""
+
+    def look(self, device: Device) -> Sample:
+        """Return a sample that says that nothing is known."""
+        return Sample(problem=f"the driver of {device.id} is not asked")
+
+    def check(self, device: Device) -> Health:
+        """Return an empty report: nothing is known."""
+        del device
+        return Health()
+
+    def close(self) -> None:
+        """Do nothing: there is no library."""

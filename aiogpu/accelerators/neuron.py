@@ -1,106 +1,90 @@
 """AWS Neuron (Inferentia, Trainium): one device for each NeuronCore.
 
-Detected by `neuron-ls --json-output`, assigned by `NEURON_RT_VISIBLE_CORES`. Its
-runtime takes ranges in that variable, "0-3", so they are understood here as well.
-Cores cannot be shared. Their type is that of Ray, one for all.
+Detected by `neuron-ls --json-output`, assigned by `NEURON_RT_VISIBLE_CORES`. As the
+Neuron runtime does, aiogpu reads ranges in that variable: "0-3". A core cannot be
+shared. All cores have one type, as in Ray.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.devices import Device
 
-from .listing import Id, choose, index, is_left_alone, joined, listed_in
-from .quantities import whole_devices
+from .listed import NONE, ListedAccelerator, index
 from .types import AWS_NEURON_CORE
-from .unwatched import Unwatched
+
+if TYPE_CHECKING:
+    from .base import Id
 
 FOLDER: Final = "/opt/aws/neuron/bin"
-"""Where AWS's packages put their tools; they are looked for on PATH as well."""
+"""Where AWS's packages put their tools; PATH is searched as well."""
 TOOL: Final = "neuron-ls"
 TOOL_LIMIT: Final = 10.0
-"""Seconds after which the tool counts as one that does not answer."""
+"""Seconds after which the tool is taken for hung."""
 WIDEST: Final = 4096
-"""Cores in one range; more than any instance has."""
+"""Most cores in one range; more than any instance has."""
 
 
-class Neuron:
+class Neuron(ListedAccelerator):
     """NeuronCores, the devices behind `resources={"neuron_cores": n}`.
 
     Args:
-        folder: where its tools are.
+        folder: the folder of its tools.
     """
 
-    kind: Final = "neuron_cores"
-    option: Final = "resources['neuron_cores']"
-    variable: Final = "NEURON_RT_VISIBLE_CORES"
+    kind = "neuron_cores"
+    option = "resources['neuron_cores']"
+    variable = "NEURON_RT_VISIBLE_CORES"
+    singular = "NeuronCore"
 
     def __init__(self, folder: str = FOLDER) -> None:
+        super().__init__()
         self._folder = folder
 
-    def __repr__(self) -> str:
-        return "<Neuron neuron_cores>"
-
-    def devices(
-        self, environ: Mapping[str, str], wanted: int | None
-    ) -> tuple[Device, ...]:
-        """Say which cores a node may share out.
-
-        Blocks while `neuron-ls` runs, for `TOOL_LIMIT` seconds at most. Where it fails
-        a warning says so, and no core is detected.
-
-        Args:
-            environ: read for `NEURON_RT_VISIBLE_CORES` and `PATH`.
-            wanted: how many the user gave, maybe more than there are unless the
-                variable is set; None to detect them.
-
-        Raises:
-            DeviceError: the variable has an entry that is ill-formed, repeated or not
-                there, or fewer entries than `wanted`.
-        """
-        if wanted == 0:
+    def parse(self, entry: str) -> Sequence[Id]:
+        """Return the cores that "2" or "0-3" names; nothing if it is ill-formed."""
+        first, dash, last = entry.partition("-")
+        if not dash:
+            return index(entry)
+        begin, end = index(first), index(last)
+        if not begin or not end:
             return ()
-        listed = listed_in(environ, self.variable, _cores)
-        there = self._detect(environ) if listed is None or listed[2] else ()
-        return choose(self.option, wanted, there, listed, _core)
+        cores = range(int(begin[0]), int(end[0]) + 1)
+        return cores if len(cores) <= WIDEST else ()
 
-    def assignment(
-        self, ids: Sequence[Id], environ: Mapping[str, str]
-    ) -> dict[str, str]:
-        """Say which variable gives a worker these cores and no others."""
-        if is_left_alone(self.variable, environ):
-            return {}
-        return {self.variable: joined(ids)}
-
-    def quantity(self, value: object) -> int:
-        """Turn a number of whole cores into parts; raises `OptionError`."""
-        return whole_devices(self.option, value, "NeuronCore")
+    def logical(self, id_: Id, environ: Mapping[str, str]) -> Device:
+        """Return the core of that id."""
+        del environ
+        return Device(id_, type=AWS_NEURON_CORE)
 
     def type_of(self, name: str | None) -> str:
-        """One type for all of them, as in Ray."""
+        """Return the one type of all cores."""
         del name
         return AWS_NEURON_CORE
 
-    def watch(self) -> Unwatched:
-        """Nobody is asked what is on a core."""
-        return Unwatched()
+    def detect(self, environ: Mapping[str, str]) -> list[Device]:
+        """Return the cores that `neuron-ls` lists.
 
-    def _detect(self, environ: Mapping[str, str]) -> tuple[Device, ...]:
+        Blocks for `TOOL_LIMIT` seconds at most. If the tool fails, a warning says so
+        and no core is detected. The tool does not run if the variable names no core.
+        """
+        if environ.get(self.variable, "all").strip() in NONE:
+            return []
         tool = self._tool(environ.get("PATH", ""))
         if tool is None:
-            return ()
+            return []
         try:
-            return tuple(_read(_run(tool)))
+            return _cores(_run(tool))
         except (OSError, ValueError) as error:
             from logging import getLogger
 
             getLogger(__name__).warning(
                 "! %s: %s; no NeuronCore is detected.", tool, error
             )
-            return ()
+            return []
 
     def _tool(self, path: str) -> str | None:
         for folder in (self._folder, *path.split(os.pathsep)):
@@ -110,27 +94,11 @@ class Neuron:
         return None
 
 
-def _core(id_: Id) -> Device:
-    return Device(id_, type=AWS_NEURON_CORE)
-
-
-def _cores(entry: str) -> Sequence[Id]:
-    """What "2" or "0-3" names; nothing where it is ill-formed."""
-    first, dash, last = entry.partition("-")
-    if not dash:
-        return index(entry)
-    begin, end = index(first), index(last)
-    if not begin or not end:
-        return ()
-    cores = range(int(begin[0]), int(end[0]) + 1)
-    return cores if len(cores) <= WIDEST else ()
-
-
 def _run(tool: str) -> str:
-    """What the tool writes.
+    """Return the tool's output.
 
     Raises:
-        OSError: it cannot be started, fails, or does not answer.
+        OSError: the tool cannot be started, fails, or does not answer.
     """
     from subprocess import DEVNULL, TimeoutExpired, run
 
@@ -151,11 +119,11 @@ def _run(tool: str) -> str:
     return ran.stdout.decode()
 
 
-def _read(output: str) -> list[Device]:
-    """The cores of all chips that the tool lists.
+def _cores(output: str) -> list[Device]:
+    """Return the cores of all chips in the tool's output.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the output is not a list of chips.
     """
     from json import loads
 

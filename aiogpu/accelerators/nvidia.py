@@ -1,8 +1,7 @@
 """NVIDIA GPUs: detected by NVML, assigned by `CUDA_VISIBLE_DEVICES`.
 
-Decides what of all that NVML shows a node may share out, and by which id: an index
-where CUDA surely counts likewise, else a UUID. `nvml_survey` asks NVML, `visible`
-reads the variable.
+The id of a device is its index where CUDA surely counts the same way, else its UUID.
+`nvml.survey` asks NVML, `visible` reads the variable.
 
 Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
 nvidia-smi count. CUDA's own default, FASTEST_FIRST, counts otherwise.
@@ -19,17 +18,16 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import GPU, device_quantity
 
+from .listed import is_left_alone, joined
 from .visible import VISIBLE, Inventory, entries, require, resolve
 
 if TYPE_CHECKING:
-    from .nvml_watch import NvmlWatch
+    from .base import Id
+    from .nvml.watch import NvmlWatch
 
 ORDER: Final = "CUDA_DEVICE_ORDER"
 BY_BUS: Final = "PCI_BUS_ID"
-NOSET: Final = "AIOGPU_NOSET_CUDA_VISIBLE_DEVICES"
 LIBRARY: Final = "libnvidia-ml.so.1"
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
 
 _log = getLogger(__name__)
 
@@ -47,32 +45,31 @@ class Nvidia:
     def devices(
         self, environ: Mapping[str, str], wanted: int | None
     ) -> tuple[Device, ...]:
-        """Say which GPUs a node may share out.
+        """Return the GPUs that a node may share out.
 
-        Blocks while NVML starts, up to seconds where no persistence daemon runs.
+        Blocks while NVML starts, up to seconds if no persistence daemon runs.
 
         Args:
             environ: read for `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`.
-            wanted: how many the user gave, at least 0; None to detect them. May
-                exceed what there is if `CUDA_VISIBLE_DEVICES` is unset: such
-                devices are logical. 0 asks nobody anything, nor does an empty list.
+            wanted: how many the user asked for, at least 0; None to detect them. May
+                exceed what there is if `CUDA_VISIBLE_DEVICES` is unset: such devices
+                are logical. With 0, or an empty list, NVML is not asked.
 
         Returns:
-            The devices, with all that NVML says of them: type, UUID, name, memory,
-            compute capability, PCI address, and the other devices among them that
-            NVLink joins with each. A GPU in MIG mode is none; its instances are, each
-            one a device.
+            The devices with what NVML tells about them: type, UUID, name, memory,
+            compute capability, PCI address, and which of them NVLink joins with it. A
+            GPU in MIG mode is not a device; each of its instances is.
 
             Ids are indices, or UUID strings where an index would be ambiguous: the
-            user wrote UUIDs, chose another order, a device does not answer, or a
-            GPU is in MIG mode: which GPUs CUDA counts then depends on what else it
-            sees ("CUDA Device Enumeration" in NVIDIA's MIG guide). By the same page
-            a process uses one MIG instance at most, and no whole GPU beside it.
+            user wrote UUIDs or chose another order, a device does not answer, or a GPU
+            is in MIG mode, where the GPUs that CUDA counts depend on what else it sees
+            ("CUDA Device Enumeration" in NVIDIA's MIG guide). By the same page a
+            process uses one MIG instance at most, and no whole GPU beside it.
 
         Raises:
-            DeviceError: `CUDA_VISIBLE_DEVICES` has an entry that is ill-formed,
-                not there, ambiguous or repeated, or fewer entries than `wanted`; or
-                one that is a GPU in MIG mode without an instance.
+            DeviceError: `CUDA_VISIBLE_DEVICES` has an entry that is ill-formed, not
+                there, ambiguous, repeated, or a GPU in MIG mode without an instance;
+                or it has fewer entries than `wanted`.
         """
         if wanted == 0:
             return ()
@@ -87,29 +84,28 @@ class Nvidia:
         return _among(resolve(text, inventory(), by_bus=by_bus)[:wanted])
 
     def assignment(
-        self, ids: Sequence[int | str], environ: Mapping[str, str]
+        self, ids: Sequence[Id], environ: Mapping[str, str]
     ) -> dict[str, str]:
-        """Say which variables give a worker these GPUs and no others.
+        """Return the variables that give a worker these GPUs and no others.
 
         Args:
             ids: the `Device.id`s of its GPUs, empty to hide them all.
-            environ: the worker's environment otherwise. With `CUDA_DEVICE_ORDER`
-                set in it the order stays the user's; with
-                `AIOGPU_NOSET_CUDA_VISIBLE_DEVICES` on (1, true, yes or on) all
-                variables do.
+            environ: the worker's environment otherwise. A `CUDA_DEVICE_ORDER` in it
+                stays; `AIOGPU_NOSET_CUDA_VISIBLE_DEVICES` (1, true, yes or on) leaves
+                all variables to the user.
         """
-        if environ.get(NOSET, "").strip().lower() in _TRUE:
+        if is_left_alone(VISIBLE, environ):
             return {}
-        variables = {VISIBLE: ",".join(map(str, ids))}
+        variables = {VISIBLE: joined(ids)}
         if ids and not environ.get(ORDER):
             variables[ORDER] = BY_BUS
         return variables
 
     def quantity(self, value: object) -> int:
-        """Turn a `num_gpus` into parts: a share below 1, above it whole GPUs.
+        """Convert a `num_gpus` into units of 1/10 000: a share below 1, or whole GPUs.
 
         Raises:
-            OptionError: `value` is no such number.
+            OptionError: `value` is not such a number.
         """
         return device_quantity(self.option, value)
 
@@ -117,15 +113,15 @@ class Nvidia:
         """Derive the type from the product's name, by Ray's rule.
 
         "NVIDIA A100-SXM4-40GB" is "A100", as are its MIG instances; "NVIDIA GeForce
-        RTX 5090" is "GeForce-RTX-5090"; no name has no type.
+        RTX 5090" is "GeForce-RTX-5090". Without a name there is no type.
         """
-        from .nvml_survey import type_of
+        from .nvml.survey import type_of
 
         return type_of(name)
 
     def watch(self) -> NvmlWatch:
-        """Make what asks NVML which processes and how much memory are on a GPU."""
-        from .nvml_watch import NvmlWatch  # only where there is a GPU
+        """Return the watch that asks NVML what is on a GPU."""
+        from .nvml.watch import NvmlWatch  # only where there is a GPU
 
         return NvmlWatch()
 
@@ -135,8 +131,8 @@ def _order(environ: Mapping[str, str]) -> str:
 
 
 def _all_of(there: Inventory, wanted: int | None, by_bus: bool) -> tuple[Device, ...]:
-    # If a device does not answer, CUDA may or may not count it: then an index says
-    # too little, as it does beside MIG, or under an order that NVML cannot tell.
+    # An index is ambiguous if a device does not answer (CUDA may or may not count it),
+    # beside MIG, and under an order that NVML does not know.
     indexed = by_bus and not there.mig and (there.count is None or there.is_complete)
     found = [
         device if indexed else replace(device, id=device.uuid or device.id)
@@ -151,7 +147,7 @@ def _all_of(there: Inventory, wanted: int | None, by_bus: bool) -> tuple[Device,
 
 
 def _among(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """These devices, linked with none but each other."""
+    """Return the devices without links to devices that are not among them."""
     uuids = frozenset(device.uuid for device in devices if device.uuid is not None)
     return tuple(
         device if device.links <= uuids else replace(device, links=device.links & uuids)
@@ -162,21 +158,21 @@ def _among(devices: Sequence[Device]) -> tuple[Device, ...]:
 def inventory() -> Inventory:
     """Ask NVML which GPUs this process may use. Never raises.
 
-    Without NVML nothing is known. If NVML is there but fails, what it did say is
-    kept, `problem` holds the first reason, and one warning is logged; so it is for
-    each GPU in MIG mode that nobody can use for want of an instance.
+    Without NVML nothing is known. If NVML fails, what it did tell is kept, `problem`
+    holds the first reason, and one warning is logged. A warning is logged as well for
+    each GPU in MIG mode that has no instance.
     """
     from ctypes import CDLL
 
     try:
-        CDLL(LIBRARY)  # Cheap, where importing pynvml costs some 20 ms.
+        CDLL(LIBRARY)  # Cheap, whereas importing pynvml takes some 20 ms.
     except OSError as error:
         problem = f"NVML cannot be loaded: {error}"
-        # Not installed is no failure; a damaged library is.
+        # A library that is not installed is no failure; a damaged one is.
         if "No such file" not in str(error):
             _warn(problem)
         return Inventory(problem=problem)
-    from .nvml_survey import Survey
+    from .nvml.survey import Survey
 
     there = Survey().run()
     if there.problem is not None:

@@ -1,9 +1,8 @@
 """Which vendors aiogpu knows, and those that a user adds.
 
-Apart from `base`, which every vendor's file describes itself by, so that no two
-files import each other. A vendor's file is loaded when its kind is first asked about:
-tasks' modules come here in every worker. `KNOWN` says beforehand what they ask; a
-test holds it against the files.
+A vendor's module is loaded when its kind is first used, because every worker imports
+this module. `KNOWN` says beforehand what callers ask most; a test holds it against the
+vendors' modules.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """What is known of a vendor without its file."""
+    """What is known about a vendor without its module."""
 
     kind: str
     variable: str
-    file: str
+    module: str
     name: str
 
 
@@ -56,7 +55,10 @@ def variables() -> tuple[str, ...]:
 
 
 def vendor_of(kind: str) -> Accelerator | None:
-    """The vendor of a kind of devices, of "GPU" the first; None for other resources."""
+    """Return the vendor of a kind of devices; None for other resources.
+
+    "GPU" has several vendors; the first is returned.
+    """
     for entry in KNOWN:
         if entry.kind == kind:
             return _load(entry)
@@ -64,20 +66,21 @@ def vendor_of(kind: str) -> Accelerator | None:
 
 
 def is_registered(kind: str) -> bool:
-    """Whether a user has added this kind."""
+    """Return whether a user has added this kind."""
     return kind in _registered
 
 
 def vendors() -> tuple[Accelerator, ...]:
-    """All vendors, in the order in which they are asked."""
+    """Return all vendors, in the order in which they are asked."""
     return (*map(_load, KNOWN), *_registered.values())
 
 
 def amount(vendor: Accelerator, value: object) -> int:
-    """A quantity in parts by the vendor's rule, as far as devices can be counted.
+    """Convert a quantity by the vendor's rule into units of 1/10 000 device.
 
     Raises:
-        OptionError: the vendor refuses it, or gives what is no number of parts.
+        OptionError: the vendor refuses it, or returns neither a share of one device
+            nor whole devices.
     """
     parts = vendor.quantity(value)
     if type(parts) is int and parts >= 0 and (parts <= UNIT or not parts % UNIT):
@@ -89,11 +92,11 @@ def amount(vendor: Accelerator, value: object) -> int:
 
 
 def register(vendor: Accelerator) -> None:
-    """Add a kind of devices, for the nodes that this process starts from now on.
+    """Add a kind of devices to the nodes that this process starts from now on.
 
-    Tasks ask for it by its name, `resources={"FPGA": 1}`; workers get its variable,
-    and `get_runtime_context().get_accelerator_ids()` tells its ids. What its methods
-    have to do is said by `Accelerator`; they run in the program, not in workers.
+    Tasks request it by its name, `resources={"FPGA": 1}`. Workers get its variable, and
+    `get_runtime_context().get_accelerator_ids()` returns its ids. `Accelerator` says
+    what its methods do; they run in the program, not in workers.
 
     ```python
     class Fpga:
@@ -119,13 +122,15 @@ def register(vendor: Accelerator) -> None:
     aiogpu.accelerators.register(Fpga())
     ```
 
-    The same again is harmless, as when a module or a notebook's cell is run twice.
+    Registering a vendor of the same class again replaces it, so a module or a notebook
+    cell may run twice.
 
     Args:
-        vendor: its answers.
+        vendor: an object of the shape of `Accelerator`.
 
     Raises:
-        OptionError: it lacks an answer, or its kind or its variable is another's.
+        OptionError: it lacks an attribute or a method, or another vendor has its kind
+            or its variable.
     """
     _check_answers(vendor)
     _check_names(vendor)
@@ -179,6 +184,6 @@ def _load(entry: Entry) -> Accelerator:
     from importlib import import_module
 
     made: Accelerator = getattr(
-        import_module(f"aiogpu.accelerators.{entry.file}"), entry.name
+        import_module(f"aiogpu.accelerators.{entry.module}"), entry.name
     )()
     return made

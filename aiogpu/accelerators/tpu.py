@@ -1,26 +1,27 @@
 """Google TPUs: one device for each chip of this host.
 
-Detected in `/dev`, assigned by `TPU_VISIBLE_CHIPS` and the variables that say how
-chips are laid out, by Ray's rules. A process has 1, 2, 4 or 8 chips. The type is that
-of `TPU_ACCELERATOR_TYPE`; no metadata server is asked.
+Detected in `/dev`, assigned by `TPU_VISIBLE_CHIPS` and the variables for the layout of
+the chips, by Ray's rules. A process has 1, 2, 4 or 8 chips. `TPU_ACCELERATOR_TYPE`
+tells the type; no metadata server is asked.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import UNIT, quantity
 from aiogpu.errors import OptionError
 
-from .listing import Id, choose, is_left_alone, joined, listed_in
-from .sysfs import numbered, read
-from .unwatched import Unwatched
+from .listed import ListedAccelerator, numbered, read
+
+if TYPE_CHECKING:
+    from .base import Id
 
 VENDOR: Final = "0x1ae0"
-"""Google's, on the PCI bus."""
+"""Google's id on the PCI bus."""
 TYPE: Final = "TPU_ACCELERATOR_TYPE"
 """Such as "v4-16"; set where Kubernetes runs the program."""
 CHIP_BOUNDS: Final = "TPU_CHIPS_PER_HOST_BOUNDS"
@@ -30,66 +31,43 @@ ONE_HOST: Final = "1,1,1"
 VALID: Final = (1, 2, 4, 8)
 
 
-class Tpu:
-    """TPU chips, the devices behind `resources={"TPU": n}`.
+class Tpu(ListedAccelerator):
+    """TPU chips, the devices behind `resources={"TPU": n}`."""
 
-    Args:
-        root: the directory under which the kernel's files are looked for.
-    """
+    kind = "TPU"
+    option = "resources['TPU']"
+    variable = "TPU_VISIBLE_CHIPS"
 
-    kind: Final = "TPU"
-    option: Final = "resources['TPU']"
-    variable: Final = "TPU_VISIBLE_CHIPS"
+    def detect(self, environ: Mapping[str, str]) -> list[Device]:
+        """Return the chips of this host."""
+        return [self.logical(chip, environ) for chip in range(self._count())]
 
-    def __init__(self, root: str = "/") -> None:
-        self._root = root
-
-    def __repr__(self) -> str:
-        return "<Tpu TPU>"
-
-    def devices(
-        self, environ: Mapping[str, str], wanted: int | None
-    ) -> tuple[Device, ...]:
-        """Say which chips a node may share out.
-
-        Args:
-            environ: read for `TPU_VISIBLE_CHIPS` and `TPU_ACCELERATOR_TYPE`.
-            wanted: how many the user gave, maybe more than there are unless the
-                variable is set; None to detect them.
-
-        Raises:
-            DeviceError: the variable has an entry that is ill-formed, repeated or not
-                there, or fewer entries than `wanted`.
-        """
-        if wanted == 0:
-            return ()
-        type_ = self.type_of(environ.get(TYPE))
-        listed = listed_in(environ, self.variable)
-        there = [Device(chip, type=type_) for chip in range(self._count())]
-        return choose(
-            self.option, wanted, there, listed, lambda id_: Device(id_, type=type_)
-        )
+    def logical(self, id_: Id, environ: Mapping[str, str]) -> Device:
+        """Return the chip of that id, with the type of the slice."""
+        return Device(id_, type=self.type_of(environ.get(TYPE)))
 
     def assignment(
         self, ids: Sequence[Id], environ: Mapping[str, str]
     ) -> dict[str, str]:
-        """Say which variables give a worker these chips and no others.
+        """Return the variables that give a worker these chips and no others.
 
-        A worker with all chips of the host is told nothing: then the library goes by
-        the layout that it finds, also among several hosts.
+        A worker with all chips of the host gets none: the library then uses the layout
+        that it finds, also among several hosts.
         """
-        if is_left_alone(self.variable, environ):
+        variables = super().assignment(ids, environ)
+        if not variables or (len(ids) > max(BOUNDS) and len(ids) == self._count()):
             return {}
-        if len(ids) > max(BOUNDS) and len(ids) == self._count():
-            return {}
-        variables = {self.variable: joined(ids)}
         if len(ids) in BOUNDS:
             variables[CHIP_BOUNDS] = BOUNDS[len(ids)]
             variables[HOST_BOUNDS] = ONE_HOST
         return variables
 
     def quantity(self, value: object) -> int:
-        """Turn 1, 2, 4 or 8 chips into parts, 0 for none; raises `OptionError`."""
+        """Convert 1, 2, 4 or 8 chips into units of 1/10 000; 0 for none.
+
+        Raises:
+            OptionError: a process cannot have that many chips.
+        """
         parts = quantity(self.option, value)
         if value not in (0, *VALID):
             raise OptionError(
@@ -106,22 +84,16 @@ class Tpu:
             return None
         return f"TPU-V{generation.upper()}"
 
-    def watch(self) -> Unwatched:
-        """Nobody is asked what is on a chip."""
-        return Unwatched()
-
     def _count(self) -> int:
-        # NVIDIA's driver makes a directory /dev/accel, with another's devices in it.
-        files = numbered("accel", self._root, "dev")
+        # NVIDIA's driver makes a directory /dev/accel with files of other devices.
+        files = numbered("accel", self.root, "dev")
         chips = [path for _, path in files if not os.path.isdir(path)]
-        return len(chips) or sum(map(self._is_tpu, self._groups()))
-
-    def _groups(self) -> list[int]:
-        return [group for group, _ in numbered("", self._root, "dev/vfio")]
+        groups = (group for group, _ in numbered("", self.root, "dev/vfio"))
+        return len(chips) or sum(map(self._is_tpu, groups))
 
     def _is_tpu(self, group: int) -> bool:
-        """Whether a device of an IOMMU group is a TPU; others use VFIO as well."""
-        place = os.path.join(self._root, f"sys/kernel/iommu_groups/{group}/devices")
+        """Return whether a device of an IOMMU group is a TPU; others use VFIO too."""
+        place = os.path.join(self.root, f"sys/kernel/iommu_groups/{group}/devices")
         try:
             devices = os.listdir(place)
         except OSError:

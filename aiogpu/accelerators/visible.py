@@ -1,13 +1,13 @@
-"""Which devices a `CUDA_VISIBLE_DEVICES` names, of those that there are.
+"""Which devices a `CUDA_VISIBLE_DEVICES` names.
 
-The rules are those of the CUDA programming guide, "CUDA Environment Variables":
-unset means all, empty means none, indices, UUIDs, unique beginnings of UUIDs and
-MIG ids may be mixed, and -1 ends the list. Two rules are ours. CUDA silently hides
-an entry that it does not know and all after it, here that is an error. And CUDA
-shows a process one MIG instance at most, and no whole GPU beside it; here the list
-is what a node shares out, of which each worker gets its part, so all entries count.
+The rules are those of the CUDA programming guide, "CUDA Environment Variables": unset
+means all, empty means none; indices, UUIDs, unique beginnings of UUIDs and MIG ids may
+be mixed; -1 ends the list. Two rules differ. An entry that CUDA does not know is an
+error here; CUDA silently hides it and all entries after it. And all entries count,
+because a node shares them out among workers; CUDA shows one process at most one MIG
+instance, and no whole GPU beside it.
 
-This file asks no driver: what there is comes as an `Inventory`.
+This module asks no driver: an `Inventory` says what there is.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from aiogpu.core.devices import Device
 from aiogpu.errors import DeviceError
 
+from .listed import NONE
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-NONE = ("", "NoDevFiles")
-"""Values that name no device; Slurm writes the second."""
-
-# Nine digits are more than any box has devices, and always an `int` at once.
+# Nine digits are more than the index of any device has, and always an `int` at once.
 _INDEX = r"[0-9]{1,9}"
 _UUID = r"GPU-[0-9A-Fa-f-]*"
 _MIG = r"MIG-\S+"
@@ -34,12 +33,12 @@ _CORRECT = "Name one that is there: CUDA itself hides the entry and all after it
 
 @dataclass(frozen=True, slots=True)
 class MigGpu:
-    """A GPU in MIG mode, of which the instances are the devices.
+    """A GPU in MIG mode, whose instances are the devices.
 
     Attributes:
         gpu: the GPU; its id is its index, an `int`.
-        instances: in the library's order, each by its place, the ids of its GPU
-            instance and its compute instance: "1/0".
+        instances: in NVML's order, each with its place: the ids of its GPU instance
+            and its compute instance, "1/0".
     """
 
     gpu: Device
@@ -47,7 +46,7 @@ class MigGpu:
 
     @property
     def why_unused(self) -> str:
-        """Why no task can use it if it has no instance, in one sentence."""
+        """Why no task can use a GPU that has no instance, in one sentence."""
         return (
             f"GPU {_described(self.gpu)} is in MIG mode and has no instance, so no "
             f"task can use it; make some (`nvidia-smi mig -cgi`), or leave MIG mode"
@@ -56,13 +55,13 @@ class MigGpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The devices that the vendor's library shows to this process.
+    """The devices that NVML shows to this process.
 
     Attributes:
-        devices: those that answered. The id of each is its index, an `int`; that of
-            a MIG instance its UUID.
-        count: how many GPUs there are, those that did not answer included; None
-            where the library is missing or fails, so that nothing is known.
+        devices: those that answered. The id of a GPU is its index, an `int`; the id of
+            a MIG instance is its UUID.
+        count: how many GPUs there are, including those that did not answer; None if
+            NVML is missing or fails, so that nothing is known.
         problem: why something is unknown, in one sentence; None if nothing is.
         mig: the GPUs in MIG mode. Their instances are among `devices`.
         sees_mig: whether all instances are surely known.
@@ -76,7 +75,7 @@ class Inventory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every GPU that there is has answered."""
+        """Whether every GPU has answered."""
         return self.count == self._answered
 
     @property
@@ -103,8 +102,8 @@ class Inventory:
 def entries(text: str) -> tuple[int | str, ...]:
     """Split a value of the variable: indices become `int`, all else stays `str`.
 
-    Entries are stripped; -1 and what follows it are left out, as CUDA does.
-    Whether an entry makes sense is for `resolve` to say.
+    Entries are stripped; -1 ends the list, as for CUDA. `resolve` says whether an entry
+    makes sense.
     """
     if text.strip() in NONE:
         return ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Generator
+from inspect import getattr_static
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -30,7 +31,7 @@ from aiogpu.api.task import Decorated
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments, load_reference, load_result
-from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.context import ActorExit, current, note_exit
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
@@ -64,7 +65,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         if found is None:
             raise no_method(self._face, name)
         # It ties the link, not this handle, so that the last handle goes at once.
-        method = remote_method(self._link, found)
+        method = remote_method(self._link, found, self._face.group_names)
         self.__dict__[name] = method
         return method
 
@@ -135,7 +136,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         self, definition: Definition, face: Face, options: ActorOptions
     ) -> None:
         super().__init__(definition)
-        self._face = face
+        self._face = face.with_groups(options)
         self._options = options
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
@@ -227,13 +228,21 @@ class RemoteClass(Decorated, Generic[P, A]):
                 f"process, write `{self.__name__}.__wrapped__(...)`."
             )
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            """A class attribute, static or class method of the plain class."""
             called = self.__dict__.get("__name__", "this")
             told = f"{called} is an actor's class and has no {name}"
             if not name.startswith("_"):
+                cls = self.__wrapped__
+                found = getattr_static(cls, name, None)
+                if isinstance(found, staticmethod | classmethod) or (
+                    found is not None and not hasattr(type(found), "__get__")
+                ):
+                    return getattr(cls, name)
                 told += (
-                    f": methods are called on an actor, which `{called}.remote(...)` "
-                    f"gives. What the class itself has is at `{called}.__wrapped__`"
+                    f": methods are called on an actor, which "
+                    f"`{called}.remote(...)` gives. The plain class is "
+                    f"`{called}.__wrapped__`"
                 )
             raise AttributeError(f"{told}.", name=name, obj=self)
 
@@ -290,13 +299,18 @@ def kill(actor: ActorHandle[Any], *, no_restart: bool = True) -> None:
 
 
 def exit_actor() -> NoReturn:
-    """End the actor whose method calls this; whoever waits for it is told so.
+    """End the actor whose method calls this; its callers get `ActorDiedError`.
+
+    The call does not return: it raises an exception that is not an `Exception`. The
+    actor ends also if the method catches that exception and returns. Call it in the
+    method's own thread or coroutine, not in a thread or task that the method started.
 
     Raises:
         MisuseError: this is no actor's process.
     """
     if not current.is_actor:
         raise MisuseError("exit_actor() was called outside of an actor's methods.")
+    note_exit()
     raise ActorExit
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
 from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
-from aiogpu.worker.chunk import CHUNKED
+from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 
 def stranger(name: str) -> MisuseError:
@@ -20,12 +22,29 @@ def stranger(name: str) -> MisuseError:
 
 
 class Face:
-    """What is known of a class without a process: its methods and their options."""
+    """What is known of a class without a process: its methods and their options.
+
+    Attributes:
+        name: of the class.
+        methods: those that may be called, by name.
+        parameters: of the constructor.
+        group_names: the concurrency groups that the class's options name.
+    """
 
     def __init__(self, cls: type) -> None:
         self.name = cls.__name__
+        self.group_names: tuple[str, ...] = ()
         self.methods = methods_of(cls)
         self.parameters = Parameters(self.name, signature_of(cls))
+
+    def with_groups(self, options: ActorOptions) -> Face:
+        """Return this description for a class with these concurrency groups."""
+        names = tuple(options.concurrency_groups)
+        if names == self.group_names:
+            return self
+        found = copy(self)
+        found.group_names = names
+        return found
 
     def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
@@ -36,11 +55,20 @@ class Face:
 
     def windows(self) -> dict[str, int]:
         """Of each method that is a generator, how many items it may be ahead."""
-        methods = self.methods.items()
-        return {name: method.window for name, method in methods if method.window}
+        found = {
+            name: method.window
+            for name, method in self.methods.items()
+            if method.window
+        }
+        # A call may name another group than its method's.
+        return found | {
+            f"{name}{IN_GROUP}{group}": window
+            for name, window in found.items()
+            for group in self.group_names
+        }
 
     def groups(self, options: ActorOptions) -> dict[str, str]:
-        """The group of each method that has one.
+        """The group of each method that has one, by the name that a call says.
 
         Raises:
             OptionError: the class has no such group.
@@ -58,5 +86,11 @@ class Face:
                     f"class names {there}. Say "
                     f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
                 )
+        # One call may name another group than its method's.
+        named |= {
+            f"{name}{IN_GROUP}{group}": group
+            for name in self.methods
+            for group in options.concurrency_groups
+        }
         # A chunk of a map is a call of its own name.
         return named | {name + CHUNKED: group for name, group in named.items()}

@@ -13,10 +13,11 @@ from typing import (
     ParamSpec,
     Protocol,
     TypeVar,
+    Unpack,
 )
 
 from aiogpu.api.mapper import no_map
-from aiogpu.api.method import Link, Method, RemoteMethod
+from aiogpu.api.method import Link, Method, MethodCallKeywords, RemoteMethod
 from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.errors import MisuseError
 
@@ -58,14 +59,16 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
             """Always raises `MisuseError`: an actor's method is not called directly."""
             raise MisuseError(
                 f"{self._method.label} is a generator and runs in its actor's process: "
-                f"write `async for item in actor.{self._method.name}.remote(...)`."
+                f"write `async for item in actor.{self._method.attribute}.remote(...)`."
             )
 
 
-def remote_method(link: Link, method: Method) -> RemoteMethod[..., Any]:
-    """What a handle has under the name of a method."""
+def remote_method(
+    link: Link, method: Method, groups: tuple[str, ...]
+) -> RemoteMethod[..., Any]:
+    """What a handle has under the name of a method; `groups` are its class's."""
     kind = GeneratorMethod if method.window else RemoteMethod
-    return kind(link, method)
+    return kind(link, method, groups)
 
 
 class TypedGenerator(Generic[P, T_co]):
@@ -79,6 +82,10 @@ class TypedGenerator(Generic[P, T_co]):
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
         """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedGenerator[P, T_co]:
+        """Return the same method with other options; see `MethodCallKeywords`."""
         raise NotImplementedError
 
 

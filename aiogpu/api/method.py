@@ -6,6 +6,7 @@ Light on purpose, as `api.task` is: user modules bring this file into every work
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -14,20 +15,23 @@ from typing import (
     NoReturn,
     ParamSpec,
     Protocol,
+    Self,
+    TypedDict,
     TypeVar,
+    Unpack,
     overload,
 )
 
-from aiogpu.api.actor_options import MethodOptions
+from aiogpu.api.actor_options import MethodOptions, check_method_options
 from aiogpu.api.mapper import Mapper
-from aiogpu.api.misuse import CalledFirst, OptionsWhereDefined
-from aiogpu.api.options import MAX_BUFFERED
+from aiogpu.api.misuse import CalledFirst
+from aiogpu.api.options import MAX_BUFFERED, not_counted
 from aiogpu.api.parameters import Parameters, signature_of, without_self
-from aiogpu.errors import MisuseError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
-from aiogpu.worker.chunk import CHUNKED
+from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -43,6 +47,8 @@ class Method:
     """One method of a class.
 
     Attributes:
+        name: what its calls say: that of the class's attribute, and the group that
+            they name if it is another than the method's.
         label: how handles and errors call it.
         group: its concurrency group.
         returns: how many results its calls have, 0 for the usual one.
@@ -63,6 +69,45 @@ class Method:
         self.window = (options.max_buffered or MAX_BUFFERED) if is_generator else 0
         self._found = found
         self._parameters: Parameters | None = None
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the class."""
+        return self.name.partition(IN_GROUP)[0]
+
+    def with_options(self, options: dict[str, Any], groups: tuple[str, ...]) -> Method:
+        """Return this method with other options for some of its calls.
+
+        Args:
+            options: checked ones of `MethodOptions`.
+            groups: the concurrency groups of the actor's class.
+
+        Raises:
+            OptionError: the class has no such group, or a generator no such option.
+        """
+        found = copy(self)
+        if "max_buffered" in options:
+            raise OptionError(
+                f"max_buffered={options['max_buffered']!r} belongs to the method and "
+                f"not to one call of {self.label}: write "
+                f"`@aiogpu.method(max_buffered=...)` above it."
+            )
+        if "num_returns" in options:
+            if self.window:
+                raise not_counted(self.label, options["num_returns"])
+            returns: int = options["num_returns"]
+            found.returns = returns if returns > 1 else 0
+        group = options.get("concurrency_group")
+        if group is not None:
+            if group not in groups:
+                raise OptionError(
+                    f"concurrency_group={group!r} of {self.label}: its class names "
+                    f"{', '.join(groups) or 'none'}. Say "
+                    f"@aiogpu.remote(concurrency_groups={{{group!r}: 2}})."
+                )
+            found.group = group
+            found.name = f"{self.attribute}{IN_GROUP}{group}"
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the function a handle needs no more than what it takes.
@@ -177,14 +222,43 @@ class Link(Protocol):
         ...
 
 
-class RemoteMethod(CalledFirst, OptionsWhereDefined, Mapper, Generic[P, R]):
+class MethodCallKeywords(TypedDict, total=False):
+    """The options of a method's calls, as `actor.method.options(...)` takes them.
+
+    Attributes:
+        num_returns: how many results a call has, each with a handle of its own.
+        concurrency_group: in which group its calls run; one of those that the class's
+            `concurrency_groups` name.
+    """
+
+    num_returns: int | None
+    concurrency_group: str | None
+
+
+class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
     """A method of an actor; call it by `.remote(...)`."""
 
-    __slots__ = ("_link", "_method")
+    __slots__ = ("_groups", "_link", "_method")
 
-    def __init__(self, link: Link, method: Method) -> None:
+    def __init__(self, link: Link, method: Method, groups: tuple[str, ...]) -> None:
         self._link = link
         self._method = method
+        self._groups = groups
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> Self:
+        """Return the same method with other options; this one stays as it is.
+
+        What is not given stays as `@aiogpu.method(...)` says.
+
+        Raises:
+            OptionError: names the option, the value and what is allowed.
+
+        Example:
+            `first, second = actor.split.options(num_returns=2).remote(text)`
+        """
+        checked = check_method_options(options)
+        method = self._method.with_options(checked, self._groups)
+        return type(self)(self._link, method, self._groups)
 
     def __repr__(self) -> str:
         return f"<RemoteMethod {self._method.label}>"
@@ -197,7 +271,7 @@ class RemoteMethod(CalledFirst, OptionsWhereDefined, Mapper, Generic[P, R]):
     def __reduce__(self) -> NoReturn:
         raise MisuseError(
             f"{self._method.label} is a method of one actor: pass the actor's handle, "
-            f"and call `actor.{self._method.name}.remote(...)` there."
+            f"and call `actor.{self._method.attribute}.remote(...)` there."
         )
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
@@ -233,7 +307,7 @@ class RemoteMethod(CalledFirst, OptionsWhereDefined, Mapper, Generic[P, R]):
             label = self._method.label
             raise MisuseError(
                 f"{label} runs in its actor's process: write `await "
-                f"actor.{self._method.name}.remote(...)`."
+                f"actor.{self._method.attribute}.remote(...)`."
             )
 
 
@@ -268,6 +342,10 @@ class TypedMethod(Mapper, Generic[P, R_co]):
 
     def remote(self, *args: Any, **kwargs: Any) -> Handle[R_co]:
         """Call it in the actor's process."""
+        raise NotImplementedError
+
+    def options(self, **options: Unpack[MethodCallKeywords]) -> TypedMethod[P, Any]:
+        """Return the same method with other options; see `MethodCallKeywords`."""
         raise NotImplementedError
 
     def _remote_chunk(self, arguments: tuple[Any, ...]) -> Handle[Any]:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from aiogpu.accelerators.base import Accelerator, DeviceWatch
-from aiogpu.accelerators.health import Health
+from aiogpu.accelerators.base import Accelerator, DeviceWatch, Health, Sample
+from aiogpu.accelerators.listed import read
 from aiogpu.accelerators.nvidia import BY_BUS, ORDER, inventory
 from aiogpu.accelerators.registry import vendors
-from aiogpu.accelerators.sample import Sample
-from aiogpu.accelerators.sysfs import read
 from aiogpu.accelerators.visible import VISIBLE, entries
 from aiogpu.core.devices import Device
 from aiogpu.core.observed import OtherProcess

@@ -11,13 +11,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.registry import is_registered
 from aiogpu.core.devices import Device
 from aiogpu.core.resources import GPU
 from aiogpu.errors import AiogpuError, DeviceError
+
+if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Accelerator
 
 T = TypeVar("T")
 LIMIT: Final = 30.0

@@ -6,9 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.registry import kinds, vendors
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ledger import Ledger
@@ -18,6 +17,9 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.detection import detect, in_thread
 from aiogpu.runtime.cpus import usable_cpus
 from aiogpu.runtime.memory_bounds import MemoryBounds
+
+if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Accelerator
 
 NEARLY: Final = 1 / 16
 """By how much a declared memory may be off: the driver keeps some of "80 GB"."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.accelerators.base import Accelerator
 from aiogpu.core.devices import Device
 from aiogpu.core.lease import Lease
 from aiogpu.core.ledger import Ledger
@@ -18,6 +17,9 @@ from aiogpu.runtime import mps as multi_process
 from aiogpu.runtime.affinity import Affinity
 from aiogpu.runtime.gpu_limits import held_of, limits_of, variables_of
 from aiogpu.wire.messages import Bind
+
+if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Accelerator
 
 _log: Final = logging.getLogger(__name__)
 AUTO: Final = "auto"

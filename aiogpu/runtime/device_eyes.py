@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from aiogpu.accelerators.base import Accelerator, DeviceWatch
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Accelerator, DeviceWatch, Health, Sample
 from aiogpu.core.devices import Device, DeviceSet
 
 _log: Final = logging.getLogger(__name__)

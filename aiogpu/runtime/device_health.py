@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 
 CALM: Final = 10.0
 """Seconds without a bad word after which a device is well again: an error is often

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 from aiogpu.runtime.device_eyes import DeviceEyes, Key
 from aiogpu.runtime.verdict import State, verdict
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 from aiogpu.core.observed import OtherProcess
 from aiogpu.runtime.origins import Origin
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.runtime.device_eyes import DeviceEyes, Key
 from aiogpu.runtime.origins import Origin, origins_of
 

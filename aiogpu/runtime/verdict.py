@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 
 TOLERANCE: Final = 100 << 20
 """Bytes above the memory in use before that are not counted as a worker's: drivers

@@ -20,7 +20,13 @@ from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import SHORT
-from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.context import (
+    ActorExit,
+    current,
+    has_exited,
+    passing,
+    take_passing,
+)
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
 from aiogpu.worker.parcels import arguments_in, packed
@@ -169,6 +175,8 @@ class AsyncActor:
             if message.limit:
                 await self._pour(value, message)
                 value = None
+            if current.exits and has_exited():
+                raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
             if isinstance(result, Outgoing):

@@ -23,6 +23,9 @@ from aiogpu.worker.poison import poisoned_by
 CHUNKED: Final = "[]"
 """At the end of a method's name: it is called with a chunk."""
 
+IN_GROUP: Final = "@"
+"""Between a method's name and the concurrency group that one call of it names."""
+
 _OWN_FRAMES: Final = "/aiogpu/worker/"
 _CO_COROUTINE: Final = 0x80
 
@@ -123,7 +126,6 @@ class Sent:
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
     """What an actor is called by; raises what looking it up raises."""
-    if name.endswith(CHUNKED):
-        return Chunk(getattr(actor, name.removesuffix(CHUNKED)))
-    method: Callable[..., Any] = getattr(actor, name)
-    return method
+    plain = name.removesuffix(CHUNKED)
+    method: Callable[..., Any] = getattr(actor, plain.partition(IN_GROUP)[0])
+    return method if plain is name else Chunk(method)

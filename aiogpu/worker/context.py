@@ -6,6 +6,7 @@ coroutines see the same.
 
 from __future__ import annotations
 
+import sys
 from _thread import get_ident
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class ActorExit(BaseException):
-    """Raised by `exit_actor()`; no `Exception`, so that no method swallows it."""
+    """Raised by `exit_actor()`; not an `Exception`, so `except Exception` lets it by.
+
+    A method may swallow it all the same, by `except BaseException` or a bare `except`.
+    `exit_actor()` therefore notes the call as well, and `has_exited()` is asked when
+    the method has returned.
+    """
 
 
 class Context:
@@ -35,11 +41,13 @@ class Context:
         name: the running task's name.
         resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
         accelerators: device ids by kind, `{"GPU": (0,)}`.
+        exits: the asyncio tasks and threads in which `exit_actor()` was called.
     """
 
     __slots__ = (
         "accelerators",
         "children",
+        "exits",
         "home",
         "is_actor",
         "loader",
@@ -63,11 +71,39 @@ class Context:
         self.name = ""
         self.resources: Mapping[str, float] = {}
         self.accelerators: Mapping[str, tuple[int | str, ...]] = {}
+        self.exits: set[object] = set()
 
     @property
     def is_loading(self) -> bool:
         """Whether this thread imports modules, or may, for a task that is to begin."""
         return self.loader == get_ident()
+
+
+def _running_code() -> object:
+    """The asyncio task that runs in this thread; without one, the thread's id."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        task: object = asyncio.current_task()
+        if task is not None:
+            return task
+    return get_ident()
+
+
+def note_exit() -> None:
+    """Note that the running method has called `exit_actor()`."""
+    current.exits.add(_running_code())
+
+
+def has_exited() -> bool:
+    """Return True once if the method that just ended here called `exit_actor()`.
+
+    Ask `current.exits` first: it is empty in almost every process.
+    """
+    running = _running_code()
+    if running not in current.exits:
+        return False
+    current.exits.remove(running)
+    return True
 
 
 passing: dict[int, list[int]] = {}

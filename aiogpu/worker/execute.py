@@ -25,7 +25,7 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.wire.shortage import RanOut
-from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.context import ActorExit, current, has_exited
 from aiogpu.worker.debugger import explain_quit
 from aiogpu.worker.letting_go import let_go
 from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
@@ -168,7 +168,7 @@ class Executor:
             has_devices = False
         if has_devices:
             self._note_poison(task, error)
-        if type(error) is ActorExit:
+        if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
             self.has_left = True
         elif self._interrupts.is_asked(task):
@@ -248,6 +248,8 @@ class Executor:
             if flow is not None:
                 self._pour(value, flow)
                 value = None
+            if current.exits and has_exited():
+                raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
             if type(result) is Outgoing:

@@ -14,7 +14,13 @@ from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_result, several
 from aiogpu.wire.streaming import Demand
 from aiogpu.worker.actor import Methods, dropped, is_end
-from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.context import (
+    ActorExit,
+    current,
+    has_exited,
+    passing,
+    take_passing,
+)
 from aiogpu.worker.execute import Raised
 from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
 from aiogpu.worker.parcels import arguments_in, packed
@@ -102,6 +108,8 @@ class ThreadedActor:
             if stream is not None:
                 pour(value, stream.flow, stream.hold)
                 value = None
+            if current.exits and has_exited():
+                raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
             if isinstance(result, Outgoing):

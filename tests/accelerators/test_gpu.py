@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia, inventory
-from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.core.devices import Device
 
 pytestmark = pytest.mark.gpu

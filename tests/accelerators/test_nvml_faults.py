@@ -2,8 +2,13 @@
 
 import pytest
 
-from aiogpu.accelerators.nvml_events import WHOLE, Xid
-from aiogpu.accelerators.nvml_faults import is_fault, told_action, told_xid
+from aiogpu.accelerators.nvml.health import (
+    WHOLE,
+    Xid,
+    action_in_words,
+    is_fault,
+    xid_in_words,
+)
 
 
 @pytest.mark.parametrize("xid", [13, 31, 43, 45, 68, 109])
@@ -27,13 +32,13 @@ def test_the_xid_of_an_action_adds_nothing_where_the_action_is_known() -> None:
 
 
 def test_xids_are_told_in_words() -> None:
-    assert told_xid(79) == "XID 79 (the GPU has fallen off the bus)"
-    assert told_xid(48) == "XID 48 (a double-bit ECC error)"
-    assert told_xid(1000) == "XID 1000"
+    assert xid_in_words(79) == "XID 79 (the GPU has fallen off the bus)"
+    assert xid_in_words(48) == "XID 48 (a double-bit ECC error)"
+    assert xid_in_words(1000) == "XID 1000"
 
 
 def test_recovery_actions_are_told_in_words() -> None:
-    assert [told_action(action) for action in range(9)] == [
+    assert [action_in_words(action) for action in range(9)] == [
         *("", "GPU reset", "node reboot", "drain P2P", "drain and reset"),
         *("recover the IMEX domain", "bus reset", "system reboot"),
         "recovery action 8",

@@ -13,7 +13,7 @@ FALLEN = "XID 79 (the GPU has fallen off the bus)"
 CONTAINED = "XID 94 (a contained memory error)"
 CHECK = f"""
 import io, logging
-from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.core.devices import Device
 from tests.accelerators.stub_nvml import StubGpu, StubNvml, gpus, migs
 
@@ -228,7 +228,7 @@ def test_a_gpu_that_reports_without_end_holds_nobody_up(nvml: StubNvml) -> None:
     nvml.write(gpus(2))
     snippet = f"""{CHECK}
 import pynvml
-from aiogpu.accelerators.nvml_events import AT_ONCE
+from aiogpu.accelerators.nvml.health import AT_ONCE
 result = [check(), check(ONE)]
 nvml.xid(0, 79)
 event = pynvml.nvmlEventSetWait_v2(watch._health._events._set, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.accelerators.nvml_watch import NvmlWatch, is_alive
+from aiogpu.accelerators.nvml.watch import NvmlWatch, is_alive
 from aiogpu.core.devices import Device
 from tests.accelerators.stub_nvml import (
     GIB,
@@ -22,7 +22,7 @@ ZERO, ONE = (gpu.uuid for gpu in gpus(2))
 DEAD = 2**22 + 1
 """No process has this id: it is above the largest that Linux gives (proc(5))."""
 ASK = f"""
-from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.core.devices import Device
 
 ZERO = Device(0, uuid="{ZERO}")

@@ -212,18 +212,13 @@ async def test_a_method_that_was_not_called_yet(node: aiogpu.Session) -> None:
         assert "write `async for item in actor.each.remote(...)`" in said
 
 
-async def test_a_method_has_its_options_where_it_is_defined(
-    node: aiogpu.Session,
-) -> None:
-    """Ray's methods take some a call."""
-    counter: Any = Counter.remote()
+async def test_the_methods_of_a_pool_take_no_options(node: aiogpu.Session) -> None:
     async with aiogpu.ActorPool(Counter, 1) as pool:
-        for method in counter.add, counter.each, pool.add:
-            said = await told(lambda one: one.options(num_returns=2), method)
-            assert said.startswith(method.__name__)
-            assert "`@aiogpu.method(num_returns=2)` above it" in said
-            with pytest.raises(aiogpu.OptionError, match="name is no option"):
-                method.options(name="a call")
+        said = await told(lambda one: one.options(num_returns=2), pool.add)
+        assert said.startswith(pool.add.__name__)
+        assert "`@aiogpu.method(num_returns=2)` above it" in said
+        with pytest.raises(aiogpu.OptionError, match="name is no option"):
+            pool.add.options(name="a call")
 
 
 def in_two(thing: Any) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.cli.gpus import as_data, lines
 from aiogpu.core.devices import Device
 from aiogpu.core.observed import OtherProcess

@@ -12,6 +12,7 @@ import aiogpu
 from tests.daemon.box import LIMIT, Box
 from tests.engines import tasks
 from tests.gate import Gate
+from tests.until import until
 
 pytestmark = pytest.mark.either_loop
 
@@ -68,7 +69,6 @@ async def test_what_does_not_end_in_time_is_ended(here: Box, gate: Gate) -> None
     assert here.files == []
 
 
-@pytest.mark.slow
 async def test_a_second_signal_ends_it_at_once(here: Box, gate: Gate) -> None:
     start = ("start", "--head", "--num-cpus=2", "--num-gpus=1", "--cancel-grace=60")
     await asyncio.to_thread(here.run, *start)
@@ -85,6 +85,37 @@ async def test_a_second_signal_ends_it_at_once(here: Box, gate: Gate) -> None:
         with pytest.raises(aiogpu.NodeError):
             await running
     assert here.files == []
+
+
+async def test_a_drain_request_does_not_outlive_its_node(here: Box, gate: Gate) -> None:
+    """`aiogpu stop --drain` leaves the seconds in a file; the next node ignores it."""
+    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2")
+    first = here.node
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    asking = here.begin("stop", "--drain=0")
+    await until(lambda: os.path.exists(here.place.wish))
+    os.kill(first.pid, signal.SIGKILL)
+    await asyncio.to_thread(asking.communicate, timeout=LIMIT)
+    assert os.path.exists(here.place.wish), "the node never read it"
+    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=2", "--drain=60")
+    second = here.node
+    assert second is not None
+    async with aiogpu.init(address=here.place.socket):
+        running = tasks.gated.remote(gate.path, "one")
+        await gate.entered("one")
+        os.kill(second.pid, signal.SIGTERM)
+        await until_refused()
+        gate.release("one")
+        assert await running == "one"
+        await asyncio.to_thread(here.wait_for_the_end, 20)
+    assert here.files == []
+
+
+async def test_only_its_user_reaches_the_socket(here: Box) -> None:
+    await asyncio.to_thread(here.run, "start", "--head", "--num-cpus=1")
+    assert os.stat(here.place.socket).st_mode & 0o777 == 0o600
+    assert os.stat(os.path.dirname(here.place.socket)).st_mode & 0o777 == 0o700
 
 
 async def test_a_killed_node_takes_all_along(here: Box, gate: Gate) -> None:

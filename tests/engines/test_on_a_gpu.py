@@ -9,7 +9,7 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.accelerators.nvml_watch import is_host_namespace
+from aiogpu.accelerators.nvml.watch import is_host_namespace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_leaks")]
 

@@ -9,7 +9,7 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.accelerators.nvml_watch import NvmlWatch
+from aiogpu.accelerators.nvml.watch import NvmlWatch
 from tests.engines import card_tasks
 from tests.engines.card_tasks import GIB
 from tests.gate import Gate

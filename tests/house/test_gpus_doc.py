@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.accelerators.nvml_faults import APPLICATION, told_xid
+from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
 from aiogpu.accelerators.visible import NONE, Inventory, resolve
 from aiogpu.core.devices import Device
 from aiogpu.core.holding import DeviceStatus, Holder
@@ -67,7 +67,7 @@ def test_the_status_prints_what_the_page_shows() -> None:
 def test_what_is_logged_stands_there_as_it_is() -> None:
     told = outgrowth_told("train", "GPU 0", Use(9 * GIB, 1), 6 * GIB, ["serve"])
     assert f"! {told} {LEFT}\n" == OUTGROWN
-    reason = f"{told_xid(79)}; the driver asks for this: GPU reset"
+    reason = f"{xid_in_words(79)}; the driver asks for this: GPU reset"
     assert f"! GPU 0 gets no new tasks until it is well: {reason}\n" in SICK
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.devices import Device
 
 

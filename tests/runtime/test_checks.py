@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.visible import Inventory, MigGpu
 from aiogpu.core.devices import Device
 from aiogpu.errors import NodeStartError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.ids import LeaseId, WorkerId
 from aiogpu.core.lease import Lease

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.runtime.device_health import CALM, DeviceHealth
 
 FINE = Sample({}, used=0)

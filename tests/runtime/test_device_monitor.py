@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.events import (
     Event,

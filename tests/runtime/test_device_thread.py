@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from aiogpu.accelerators.health import Health
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.runtime import device_thread
 from aiogpu.runtime import rounds as rounds_module

@@ -50,7 +50,7 @@ FOR_OTHERS = (
     *("aiogpu.core.clients", "aiogpu.core.device_news", "aiogpu.core.gangs"),
     *("aiogpu.core.deadlock", "aiogpu.core.reservation", "aiogpu.core.where"),
     *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
-    *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.sample"),
+    *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.base"),
 )
 """Of shared nodes, devices, gangs, leases, and of tasks that start tasks or wait."""
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 from aiogpu.core.observed import OtherProcess
 from aiogpu.runtime.origins import Origin
 from aiogpu.runtime.owners import (

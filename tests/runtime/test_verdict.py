@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.base import Sample
 from aiogpu.runtime.verdict import FREE, TOLERANCE, UNVERIFIED, State, verdict
 
 MINE, CHILD, OTHER = 100, 101, 200

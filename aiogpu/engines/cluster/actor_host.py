@@ -35,7 +35,7 @@ from aiogpu.wire.acting import DEFAULT_GROUP
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.payload import load_arguments, load_function, several
 from aiogpu.worker.actor import Methods
-from aiogpu.worker.context import ActorExit, current
+from aiogpu.worker.context import ActorExit, current, has_exited
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
@@ -131,10 +131,13 @@ class Stage:
                 found = self._methods[method]
                 args, kwargs = load_arguments(payload)
             kind = RAISED
-            return found(*args, **kwargs), payload
+            value = found(*args, **kwargs)
+            raise_exit()
+            return value, payload
         except ActorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+            raise_exit()
             raise failure(kind, error) from None
 
     def _returned(self, value: Any, payload: bytes) -> Any:
@@ -230,6 +233,12 @@ def failure(kind: str, error: BaseException) -> TaskFailure:
     if isinstance(error, NeedFailedError):
         return TaskFailure(*error.fields)
     return packed(kind, error)
+
+
+def raise_exit() -> None:
+    """End the actor if its method called `exit_actor()` and swallowed the exception."""
+    if current.exits and has_exited():
+        raise ActorExit
 
 
 def leave_now() -> NoReturn:

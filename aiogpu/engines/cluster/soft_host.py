@@ -23,6 +23,7 @@ from aiogpu.engines.cluster.actor_host import (
     Stage,
     failure,
     leave_now,
+    raise_exit,
 )
 from aiogpu.engines.cluster.failure import TaskFailure
 from aiogpu.engines.cluster.spoken import understood
@@ -222,7 +223,9 @@ class _Visit:
 async def _awaited(value: Any) -> Any:
     task = asyncio.current_task()
     try:
-        return await value
+        result = await value
+        raise_exit()
+        return result
     except asyncio.CancelledError as error:
         if task is not None and task.cancelling():
             raise
@@ -230,6 +233,7 @@ async def _awaited(value: Any) -> Any:
     except ActorExit:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the call's
+        raise_exit()
         raise failure(RAISED, error) from None
 
 

@@ -29,7 +29,7 @@ from aiogpu.wire.messages import Done
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.parcel import has_handles
 from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
-from aiogpu.worker.context import ActorExit, take_kept
+from aiogpu.worker.context import ActorExit, current, has_exited, take_kept
 from aiogpu.worker.outflow import UnsendableError
 
 AnyCoroutine = Coroutine[Any, Any, Any]
@@ -69,6 +69,7 @@ class Executor:
                 if type(value) is CoroutineType:
                     return value
                 value = several(value, job.call.payload)
+                _raise_exit()
                 if job.call.limit or job.call.site.window:
                     return begin_stream(job, value, host)
                 kind = UNSENDABLE
@@ -89,6 +90,7 @@ class Executor:
         try:
             value = await self.stepwise(job, begun)
             value = several(value, job.call.payload)
+            _raise_exit()
             kind = UNSENDABLE
             with self._step(job):
                 return _packed(job, value)
@@ -100,7 +102,7 @@ class Executor:
 
     def _failed(self, job: Job, kind: str, error: BaseException) -> Outcome:
         take_kept()  # the result that they were in will never be sent
-        if type(error) is ActorExit:
+        if (current.exits and has_exited()) or type(error) is ActorExit:
             kind = LEFT
         outcome = Outcome.failed(job.id, kind, error, self.is_ctrl_c(error))
         if kind != LEFT:
@@ -161,6 +163,12 @@ class Executor:
     def _load(self, payload: bytes) -> Callable[..., Any]:
         loaded: Callable[..., Any] = load_function(payload)
         return loaded
+
+
+def _raise_exit() -> None:
+    """End the actor if its method called `exit_actor()` and swallowed the exception."""
+    if current.exits and has_exited():
+        raise ActorExit
 
 
 def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:

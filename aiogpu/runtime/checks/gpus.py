@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from aiogpu.accelerators.health import Health
+from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.nvidia import Nvidia, inventory
-from aiogpu.accelerators.nvml_watch import NvmlWatch
-from aiogpu.accelerators.sample import Sample
+from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.accelerators.visible import VISIBLE, Inventory
 from aiogpu.core.devices import Device
 from aiogpu.errors import DeviceError

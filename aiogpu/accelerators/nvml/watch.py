@@ -1,10 +1,8 @@
-"""What NVML says is on a GPU now: its processes, its memory in use, how busy it is.
+"""What is on a GPU now, by NVML: processes, memory in use, utilisation.
 
-Decides which of NVML's calls are asked, oldest drivers included, and what a call
-that is missing, refused or failing means: less is known, and `Sample` says so. NVML
-blocks, so one thread has this to itself; it is kept open until `close`, since a
-start may take seconds. Who a process belongs to is not decided here, nor, but for
-the asking, whether a GPU is well; that is `nvml_health`'s.
+NVML blocks, so one thread alone uses this module. NVML stays open until `close`,
+because starting it may take seconds. Drivers back to 440 are supported: a call that is
+missing, refused or failing means that less is known, and `Sample` says so.
 """
 
 from __future__ import annotations
@@ -18,15 +16,14 @@ from typing import Any, Final, TypeVar
 
 from aiogpu.core.devices import Device
 
-from .health import Health
-from .nvml_health import NvmlHealth
-from .sample import Sample
+from ..base import Health, Sample
+from .health import NvmlHealth
 
 _log = getLogger(__name__)
 
 T = TypeVar("T")
 Question = Callable[[ModuleType, str, object], T]
-"""What NVML is asked about a device: the library, the device's UUID, its handle."""
+"""Asks NVML about a device: takes the library, the device's UUID and its handle."""
 
 COMPUTE: Final = "nvmlDeviceGetComputeRunningProcesses"
 LISTS: Final = (
@@ -35,24 +32,24 @@ LISTS: Final = (
     "nvmlDeviceGetGraphicsRunningProcesses",
 )
 VERSIONS: Final = ("_v3", "_v2")
-"""Of each list, newest first; drivers before 510 and before 450 lack them."""
+"""Versions of each list, newest first; drivers before 510 and 450 lack them."""
 ATTEMPTS: Final = 3
-"""At a list that has grown while it was read."""
+"""Attempts to read a list that grows while it is read."""
 SELDOM: Final = 64
-"""Answers that a device is lost after which NVML is started anew in any case."""
+"""NVML is restarted at the latest after so many answers that a device is lost."""
 HOST_NAMESPACE: Final = 0xEFFFFFFC
-"""Inode of the first pid namespace (the kernel's include/linux/proc_ns.h)."""
+"""Inode of the initial pid namespace (the kernel's include/linux/proc_ns.h)."""
 
 
 class NvmlWatch:
-    """NVML, open for as long as a node runs."""
+    """NVML, open while a node runs; a `DeviceWatch`."""
 
     def __init__(self) -> None:
         self._nvml: ModuleType | None = None
         self._is_started = False
         self._problem = "NVML is not open"
         self._handles: dict[str, Any] = {}
-        # Which version of a list a device has; None if it has none at all.
+        # The version of a list that a device supports; None if it supports none.
         self._versions: dict[tuple[str, str], str | None] = {}
         self._not_metered: set[str] = set()
         self._looked_at: set[str] = set()
@@ -65,9 +62,9 @@ class NvmlWatch:
         return f"<NvmlWatch {self._problem if self._nvml is None else 'open'}>"
 
     def knows(self, device: Device) -> bool:
-        """Whether NVML can be asked about a device: it has a UUID, or a MIG id.
+        """Return whether NVML can be asked about a device: it has a UUID or MIG id.
 
-        A logical device has neither, nor has one that NVML did not show before.
+        Logical devices, and devices that NVML did not show before, have neither.
         """
         return _uuid(device) is not None
 
@@ -97,17 +94,17 @@ class NvmlWatch:
         return version
 
     def close(self) -> None:
-        """Let NVML go; what was not open stays so."""
+        """Shut NVML down if it is open."""
         nvml, self._nvml = self._nvml, None
         self._problem = "NVML was closed"
         if nvml is not None:
             self._shut_down(nvml)
 
     def look(self, device: Device) -> Sample:
-        """Ask for the processes and the memory of a device; see `DeviceWatch`.
+        """Return the processes and the memory of a device; see `DeviceWatch`.
 
-        A MIG instance is asked by itself. A call that this device does not support is
-        not repeated.
+        A MIG instance is asked by itself. A call that a device does not support is not
+        repeated.
         """
         nvml, uuid = self._nvml, _uuid(device)
         if nvml is None or uuid is None:
@@ -122,11 +119,11 @@ class NvmlWatch:
         return sample
 
     def check(self, device: Device) -> Health:
-        """Say whether a device is well; see `DeviceWatch`.
+        """Return whether a device is well; see `DeviceWatch`.
 
-        Errors are XIDs since the last time that it was asked for this device, from
-        the first time on. A device that was there and is not any more, such as a MIG
-        instance that was taken away, counts as lost.
+        Errors are XIDs since the last call for this device; the first call starts to
+        collect them. A device that is gone, such as a MIG instance that was destroyed,
+        counts as lost.
         """
         nvml, uuid = self._nvml, _uuid(device)
         if nvml is None or uuid is None:
@@ -147,7 +144,7 @@ class NvmlWatch:
         try:
             return question(nvml, uuid, self._handle(nvml, uuid))
         except nvml.NVMLError_Uninitialized:
-            # The program may use NVML too, and have shut it down for both.
+            # The user's program uses NVML too and has shut it down for both.
             self._handles.clear()
             self._health.forget()
             self._is_started = False
@@ -156,10 +153,10 @@ class NvmlWatch:
             return question(nvml, uuid, self._handle(nvml, uuid))
 
     def _count_losses(self, nvml: ModuleType, uuid: str, is_lost: bool) -> None:
-        """Start NVML anew for a lost device, more and more seldom.
+        """Restart NVML for a lost device, at growing intervals.
 
-        What NVML has attached to at its start is lost to it for good, also where a
-        reset has brought the device back; and a start may take seconds.
+        NVML never finds a device again that it lost, even if a reset has brought the
+        device back; only a new start does, and that may take seconds.
         """
         if not is_lost:
             self._losses.pop(uuid, None)
@@ -172,7 +169,7 @@ class NvmlWatch:
     def _shut_down(self, nvml: ModuleType) -> None:
         self._handles.clear()
         self._health.close(nvml)
-        if self._is_started:  # NVML counts; the program's own start is not ours.
+        if self._is_started:  # NVML counts starts; the user's own is not ours.
             self._is_started = False
             with suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
@@ -181,7 +178,7 @@ class NvmlWatch:
         handle = self._handles.get(uuid)
         if handle is None:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            # That of an instance may be another's as soon as instances are changed.
+            # The handle of an instance may become another's when instances change.
             if not uuid.startswith("MIG-"):
                 self._handles[uuid] = handle
         return handle
@@ -209,9 +206,9 @@ class NvmlWatch:
     def _note_foreign(
         self, uuid: str, processes: Collection[int], living: Collection[int]
     ) -> None:
-        """Say once that the driver's process ids seem to be those of the host.
+        """Warn once if the driver's process ids seem to be those of the host.
 
-        Asked at the first look, when no process of ours can have ended on it.
+        Called at the first look, before a process of ours can have ended on the GPU.
         """
         if self._is_foreign or self._reads_pids or living or not processes:
             return
@@ -227,7 +224,7 @@ class NvmlWatch:
     def _list(
         self, nvml: ModuleType, name: str, uuid: str, handle: object
     ) -> Iterable[Any] | None:
-        """The processes of one list, None where the device has no such list."""
+        """Return the processes of one list; None if the device has no such list."""
         key = (uuid, name)
         known = self._versions.get(key, "")
         if known is None:
@@ -269,10 +266,10 @@ class NvmlWatch:
             nvml.NVMLError_NotSupported,
             nvml.NVMLError_NoPermission,
         ):
-            self._not_metered.add(uuid)  # As MIG instances are, and GPUs in MIG mode.
+            self._not_metered.add(uuid)  # MIG instances, and GPUs in MIG mode
             return None
         except nvml.NVMLError:
-            return None  # Nothing hangs on it, so it spoils no sample.
+            return None  # Nothing depends on it, so the sample stays valid.
         return percent
 
 
@@ -286,7 +283,7 @@ def _read(
 
 
 def _merge(processes: dict[int, int | None], found: Iterable[Any]) -> None:
-    """Add one list to what the others said; a process may be on several."""
+    """Merge one list into `processes`; a process may be on several lists."""
     for process in found:
         size = process.usedGpuMemory
         before = processes.get(process.pid)
@@ -303,7 +300,7 @@ def _uuid(device: Device) -> str | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of that id is here, whoever owns it."""
+    """Return whether a process of that id exists here, of any user."""
     if pid <= 0:
         return False
     try:
@@ -316,10 +313,10 @@ def is_alive(pid: int) -> bool:
 
 
 def is_host_namespace() -> bool:
-    """Whether this process sees the ids that the driver writes, for certain.
+    """Return whether this process surely sees the ids that the driver writes.
 
-    In a container's own namespace older drivers write the host's ids, newer ones
-    the container's; which of them cannot be told without a GPU process to look for.
+    In a container's pid namespace, older drivers write the host's ids and newer ones
+    the container's. Which one holds can only be told by looking for a GPU process.
     """
     try:
         return os.stat("/proc/self/ns/pid").st_ino == HOST_NAMESPACE

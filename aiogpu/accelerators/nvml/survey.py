@@ -1,12 +1,11 @@
-"""One conversation with NVML: which GPUs there are, and all that is known of each.
+"""Which GPUs there are, by NVML, and all that NVML tells about each.
 
-One of pynvml's two doors; the other, `nvml_watch`, asks what is on a device while a
-node runs. Decides what a call that is missing, refused or failing means: less is
-known, the first reason is kept, and nothing is raised. NVML is started and shut down
-again within a survey, for a caller may fork later.
+A call that is missing, refused or failing means that less is known: the first reason
+is kept and nothing is raised. A survey starts NVML and shuts it down again, because
+the caller may fork later.
 
 Indices are CUDA's under `CUDA_DEVICE_ORDER=PCI_BUS_ID`, which is how NVML and
-nvidia-smi count. A GPU in MIG mode is no device: its instances are, and go by UUID.
+nvidia-smi count. A GPU in MIG mode is not a device: its instances are, and go by UUID.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from aiogpu.core.devices import Device
 
-from .visible import Inventory, MigGpu
+from ..visible import Inventory, MigGpu
 
 # "NVIDIA A100-SXM4-40GB" is an A100, "NVIDIA RTX PRO 6000 ..." an RTX-PRO-6000: a
 # word, then capital words, then the first token of capitals that has a digit.
@@ -29,13 +28,14 @@ _PRODUCT: Final = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*[0-9][A-Z0-9]*)")
 _INSTANCE: Final = re.compile(r"\s+MIG\s+\S+$")
 
 Bus = tuple[int, int, int]
-"""Domain, bus and device: where a GPU sits."""
+"""PCI domain, bus and device of a GPU."""
 
 
 def type_of(name: str | None) -> str | None:
     """Derive the type from the product's name, by Ray's rule.
 
-    The name of a MIG instance gives the type of its GPU. No name has no type.
+    "NVIDIA A100-SXM4-40GB" is "A100". The name of a MIG instance gives the type of its
+    GPU. Without a name there is no type.
     """
     words = (name or "").split()
     product = _INSTANCE.sub("", " ".join(words))
@@ -50,8 +50,8 @@ class _Gpu:
     """One GPU that has answered.
 
     Attributes:
-        device: what is known of it; its id is its index.
-        handle: NVML's.
+        device: what is known about it; its id is its index.
+        handle: NVML's handle.
         bus: None if NVML does not say.
         instances: its MIG instances by "GI/CI"; None if it is not in MIG mode.
     """
@@ -64,13 +64,13 @@ class _Gpu:
 
 @dataclass(slots=True)
 class Survey:
-    """What has been learnt.
+    """One survey and its findings.
 
     Attributes:
-        count: how many GPUs there are, those that did not answer included; None
-            where NVML says nothing.
+        count: how many GPUs there are, including those that did not answer; None if
+            NVML does not say.
         problem: the first reason why something is unknown; None if nothing is.
-        sees_mig: whether each GPU's instances, or that it has none, are surely known.
+        sees_mig: whether the MIG instances of every GPU are surely known.
     """
 
     count: int | None = None
@@ -108,7 +108,7 @@ class Survey:
             try:
                 self._gpus.append(self._describe(nvml, index, self.count))
             except nvml.NVMLError_NoPermission:
-                # Kept from us, by a cgroup say: NVML counts it, CUDA does not.
+                # Hidden from this process, as by a cgroup. NVML counts it, CUDA not.
                 continue
             except nvml.NVMLError as error:
                 self._note(f"GPU {index} does not answer", error)
@@ -143,7 +143,7 @@ class Survey:
         except nvml.NVMLError_GpuIsLost:
             raise
         except nvml.NVMLError_NotSupported:
-            return None  # Not every product has memory of its own, say.
+            return None  # Not every product has, for example, its own memory.
         except (nvml.NVMLError, UnicodeDecodeError) as error:
             self._note(f"{question.__name__} fails", error)
             return None
@@ -151,14 +151,14 @@ class Survey:
     def _instances(
         self, nvml: ModuleType, handle: object, gpu: Device
     ) -> dict[str, Device] | None:
-        """The MIG instances of a GPU, None if it has no MIG mode or it is off."""
+        """Return the MIG instances of a GPU; None if it is not in MIG mode."""
         try:
             current, _ = nvml.nvmlDeviceGetMigMode(handle)
             if current != nvml.NVML_DEVICE_MIG_ENABLE:
                 return None
             room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
-            return None  # The product has no MIG, or the driver is older than it.
+            return None  # The product or the driver has no MIG.
         except nvml.NVMLError_GpuIsLost:
             raise
         except nvml.NVMLError as error:
@@ -174,7 +174,7 @@ class Survey:
                 nvml.NVMLError_InvalidArgument,
                 nvml.NVMLError_NoPermission,
             ):
-                continue  # No instance has this number, or it is kept from us.
+                continue  # No instance of this number, or it is hidden from us.
             except nvml.NVMLError_GpuIsLost:
                 raise
             except nvml.NVMLError as error:
@@ -189,10 +189,10 @@ class Survey:
     def _describe_instance(
         self, nvml: ModuleType, handle: object, gpu: Device
     ) -> tuple[str | None, Device | None]:
-        """Where an instance is on its GPU, and the device; None where it is unknown."""
+        """Return the place of an instance on its GPU, and its device, if known."""
         uuid = self._ask(nvml, nvml.nvmlDeviceGetUUID, handle)
         if uuid is None:
-            self.sees_mig = False  # Nothing else names it.
+            self.sees_mig = False  # An instance has no other name than its UUID.
             return None, None
         name = self._ask(nvml, nvml.nvmlDeviceGetName, handle)
         memory = self._ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -211,8 +211,8 @@ class Survey:
         )
 
     def _sort(self) -> None:
-        # NVML's manual promises no order. CUDA is told to count by bus, so count
-        # likewise, unless a gap leaves open what the indices mean.
+        # NVML's manual promises no order. CUDA is told to count by bus, so do the
+        # same, unless a GPU that did not answer leaves the indices open.
         buses = [gpu.bus for gpu in self._gpus if gpu.bus is not None]
         if len(buses) == self.count:
             self._gpus.sort(key=lambda gpu: gpu.bus or (0, 0, 0))
@@ -222,7 +222,7 @@ class Survey:
     def _link(self, nvml: ModuleType) -> None:
         """Ask which pairs NVLink joins.
 
-        Asked of the pair, not of the links: behind an NVSwitch all ends are switches.
+        Ask about pairs, not links: behind an NVSwitch every link ends at a switch.
         """
         whole = [gpu for gpu in self._gpus if gpu.instances is None and gpu.device.uuid]
         for one, other in combinations(whole, 2):
