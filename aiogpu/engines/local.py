@@ -126,7 +126,8 @@ class LocalEngine:
         driver = self._driver
         if driver is None or site.checked_by is not self._mark:
             driver = self._admit(site)
-        if len(payload) > UNCHECKED:
+        # A pickle alone is smaller; see `wire.payload.dump_arguments`.
+        if type(payload) is not bytes and len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(site, payload)

@@ -62,7 +62,7 @@ def dump_arguments(
         args, named = _without(args, named, places)
     try:
         outgoing = _dump((args, named))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         roots: dict[str, object] = {f"args[{i}]": arg for i, arg in enumerate(args)}
         roots |= {f"kwargs[{name!r}]": value for name, value in named.items()}
         raise _unpicklable(
@@ -133,7 +133,7 @@ def dump_result(
         return dump_numbers(value)
     try:
         outgoing = _dump(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if type(value) is Outcome:
             kept = value.before_culprit(dump_result)
             if kept is not value:
@@ -206,7 +206,7 @@ def dump_function(name: str, function: object) -> bytes:
     """
     try:
         return _cloud_dumps(function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told, roots = f"the function {name}", {name: function}
         if "<locals>" in getattr(function, "__qualname__", "<locals>"):
             raise _unpicklable(told, roots, error) from error
@@ -225,7 +225,7 @@ def dump_option(option: str, value: object) -> bytes:
     """
     try:
         return _cloud_dumps(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unpicklable(f"the option {option}", {option: value}, error) from error
 
 
@@ -310,7 +310,7 @@ def _cloud_dumps(value: object) -> bytes:
 def _unpicklable(
     what: str,
     roots: Mapping[str, object],
-    error: Exception,
+    error: BaseException,
     advice: str = "Create it inside the task, or pass what it is made from.",
 ) -> SerializationError:
     # Only a failure pays for the imports.
