@@ -160,16 +160,13 @@ if not TYPE_CHECKING:
         """Load a public name from its room, or a public room."""
         from importlib import import_module
 
-        from aiogpu.loading import Loading
-
         if name == "accelerators":
             return import_module("aiogpu.accelerators")
         room = _ROOM_OF.get(name)
         if room is None:
             misnamed = import_module("aiogpu.api.misnamed")
             raise misnamed.no_such_name(name, __all__)
-        with Loading():
-            value = getattr(import_module(f"aiogpu.{room}"), name)
+        value = getattr(import_module(f"aiogpu.{room}"), name)
         globals()[name] = value
         return value
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from aiogpu.api.definition import Definition
 from aiogpu.api.handle import Handle
+from aiogpu.api.parameters import Parameters
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, new_function_id
@@ -170,6 +171,7 @@ def in_chunks(remote: RemoteFunction[..., Any]) -> RemoteFunction[..., Any]:
     chunked._sent = Function(
         new_function_id(), dump_function(base.name, Sent(base.sent().payload))
     )
+    chunked.parameters = Parameters(base.name, None)  # seconds, and any number of items
     return RemoteFunction(chunked, remote._options)
 
 

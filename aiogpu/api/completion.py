@@ -76,8 +76,9 @@ def wait(
     an error stays in its handle, and cancelling the wait cancels no work.
 
     Args:
-        handles: what `.remote()` gave; each once, 1 at least.
-        num_returns: how many are waited for, 1 or more.
+        handles: what `.remote()` gave; each once. Of none both lists are empty.
+        num_returns: how many are waited for, 1 or more, and no more than there are
+            handles if there are any.
         timeout: seconds, 0 or more; None waits as long as it takes.
 
     Returns:
@@ -90,8 +91,6 @@ def wait(
         NoLoopError: this is neither code on an event loop nor a plain task.
     """
     found = _checked("wait", handles)
-    if not found:
-        raise MisuseError("aiogpu.wait() was given no handles: it would never return.")
     _check_count(num_returns, len(found))
     if timeout is not None:
         _check_timeout(timeout)
@@ -170,7 +169,7 @@ def _wait_here(
         deadline = time.monotonic() + (timeout or GLANCE)
     look = _Look(handles)
     try:
-        if len(look.ended) < count:
+        if handles and len(look.ended) < count:
             _block(look.pending(), lambda: len(look.ended) >= count, deadline)
     finally:
         look.leave()
@@ -317,7 +316,7 @@ def _check_count(count: object, most: int) -> None:
         raise OptionError(
             f"num_returns={count!r} must be a whole number of handles, 1 or more."
         )
-    if count > most:
+    if count > most > 0:
         raise OptionError(
             f"num_returns={count} is more than the {most} handles that "
             f"aiogpu.wait() was given."

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aiogpu.worker.context import current
+from aiogpu.worker.chunk import plain_name
+from aiogpu.worker.context import current, method_called
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class RuntimeContext:
         node_id: the node's id.
         worker_id: the worker's number.
         task_id: the task's number.
-        task_name: its name.
+        task_name: its name; in an actor's method `Actor.method`, and in the actor's
+            constructor and in threads that a method has started `Actor`.
         actor_id: the actor's number, None in a task.
         assigned_resources: what it holds, `{"CPU": 1.0, "GPU": 0.25}`.
     """
@@ -43,11 +45,14 @@ class RuntimeContext:
 
 def get_runtime_context() -> RuntimeContext:
     """The context of the running task, at the moment of the call."""
+    name = current.name
+    if method := method_called.get():
+        name += f".{plain_name(method)}"
     return RuntimeContext(
         current.node,
         current.worker,
         current.task,
-        current.name,
+        name,
         None,
         dict(current.resources),
         dict(current.accelerators),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.wire.payload import HEAVY, dump_function, dump_reference, is_sent_by_value
 
 if TYPE_CHECKING:
+    from aiogpu.api.parameters import Parameters
     from aiogpu.runtime.call import Function
 
 _MAIN: Final = ("__main__", "__mp_main__")
@@ -39,6 +41,13 @@ class Definition:
         self.is_coroutine = is_async_generator or inspect.iscoroutinefunction(function)
         self.is_generator = is_async_generator or inspect.isgeneratorfunction(function)
         self._sent: Function | None = None
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """What the function takes; looked up when it is first needed."""
+        from aiogpu.api.parameters import Parameters, signature_of
+
+        return Parameters(self.name, signature_of(self.function))
 
     def sent(self) -> Function:
         """The function as workers get it; pickled when it is first needed.

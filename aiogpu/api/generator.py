@@ -40,11 +40,14 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
         In a plain function that runs as a task itself, iterate it by `for`.
 
         Raises:
+            MisuseError: the generator takes other arguments.
             NoLoopError: no event loop is running here.
             InfeasibleError: the node can never give what the task asks for.
             SerializationError: the function or an argument cannot be pickled.
         """
         site = self._site or self._prepare()
+        if kwargs or not self._least <= len(args) <= self._most:
+            self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs)
         if isinstance(payload, Outgoing):
             from aiogpu.api.packing import packed_call

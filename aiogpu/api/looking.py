@@ -82,7 +82,7 @@ async def wait(handles: list[Handle[Any]], count: int, timeout: float | None) ->
     """The same; named as what has called it, for Python's warnings."""
     pending = [handle for handle in handles if not handle.done()]
     missing = count - (len(handles) - len(pending))
-    if missing > 0:
+    if missing > 0 and pending:
         if timeout == 0:
             await asyncio.sleep(0)  # what has come is read
         else:

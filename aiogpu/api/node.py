@@ -17,7 +17,6 @@ from aiogpu.api.session import Session
 from aiogpu.api.sessions import current_session, session_of, start_session
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.errors import NodeRunningError
-from aiogpu.loading import Loading
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ class Opening(EnteredOnLoop):
         session = self._mine = start_session(self._address, self._options, loop)
         try:
             await asyncio.sleep(0)  # a process is on its way, which takes longer
-            with Loading():
-                from aiogpu.api import submission  # noqa: F401
+            from aiogpu.api import submission  # noqa: F401
 
             await session.opened()
         except asyncio.CancelledError:

@@ -13,14 +13,20 @@ class Parameters:
     """What a function takes, checked cheaply where arguments come by position.
 
     Of what has no signature, as some builtins, nothing is checked.
+
+    Attributes:
+        least: arguments by position that are needed at least.
+        most: so many of them are taken at most. A call by position alone needs no
+            `check` between the two.
     """
 
     def __init__(self, name: str, signature: inspect.Signature | None) -> None:
         self._name = name
         self._signature = signature
-        self._least, self._most = (
+        self.least, self.most = (
             (0, float("inf")) if signature is None else _positions(signature)
         )
+        self._accepted: tuple[object, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if self._signature is None:
@@ -34,9 +40,11 @@ class Parameters:
 
     def check(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Raise `MisuseError` unless it takes these arguments."""
-        if not kwargs and self._least <= len(args) <= self._most:
+        if not kwargs and self.least <= len(args) <= self.most:
             return
-        if self._signature is None:
+        # Calls by name are mostly alike, and binding one takes microseconds.
+        shape = (len(args), *kwargs)
+        if self._signature is None or shape == self._accepted:
             return
         try:
             self._signature.bind(*args, **kwargs)
@@ -45,6 +53,7 @@ class Parameters:
                 f"{self._name}{self._signature} was called with other arguments: "
                 f"{error}."
             ) from None
+        self._accepted = shape
 
 
 def _parameters(name: str, described: list[tuple[str, int, bool]]) -> Parameters:

@@ -9,7 +9,7 @@ from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.packing import packed
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import Outgoing
+from aiogpu.wire.outgoing import HANDLE, Outgoing
 from aiogpu.wire.payload import PUT, dump_result
 from aiogpu.worker.context import current
 
@@ -54,10 +54,16 @@ def put(value: T) -> Putting[T]:
         value: any object that can be pickled.
 
     Raises:
+        MisuseError: it is a handle already.
         SerializationError: with the path to what cannot be pickled.
         ObjectMemoryError: there is no room for it.
         NoLoopError: no event loop is running here, and this is no task.
     """
+    if hasattr(type(value), HANDLE):
+        raise MisuseError(
+            f"aiogpu.put() was given {value!r}, which is a handle already: pass it to "
+            f"tasks as it is, or put what it gives: `aiogpu.put(await handle)`."
+        )
     payload = dump_result(value, PUT)
     if isinstance(payload, Outgoing):
         payload = packed(payload)

@@ -17,7 +17,6 @@ from aiogpu.api.session import Session, sessions
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NoLoopError
-from aiogpu.loading import Loading
 
 _get_running_loop: Final = asyncio._get_running_loop
 
@@ -26,8 +25,7 @@ def start_session(
     address: str | None, options: NodeOptions, loop: asyncio.AbstractEventLoop
 ) -> Session:
     """Make a session and begin to open it; calls may be made at once."""
-    with Loading():
-        session = Session(create_engine(address, options, loop), loop)
+    session = Session(create_engine(address, options, loop), loop)
     session.start_opening()
     return session
 

@@ -92,6 +92,8 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._options = options
         self._returns = options.num_returns if options.num_returns > 1 else 0
         self._submit: Callable[[Site, bytes], Handle[R]]
+        self._least: int
+        self._most: float
         self._in_chunks: RemoteFunction[..., Any] | None = None
 
     @overload
@@ -114,11 +116,14 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         """Start the task; gives its handle at once.
 
         Raises:
+            MisuseError: the function takes other arguments.
             NoLoopError: no event loop is running here.
             InfeasibleError: the node can never give what the task asks for.
             SerializationError: the function or an argument cannot be pickled.
         """
         site = self._site or self._prepare()
+        if kwargs or not self._least <= len(args) <= self._most:
+            self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
         if type(payload) is Outgoing:
             from aiogpu.api.packing import packed_call
@@ -130,6 +135,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         if self._in_chunks is None:
             from aiogpu.api.chunks import in_chunks
 
+            self._definition.parameters.check(arguments[:1], {})  # as for one item
             self._in_chunks = in_chunks(self)
         return self._in_chunks.remote(*arguments)
 
@@ -141,6 +147,8 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         function = definition.sent()
         spec = options.spec(definition.name, function.id)
         self._submit = self._way()
+        parameters = definition.parameters
+        self._least, self._most = parameters.least, parameters.most
         self._site = Site(
             id=new_site_id(),
             function=function,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
-from aiogpu.loading import Loading
 from aiogpu.memory.heap import keep_pages
 from aiogpu.runtime.supervisor import Supervisor
 
@@ -77,8 +76,7 @@ class LocalEngine:
                 options.spill_directory or "",
             )
             # Imported here, since the zygote starts meanwhile on another core.
-            with Loading():
-                from aiogpu.engines import admission
+            from aiogpu.engines import admission
 
             scheduler, assignment = await build_node(options)
             self._driver = await self._supervisor.start_driver(
@@ -128,7 +126,8 @@ class LocalEngine:
         driver = self._driver
         if driver is None or site.checked_by is not self._mark:
             driver = self._admit(site)
-        if len(payload) > UNCHECKED:
+        # A pickle alone is smaller; see `wire.payload.dump_arguments`.
+        if type(payload) is not bytes and len(payload) > UNCHECKED:
             from aiogpu.engines.admission import check_arguments
 
             check_arguments(site, payload)
@@ -331,12 +330,11 @@ class LocalEngine:
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     """What decides, and what tells workers their devices."""
-    with Loading():
-        from aiogpu.core.policy import Patience
-        from aiogpu.core.resources import CPU, UNIT
-        from aiogpu.core.scheduler import Scheduler
-        from aiogpu.engines.inventory import take_inventory
-        from aiogpu.runtime.assignment import Assignment
+    from aiogpu.core.policy import Patience
+    from aiogpu.core.resources import CPU, UNIT
+    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.engines.inventory import take_inventory
+    from aiogpu.runtime.assignment import Assignment
 
     ledger, vendors = await take_inventory(options)
     patience = Patience(

@@ -14,7 +14,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from aiogpu.loading import Loading
 from aiogpu.runtime.launch import Ground
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
@@ -126,11 +125,10 @@ class Supervisor:
 
     def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
         # Imported while the zygote starts, not before.
-        with Loading():
-            from aiogpu.runtime.console import Console
-            from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
-            from aiogpu.runtime.pool import Pool
-            from aiogpu.runtime.zygotes import Zygotes
+        from aiogpu.runtime.console import Console
+        from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
+        from aiogpu.runtime.pool import Pool
+        from aiogpu.runtime.zygotes import Zygotes
 
         directory = ground.around.directory
         slots = descriptor_limit.acquire()
@@ -163,9 +161,8 @@ class Supervisor:
         """
         assert self._parts is not None
         # Imported while the zygote starts, not before.
-        with Loading():
-            from aiogpu.runtime.driver import Driver
-            from aiogpu.runtime.passage import Passage
+        from aiogpu.runtime.driver import Driver
+        from aiogpu.runtime.passage import Passage
 
         clearance: Clearance | Unasked = Unasked()
         if any(held.devices for held in scheduler.ledger.device_sets.values()):
@@ -179,8 +176,7 @@ class Supervisor:
         )
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
-            with Loading():
-                import aiogpu.wire.pickler  # noqa: F401
+            import aiogpu.wire.pickler  # noqa: F401
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         if self._devices is not None:
@@ -193,11 +189,10 @@ class Supervisor:
 
     def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
         """Begin to ask what is on the node's devices."""
-        with Loading():
-            from aiogpu.runtime.clearance import Clearance
-            from aiogpu.runtime.device_monitor import DeviceMonitor
-            from aiogpu.runtime.device_thread import DeviceThread
-            from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
+        from aiogpu.runtime.clearance import Clearance
+        from aiogpu.runtime.device_monitor import DeviceMonitor
+        from aiogpu.runtime.device_thread import DeviceThread
+        from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
 
         devices = scheduler.ledger.device_sets.values()
         thread = DeviceThread(self._loop, devices, assignment.accelerators)

@@ -56,7 +56,7 @@ def _failing_part(
             is_new = all(part is not passed for passed in trail)
             if is_new and _fails(part, dumps):
                 return step, part
-    except Exception:  # noqa: BLE001 - an object that will not be reduced is the culprit
+    except (Exception, SystemExit):  # noqa: BLE001 - it will not be reduced: the culprit
         return None
     return None
 
@@ -64,6 +64,6 @@ def _failing_part(
 def _fails(value: object, dumps: Callable[[object], object]) -> bool:
     try:
         dumps(value)
-    except Exception:  # noqa: BLE001 - a reducer of the user's may raise anything
+    except (Exception, SystemExit):  # noqa: BLE001 - a reducer may raise anything
         return True
     return False

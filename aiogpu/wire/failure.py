@@ -57,11 +57,13 @@ def pack_failure(task: int, kind: str, error: BaseException, skip: str) -> Faile
     """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     travels = kind == RAISED and _may_travel(type(error))
-    payload = dump_exception(error) if travels else None
+    message, payload = text_of(error), None
+    if travels:
+        payload, why_not = dump_exception(error)
+        if why_not:
+            message += f" (it cannot be pickled: {why_not})"
     text = _traceback_text(error, skip)
-    return Failed(
-        task, kind, name.removeprefix("builtins."), text_of(error), text, payload
-    )
+    return Failed(task, kind, name.removeprefix("builtins."), message, text, payload)
 
 
 def pack_told(error: Exception) -> Failed:
@@ -124,14 +126,10 @@ def unpack_failure(failed: Failed, task_name: str) -> Exception:
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about an exception whose class is called with the wrong arguments."""
-    if not isinstance(error, TypeError):
-        return ""
+    """Why an exception could not be unpickled."""
     told = text_of(error).rstrip(".")
-    return (
-        f" (unpickling it raises TypeError: {told}; a class whose __init__ takes other "
-        f"arguments than it hands to super().__init__() needs a __reduce__)"
-    )
+    what = type(error).__name__
+    return f" (unpickling it raises {what}{': ' if told else ''}{told})"
 
 
 def _death(failed: Failed, kind: str, name: str) -> Exception:

@@ -62,7 +62,7 @@ def dump_arguments(
         args, named = _without(args, named, places)
     try:
         outgoing = _dump((args, named))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         roots: dict[str, object] = {f"args[{i}]": arg for i, arg in enumerate(args)}
         roots |= {f"kwargs[{name!r}]": value for name, value in named.items()}
         raise _unpicklable(
@@ -133,7 +133,7 @@ def dump_result(
         return dump_numbers(value)
     try:
         outgoing = _dump(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if type(value) is Outcome:
             kept = value.before_culprit(dump_result)
             if kept is not value:
@@ -206,7 +206,7 @@ def dump_function(name: str, function: object) -> bytes:
     """
     try:
         return _cloud_dumps(function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told, roots = f"the function {name}", {name: function}
         if "<locals>" in getattr(function, "__qualname__", "<locals>"):
             raise _unpicklable(told, roots, error) from error
@@ -225,7 +225,7 @@ def dump_option(option: str, value: object) -> bytes:
     """
     try:
         return _cloud_dumps(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unpicklable(f"the option {option}", {option: value}, error) from error
 
 
@@ -255,12 +255,24 @@ def load_reference(module: str, qualname: str) -> Any:
     return found
 
 
-def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if it cannot be: its text travels at least."""
+def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
+    """Pickle an exception.
+
+    Returns:
+        The payload and "". None if it cannot be pickled, and why not, with the path to
+        the part of it that cannot: its text at least travels.
+    """
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.wire import pickler
+
     try:
-        return _cloud_dumps(error)
-    except BaseException:  # noqa: BLE001 - foreign code may raise anything
-        return None
+        return pickler.dump_exception(error), ""
+    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
+        try:
+            path = _culprit({"error": error})
+        except BaseException:  # noqa: BLE001 - the same
+            path = "error"
+        return None, f"{path}: {_described(second)}"
 
 
 def text_of(error: BaseException) -> str:
@@ -298,22 +310,26 @@ def _cloud_dumps(value: object) -> bytes:
 def _unpicklable(
     what: str,
     roots: Mapping[str, object],
-    error: Exception,
+    error: BaseException,
     advice: str = "Create it inside the task, or pass what it is made from.",
 ) -> SerializationError:
     # Only a failure pays for the imports.
     from contextlib import nullcontext
 
-    from aiogpu.wire.culprit import find_culprit
-    from aiogpu.wire.pickler import measure
-
     # An error of ours is about a handle, and says itself what to do instead.
     is_of_handle = isinstance(error, MisuseError)
     with nullcontext() if is_of_handle else collecting():  # else none is to blame
-        path = find_culprit(roots, measure)
+        path = _culprit(roots)
     told = _described(error).rstrip(".")
     after = "" if is_of_handle else f" {advice}"
     return SerializationError(f"{what} cannot be pickled: {path}: {told}.{after}")
+
+
+def _culprit(roots: Mapping[str, object]) -> str:
+    from aiogpu.wire.culprit import find_culprit
+    from aiogpu.wire.pickler import measure
+
+    return find_culprit(roots, measure)
 
 
 def _unreadable(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 import cloudpickle
 
+from aiogpu.wire.exceptions import reduced_exception
 from aiogpu.wire.outgoing import keeping
 
 _PROTOCOL: Final = 5
@@ -46,6 +47,17 @@ def dump_whole(value: object) -> bytes:
         Exception: whatever the reducers of the object's parts raise.
     """
     return _pickled(value, None)
+
+
+def dump_exception(error: BaseException) -> bytes:
+    """Pickle an exception; see `wire.exceptions` for those with a constructor.
+
+    Raises:
+        Exception: whatever the reducers of the object's parts raise.
+    """
+    stream = BytesIO()
+    _pickler(stream, None, _ExceptionPickler).dump(error)
+    return stream.getvalue()
 
 
 def load(stream: bytes | memoryview, buffers: Iterable[memoryview] = ()) -> Any:
@@ -154,6 +166,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar = _Reducers()
 
 
+class _ExceptionPickler(_Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException):
+            reduced = reduced_exception(value)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(value)
+
+
 class _Scale:
     """A file that only counts what is written to it."""
 
@@ -177,7 +198,9 @@ def _pickled(
 
 
 def _pickler(
-    file: BytesIO | _Scale, is_kept: Callable[[pickle.PickleBuffer], bool] | None
+    file: BytesIO | _Scale,
+    is_kept: Callable[[pickle.PickleBuffer], bool] | None,
+    kind: type[_Pickler] = _Pickler,
 ) -> _Pickler:
     torch = modules.get("torch")
     if torch is not _Pickler.dispatch_table.torch and "torch.storage" in modules:
@@ -188,4 +211,4 @@ def _pickler(
     if program is not None and program.__name__ == _SPAWNED:
         # cloudpickle takes it for a module that others could import.
         cloudpickle.register_pickle_by_value(program)
-    return _Pickler(file, _PROTOCOL, is_kept)
+    return kind(file, _PROTOCOL, is_kept)

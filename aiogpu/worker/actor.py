@@ -23,7 +23,7 @@ from aiogpu.wire.messages import Done, Exit, Failed, Message
 from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.chunk import method_of
-from aiogpu.worker.context import current, passing, take_passing
+from aiogpu.worker.context import current, method_called, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.stdio import Stdio
@@ -175,6 +175,7 @@ class SerialActor:
                     self._dropped.discard(call)
                     self._channel.send(dropped(call))
                     continue
+                method_called.set(message.method)
                 answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
                 if current.loans is not None and current.loans.are_used:

@@ -24,6 +24,7 @@ from aiogpu.worker.context import (
     ActorExit,
     current,
     has_exited,
+    method_called,
     passing,
     take_passing,
 )
@@ -162,6 +163,7 @@ class AsyncActor:
         call, kind = message.call, RAISED
         started = perf_counter()
         answer: Done | Failed
+        method_called.set(message.method)
         try:
             method = self._methods[message.method]
             kind = UNREADABLE

@@ -126,6 +126,10 @@ class Sent:
 
 def method_of(actor: object, name: str) -> Callable[..., Any]:
     """What an actor is called by; raises what looking it up raises."""
-    plain = name.removesuffix(CHUNKED)
-    method: Callable[..., Any] = getattr(actor, plain.partition(IN_GROUP)[0])
-    return method if plain is name else Chunk(method)
+    method: Callable[..., Any] = getattr(actor, plain_name(name))
+    return Chunk(method) if name.endswith(CHUNKED) else method
+
+
+def plain_name(called: str) -> str:
+    """The method's name, of what a call names as its method."""
+    return called.removesuffix(CHUNKED).partition(IN_GROUP)[0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from _thread import get_ident
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from aiogpu.worker.children import Children
@@ -105,6 +106,9 @@ def has_exited() -> bool:
     current.exits.remove(running)
     return True
 
+
+method_called: Final = ContextVar("aiogpu_method", default="")
+"""What an actor's running call names as its method, with what `worker.chunk` adds."""
 
 passing: dict[int, list[int]] = {}
 """By thread, actors to which it has pickled handles that it has not sent yet."""

@@ -18,6 +18,7 @@ from aiogpu.worker.context import (
     ActorExit,
     current,
     has_exited,
+    method_called,
     passing,
     take_passing,
 )
@@ -99,6 +100,7 @@ class ThreadedActor:
     def _outcome(self, message: Invoke) -> Done | Failed:
         call, kind, stream = message.call, UNREADABLE, self._streams.get(message.call)
         started = perf_counter()
+        method_called.set(message.method)
         try:
             args, kwargs = arguments_in(message.payload)
             kind = RAISED

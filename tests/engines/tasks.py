@@ -247,15 +247,31 @@ def unpicklable() -> dict[str, Any]:
 
 
 class AwkwardError(Exception):
-    """Pickles well; unpickling calls it with too few arguments."""
+    """Pickles well, and raises when it is unpickled."""
 
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(a)
+    def __reduce__(self) -> Any:
+        return int, ("awkward",)
 
 
 @aiogpu.remote
 def fail_awkwardly() -> None:
-    raise AwkwardError(1, 2)
+    raise AwkwardError(1)
+
+
+class StatusError(Exception):
+    """Takes other arguments than it hands on, as `httpx.HTTPStatusError` does."""
+
+    def __init__(self, message: str, *, code: int, holds: object = None) -> None:
+        super().__init__(f"{message}: {code}")
+        self.code = code
+        self.holds = holds
+
+
+@aiogpu.remote
+def fail_with_status(*, holds_lock: bool = False) -> None:
+    raise StatusError(
+        "not found", code=404, holds=threading.Lock() if holds_lock else None
+    )
 
 
 @aiogpu.remote

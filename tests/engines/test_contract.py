@@ -371,6 +371,21 @@ async def test_errors_keep_their_type_and_show_where(address: str) -> None:
         assert await tasks.add.remote(1) == 2
 
 
+async def test_errors_with_a_constructor_of_their_own_keep_their_type(
+    address: str,
+) -> None:
+    """[B37]"""
+    async with aiogpu.init(address=address, num_cpus=1):
+        with pytest.raises(tasks.StatusError) as caught:
+            await tasks.fail_with_status.remote()
+        assert (str(caught.value), caught.value.code) == ("not found: 404", 404)
+        why = (
+            r"StatusError: not found: 404 \(it cannot be pickled: error\.holds \(a lock"
+        )
+        with pytest.raises(aiogpu.TaskError, match=why):
+            await tasks.fail_with_status.remote(holds_lock=True)
+
+
 @pytest.mark.parametrize(
     "kind",
     [StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError,

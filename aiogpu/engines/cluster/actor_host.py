@@ -35,7 +35,7 @@ from aiogpu.wire.acting import DEFAULT_GROUP
 from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.wire.payload import load_arguments, load_function, several
 from aiogpu.worker.actor import Methods
-from aiogpu.worker.context import ActorExit, current, has_exited
+from aiogpu.worker.context import ActorExit, current, has_exited, method_called
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
@@ -121,6 +121,7 @@ class Stage:
     ) -> tuple[Any, bytes]:
         """Call a method; gives what it has given, and the arguments' payload."""
         kind = UNREADABLE
+        method_called.set(method)
         try:
             if given:
                 head, places, returns, *values = given

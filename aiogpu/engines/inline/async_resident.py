@@ -26,6 +26,7 @@ from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.actors import LEAVE_LIMIT
 from aiogpu.wire.acting import Invoke, Leave
 from aiogpu.wire.messages import Message
+from aiogpu.worker.context import method_called
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents
@@ -91,6 +92,7 @@ class AsyncResident(Resident):
         # Neither the task's result nor a name here: a loop that ends keeps its tasks
         # for a while, and an error the frames that awaited it, so it would hold itself
         # and the actor's object until the garbage is collected.
+        method_called.set(call.method)
         self._outcomes[call.id] = await self._runner.node.executor.interleave(call)
 
     def _on_ended(self, number: int, task: asyncio.Task[None]) -> None:

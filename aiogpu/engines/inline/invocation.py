@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.core.records import WorkerRecord
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
-from aiogpu.worker.chunk import method_of
+from aiogpu.worker.chunk import method_of, plain_name
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor
@@ -32,6 +32,11 @@ class Invocation(Job):
     def name(self) -> str:
         """How errors call it."""
         return f"{self.record.spec.name}.{self.method}"
+
+    @property
+    def task_name(self) -> str:
+        """What its code is told that it is called."""
+        return f"{self.record.spec.name}.{plain_name(self.method)}"
 
     @property
     def is_actor(self) -> bool:

@@ -171,7 +171,7 @@ class Resident:
             return None
         message = self._queue.popleft()
         self._running = call = self._invocation(message)
-        call.surroundings = self.surroundings()
+        call.surroundings = self.surroundings().named(call.task_name)
         self.begun = message.call
         return call
 

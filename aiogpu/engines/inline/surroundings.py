@@ -33,6 +33,10 @@ class Surroundings:
         """The same, to be put on another time."""
         return Surroundings(self._environ, self._facts)
 
+    def named(self, name: str) -> Surroundings:
+        """The same for an actor's call, to be put on another time."""
+        return Surroundings(self._environ, {**self._facts, "name": name})
+
     def put_on(self) -> None:
         """Remember what there is, and set this task's."""
         self._environ_before = {name: os.environ.get(name) for name in self._environ}
