@@ -44,7 +44,6 @@ from aiogpu.wire.messages import (
     Message,
 )
 from aiogpu.wire.printing import Printed
-from aiogpu.wire.sharing import Shared
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
@@ -236,8 +235,6 @@ class Membership:
             case Printed() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
-            case Shared():
-                self.shares.unread.discard(message.value)
             case Departed():
                 if not self._departed.done():
                     self._departed.set_result(None)

@@ -19,7 +19,6 @@ from aiogpu.wire.sharing import (
     PutFailed,
     Returned,
     Share,
-    Shared,
 )
 
 if TYPE_CHECKING:
@@ -74,20 +73,18 @@ class Exchange:
     def _share(self, caller: Caller, message: Share) -> None:
         value = self._value(caller, message.value)
         child = caller.children.get(message.child)
-        actor, number = caller.asked.get(message.child, (0, 0))
         if child is not None:
             value.task = child
             stop = partial(self._driver.cancel, child)
             value.stop = partial(self._stop, child, stop)
             _tell_as_well(self._driver.receiver_of(TaskId(child)), value, message.part)
-        elif number:
+            return
+        actor, number = caller.asked.get(message.child, (0, 0))
+        if number:
             stop = partial(self._driver.actors.cancel, actor, number)
             value.stop = partial(self._stop, number, stop)
             _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
-        # Else the answer was sent before, and the caller passes it on when it has read
-        # it. It stays until it knows whether it has to.
-        if caller.peer is not None:
-            caller.peer.post(Shared(message.value))
+        # Else it was told before, and the worker says so when it hears that.
 
     def _stop(self, number: int, stop: Callable[[], object]) -> None:
         """Somebody else cancels what it was given; who has started it is told."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.runtime.segment import SharedSegment
-from aiogpu.wire.sharing import NUMBERS
 
 if TYPE_CHECKING:
     from aiogpu.runtime.values import Value
@@ -160,17 +159,6 @@ class Lending:
                 os.close(self._arrived[number])
             self._arrived[number] = descriptor
         return bool(found)
-
-    def unsettled(self) -> list[Value]:
-        """Values of the worker's own that nobody but the worker could have settled."""
-        return [
-            thing
-            for thing in self._things.values()
-            if not isinstance(thing, SharedSegment)
-            and -thing.id >> NUMBERS == self.worker
-            and thing.is_pending
-            and thing.stop is None
-        ]
 
     def close(self) -> None:
         """The worker has ended: it has nothing any more."""

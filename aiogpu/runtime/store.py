@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.errors import ProtocolError, WorkerDiedError
+from aiogpu.errors import ProtocolError
 from aiogpu.memory.mappings import Mappings, Shown
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
@@ -256,17 +256,7 @@ class Store:
                 self._lend(lending, part)
 
     def forget(self, lending: Lending) -> None:
-        """A worker has ended: it has nothing any more.
-
-        Values that only it could have passed on will never come.
-        """
-        for value in lending.unsettled():
-            value.fail(
-                WorkerDiedError(
-                    "the result is lost: the process that had given its handle away "
-                    "was killed before the result had come there. Run the task again."
-                )
-            )
+        """A worker has ended: it has nothing any more."""
         self.memory.use_warm(sum(lending.warm.values()))
         lending.warm.clear()
         lending.close()

@@ -83,7 +83,6 @@ from aiogpu.wire.sharing import (
     Recycle,
     Returned,
     Share,
-    Shared,
 )
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
@@ -125,12 +124,11 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
             *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems, Carried),
-            Shared,
         }
     ),
     CLIENT: frozenset(
         {
-            *(Refused, Welcome, Close, Departed, Carried, Recycle, Shared),
+            *(Refused, Welcome, Close, Departed, Carried, Recycle),
             *(ChildDone, ChildFailed, ChildItems, Printed),
         }
     ),

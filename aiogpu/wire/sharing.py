@@ -11,9 +11,6 @@ SEGMENTS: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
 WARM: Final = 1 << 28
 """Bytes of its segments that stand ready in one worker, to be written again."""
-NUMBERS: Final = 32
-"""Bits of the id of a value or an actor below those that say which process chose it.
-The id of what a worker or a client has made is below zero."""
 OWNER: Final = 36
 """Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
 
@@ -74,16 +71,6 @@ class Share(NamedTuple):
     part: int
 
 
-class Shared(NamedTuple):
-    """Driver to whoever sent `Share`: it was read.
-
-    An answer of the child that the driver had sent before is ahead of this message, so
-    a process that has read it knows whether it has to pass that answer on.
-    """
-
-    value: int
-
-
 class Fetch(NamedTuple):
     """Worker to driver: tell a value, as the result of a child."""
 
@@ -98,5 +85,5 @@ class Discard(NamedTuple):
     value: int
 
 
-Sharing = Recycle | Returned | Put | PutFailed | Share | Shared | Fetch | Discard
+Sharing = Recycle | Returned | Put | PutFailed | Share | Fetch | Discard
 """Everything that concerns values and shared memory."""

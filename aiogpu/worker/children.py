@@ -26,10 +26,10 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.sharing import NUMBERS, Fetch, Shared
+from aiogpu.wire.sharing import Fetch
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.shares import Shares
+from aiogpu.worker.shares import NUMBERS, Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -302,18 +302,6 @@ class Children:
             self.read()
         return True
 
-    def finish_sharing(self) -> None:
-        """Wait until the node has read what was shared, before this process ends.
-
-        The answer of a child may be on its way to this process while the task gives
-        the child's handle away: then only this process can pass the answer on. The
-        node's `Shared` comes after such an answer.
-        """
-        while self.shares.unread:
-            self._channel.wait(None)
-            if not self._channel.read_ready():
-                return  # the node has gone
-
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""
         with self._submitting:
@@ -351,9 +339,6 @@ class Children:
             from aiogpu.worker.carried import hold_for  # few results have handles
 
             hold_for(self._receivers.get(message.child), message.actors, self.drop)
-            return True
-        if type(message) is Shared:
-            self.shares.unread.discard(message.value)
             return True
         return False
 

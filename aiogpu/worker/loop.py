@@ -146,8 +146,6 @@ class Worker:
         330 ms with torch, and the kernel takes everything back anyway.
         """
         try:
-            if self._children.shares.unread:
-                self._children.finish_sharing()
             if atexit._ncallbacks():
                 atexit._run_exitfuncs()
             self._stdio.flush()

@@ -9,7 +9,7 @@ from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message
 from aiogpu.wire.parcel import part_of
-from aiogpu.wire.sharing import NUMBERS, Put, PutFailed, Share
+from aiogpu.wire.sharing import Put, PutFailed, Share
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""
+NUMBERS: Final = 32
+"""Bits of an id below those of the worker's, so that no two workers give the same."""
 
 
 class Sending(Protocol):
@@ -97,7 +99,6 @@ class Shares:
 
     Attributes:
         due: what was shared before its answer came, by child.
-        unread: what was shared, and the node may not have read that yet.
     """
 
     def __init__(
@@ -118,7 +119,6 @@ class Shares:
             owner: id of the client whose process this is; 0 in a worker.
         """
         self.due: dict[int, list[_Due]] = {}
-        self.unread: set[int] = set()
         self._loans = loans
         self._owner = owner
         self._channel = channel
@@ -136,30 +136,20 @@ class Shares:
     def share(self, handle: Shareable) -> Loan:
         """What others refer to who are given a handle of a child; see `Family`."""
         if _is_due(handle):
-            return self._share_due(handle)
+            # Its answer may have come, and the driver keeps none that it has told.
+            self._read()
         identity = self._new_id()
         if handle.raw is not None:
             return self._lent(Put(identity, handle.raw))
         error = handle.error
-        if handle.cancelled() or error is None:
+        if handle.cancelled():
             error = TaskCancelledError(f"{handle.task_name} was cancelled.")
-        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-        return self._lent(PutFailed(identity, *failed.why))
-
-    def _share_due(self, handle: Shareable) -> Loan:
-        """Share a result that the handle does not have yet.
-
-        The answer may have come: the driver keeps no answer that it has sent. So it is
-        read here, and `pass_on` sends it back as the value. The handle itself may learn
-        of it later, in a turn of its loop.
-        """
-        loan = self._owned(self._new_id())
-        due = _Due(loan, handle.part, handle.task_name)
-        self.due.setdefault(handle.child, []).append(due)
-        self._read()
-        if due in self.due.get(handle.child, ()):
-            self.unread.add(loan.id)
-            self._channel.send(Share(loan.id, handle.child, handle.part))
+        if error is not None:
+            failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+            return self._lent(PutFailed(identity, *failed.why))
+        loan = self._lent(Share(identity, handle.child, handle.part))
+        due = self.due.setdefault(handle.child, [])
+        due.append(_Due(loan, handle.part, handle.task_name))
         return loan
 
     def promise(self) -> Loan:
@@ -168,7 +158,6 @@ class Shares:
 
     def keep(self, loan: Loan, handle: Shareable) -> None:
         """The task of what was promised is started: its result is that value."""
-        self.unread.add(loan.id)
         self._channel.send(Share(loan.id, handle.child, handle.part))
         due = self.due.setdefault(handle.child, [])
         due.append(_Due(loan, handle.part, handle.task_name))
