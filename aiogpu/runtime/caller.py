@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiogpu.core.ids import OWN, ClientId
+from aiogpu.errors import AiogpuError, TaskCancelledError, WorkerDiedError
 
 if TYPE_CHECKING:
     from aiogpu.runtime.actor import Actor
@@ -64,5 +65,18 @@ class Caller:
 
     def return_loans(self) -> None:
         """It has ended, and has nothing any more."""
-        if self.lending is not None and self.store is not None:
-            self.store.forget(self.lending)
+        if self.lending is None or self.store is None:
+            return
+        if self.client:
+            # All its tasks are cancelled, and of a cancelled task nobody is told.
+            error: AiogpuError = TaskCancelledError(
+                "the task was stopped, since the program that had started it has ended."
+            )
+        else:
+            error = WorkerDiedError(
+                f"the result is lost: the worker (pid {self.pid}) that had started the "
+                f"task ended before it had passed on what it was told. Let tasks that "
+                f"hand on handles end by themselves.",
+                self.pid,
+            )
+        self.store.forget(self.lending, error, is_all=bool(self.client))

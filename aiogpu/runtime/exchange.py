@@ -19,6 +19,8 @@ from aiogpu.wire.sharing import (
     PutFailed,
     Returned,
     Share,
+    Sync,
+    Synced,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.store import Store
 
-KINDS: Final = (Returned, Put, PutFailed, Share, Fetch, Discard)
+KINDS: Final = (Returned, Put, PutFailed, Share, Fetch, Discard, Sync)
 """The messages that concern values."""
 
 
@@ -50,6 +52,7 @@ class Exchange:
             Share: self._share,
             Fetch: self._fetch,
             Discard: self._discard,
+            Sync: self._sync,
         }
 
     def on_message(self, caller: Caller, message: Message) -> None:
@@ -84,7 +87,8 @@ class Exchange:
             stop = partial(self._driver.actors.cancel, actor, number)
             value.stop = partial(self._stop, number, stop)
             _tell_as_well(self._driver.actors.receiver_of(number), value, message.part)
-        # Else it was told before, and the worker says so when it hears that.
+        # Else the child has ended and its answer is on the way to the caller, which
+        # sends the result as a `Put`. A worker does not end before: see `Sync`.
 
     def _stop(self, number: int, stop: Callable[[], object]) -> None:
         """Somebody else cancels what it was given; who has started it is told."""
@@ -116,6 +120,10 @@ class Exchange:
         value = find(message.value)
         if value is not None and value.stop is not None:
             value.stop()
+
+    def _sync(self, caller: Caller, _message: Sync) -> None:
+        if caller.peer is not None:
+            caller.peer.send_one(Synced())
 
 
 def _tell_as_well(receiver: Receiver | None, value: Value, part: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.runtime.claims import NUMBERS
 from aiogpu.runtime.segment import SharedSegment
 
 if TYPE_CHECKING:
@@ -159,6 +160,15 @@ class Lending:
                 os.close(self._arrived[number])
             self._arrived[number] = descriptor
         return bool(found)
+
+    def own_values(self) -> list[Value]:
+        """The values that the worker has begun itself."""
+        things, owner = self._things, self.worker
+        return [
+            thing
+            for identity, thing in things.items()
+            if -identity >> NUMBERS == owner and not isinstance(thing, SharedSegment)
+        ]
 
     def close(self) -> None:
         """The worker has ended: it has nothing any more."""

@@ -255,8 +255,17 @@ class Store:
             if type(part) is Parcel:
                 self._lend(lending, part)
 
-    def forget(self, lending: Lending) -> None:
-        """A worker has ended: it has nothing any more."""
+    def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
+        """A caller has ended: it has nothing any more.
+
+        Args:
+            lending: what it was lent.
+            error: for its values that will never come now.
+            is_all: whether also those end that its children were to give.
+        """
+        for value in lending.own_values():
+            if is_all or value.stop is None:
+                value.fail(error)
         self.memory.use_warm(sum(lending.warm.values()))
         lending.warm.clear()
         lending.close()

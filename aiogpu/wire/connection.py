@@ -83,6 +83,8 @@ from aiogpu.wire.sharing import (
     Recycle,
     Returned,
     Share,
+    Sync,
+    Synced,
 )
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import ChildDemand, ChildItems, Demand, Items
@@ -103,7 +105,7 @@ SAYS: Final[dict[str, frozenset[type[Message]]]] = {
             *(Done, Failed, Log, Skipped, Spoilt, Declare, Submit, Wait, Withdraw),
             *(Imported, Created, Make, Find, Ask, Hold, Release, Carry, Stop),
             *(Returned, Put, PutFailed, Share, Fetch, Discard),
-            *(Items, ChildDemand, RanOut),
+            *(Items, ChildDemand, RanOut, Sync),
         }
     ),
     CLIENT: frozenset(
@@ -124,6 +126,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
         {
             *(Bind, Define, Forget, Run, Cancel, Exit, ChildDone, ChildFailed),
             *(Create, Invoke, Drop, Leave, Recycle, Demand, ChildItems, Carried),
+            Synced,
         }
     ),
     CLIENT: frozenset(

@@ -19,11 +19,11 @@ from aiogpu.wire.forking import (
 )
 from aiogpu.wire.joining import Joining, Refused
 from aiogpu.wire.printing import Log, Printed
-from aiogpu.wire.sharing import Sharing
+from aiogpu.wire.sharing import Sharing, Sync, Synced
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
 
-VERSION: Final = 9
+VERSION: Final = 10
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 
@@ -285,6 +285,8 @@ Message = (
     | Streaming
     | Joining
     | Printed
+    | Sync
+    | Synced
 )
 
 TAGS: Final[dict[type[Message], int]] = {

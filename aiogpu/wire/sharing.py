@@ -85,5 +85,17 @@ class Discard(NamedTuple):
     value: int
 
 
+class Sync(NamedTuple):
+    """Worker to driver: answer `Synced` once you have taken in what I said before.
+
+    A child may have ended before the driver was told that its result is shared. Its
+    answer is on the way then, and arrives before `Synced`.
+    """
+
+
+class Synced(NamedTuple):
+    """Driver to worker: the answer to `Sync`."""
+
+
 Sharing = Recycle | Returned | Put | PutFailed | Share | Fetch | Discard
 """Everything that concerns values and shared memory."""

@@ -90,6 +90,8 @@ class Stage:
         del actor
         gc.collect()
         self._stdio.end_lines()
+        if current.children is not None:
+            current.children.hand_over()
         self.channel.send(Done(creation.task, NOTHING, 0))
         return True
 

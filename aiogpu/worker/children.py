@@ -10,6 +10,7 @@ import _thread
 import time
 from _thread import allocate_lock
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +27,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.sharing import Fetch
+from aiogpu.wire.sharing import Fetch, Sync, Synced
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.shares import NUMBERS, Shares
@@ -71,6 +72,7 @@ class Children:
         self._dropped: deque[int] = deque()
         self.shares = Shares(channel, self.read, self._numbers.__next__)
         self._unwanted: deque[int] = deque()
+        self._is_synced = False
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -302,6 +304,22 @@ class Children:
             self.read()
         return True
 
+    def hand_over(self) -> None:
+        """Wait until the driver has, or will get by itself, each result that is shared.
+
+        A child that ended just before its result was shared has sent its answer here
+        and nowhere else. The answer is lost if this process ends without reading it.
+        """
+        if not self.shares.due:
+            return
+        due = self.shares.due_now()
+        self._is_synced = False
+        # Where the driver has gone, the next send says so.
+        with suppress(NodeClosedError):
+            self._channel.send(Sync())
+            self.wait_until(lambda: self._is_synced)
+        self.shares.forget(due)
+
     def end_task(self) -> None:
         """The task has ended, and what it had started ends with it."""
         with self._submitting:
@@ -339,6 +357,9 @@ class Children:
             from aiogpu.worker.carried import hold_for  # few results have handles
 
             hold_for(self._receivers.get(message.child), message.actors, self.drop)
+            return True
+        if type(message) is Synced:
+            self._is_synced = True
             return True
         return False
 

@@ -181,6 +181,18 @@ class Shares:
         if kept:
             self.due[child] = kept
 
+    def due_now(self) -> dict[int, tuple[_Due, ...]]:
+        """A copy of `due`."""
+        return {child: tuple(due) for child, due in self.due.items()}
+
+    def forget(self, told: dict[int, tuple[_Due, ...]]) -> None:
+        """The driver itself passes on these results when they come."""
+        for child, over in told.items():
+            # Another thread may have shared one of them again meanwhile.
+            left = [due for due in self.due.pop(child, ()) if due not in over]
+            if left:
+                self.due[child] = left
+
     def _lent(self, message: Put | PutFailed | Share) -> Loan:
         loan = self._owned(message.value)
         self._channel.send(message)
