@@ -136,20 +136,29 @@ class Shares:
     def share(self, handle: Shareable) -> Loan:
         """What others refer to who are given a handle of a child; see `Family`."""
         if _is_due(handle):
-            # Its answer may have come, and the driver keeps none that it has told.
-            self._read()
+            return self._share_due(handle)
         identity = self._new_id()
         if handle.raw is not None:
             return self._lent(Put(identity, handle.raw))
         error = handle.error
-        if handle.cancelled():
+        if handle.cancelled() or error is None:
             error = TaskCancelledError(f"{handle.task_name} was cancelled.")
-        if error is not None:
-            failed = pack_failure(0, RAISED, error, OWN_FRAMES)
-            return self._lent(PutFailed(identity, *failed.why))
-        loan = self._lent(Share(identity, handle.child, handle.part))
-        due = self.due.setdefault(handle.child, [])
-        due.append(_Due(loan, handle.part, handle.task_name))
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        return self._lent(PutFailed(identity, *failed.why))
+
+    def _share_due(self, handle: Shareable) -> Loan:
+        """Share a result that the handle does not have yet.
+
+        The answer may have come: the driver keeps no answer that it has sent. So it is
+        read here, and `pass_on` sends it back as the value. The handle itself may learn
+        of it later, in a turn of its loop.
+        """
+        loan = self._owned(self._new_id())
+        due = _Due(loan, handle.part, handle.task_name)
+        self.due.setdefault(handle.child, []).append(due)
+        self._read()
+        if due in self.due.get(handle.child, ()):
+            self._channel.send(Share(loan.id, handle.child, handle.part))
         return loan
 
     def promise(self) -> Loan:
