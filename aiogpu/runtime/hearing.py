@@ -32,6 +32,7 @@ from aiogpu.wire.streaming import Items
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
 """The messages whose payload may refer to values or to shared memory."""
+_ANSWERS: Final = frozenset({Done, Failed})
 _ANNOUNCING: Final = frozenset({Put, PutFailed, Share})
 """Those that begin a value, of which the next message may speak."""
 
@@ -93,6 +94,8 @@ class Hearing:
                     # By far the commonest; what has come together is told together.
                     if worker.actor is None:
                         done.append(message)
+                        if output.last:
+                            output.forget(message.task)
                         continue
                     try:
                         self.on_acting(worker.id, message)
@@ -119,6 +122,9 @@ class Hearing:
     def _take(self, worker: LiveWorker, message: Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""
         output, console, kind = worker.slot.output, self._console, type(message)
+        if output.last and kind in _ANSWERS and worker.actor is None:
+            # Now: a worker's death may be noted before the answer is passed on.
+            output.forget(message.task)  # type: ignore[union-attr]
         if (kind in _CARRIERS and message.payload[:1] == MARK) or kind is Items:  # type: ignore[union-attr, index]
             admitted = self._admit(worker, message)
             if admitted is None:

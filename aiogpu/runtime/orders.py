@@ -28,6 +28,9 @@ class Orders:
         site, peer = call.site, worker.peer
         if peer is None:
             return
+        # It is idle, so what came by its pipes is of tasks that have ended.
+        if worker.slot.output.last:
+            worker.slot.output.last.clear()
         run = call.run(task, is_last, worker)
         if bind is None and site.id in worker.sites:
             peer.send_one(run)
@@ -39,6 +42,7 @@ class Orders:
         """Have a worker become an actor."""
         worker = self._workers[worker_id]
         if worker.peer is not None:
+            worker.slot.output.last.clear()
             first = [] if bind is None else [bind]
             it = it._replace(payload=worker.borrow(it.payload))
             worker.peer.send(*first, *worker.introduce(call.site), it)

@@ -29,7 +29,8 @@ class Output:
     Attributes:
         label: who writes to the pipes, such as `worker-3 pid=4711`.
         worker: its id.
-        last: the last lines, oldest first.
+        last: the last lines, oldest first, each with the task that has printed it;
+            0 for what came by the pipes.
         number: of the last line given to the console.
         peer: the worker's connection, by which its tasks' lines come.
     """
@@ -39,7 +40,7 @@ class Output:
     ) -> None:
         self.label = ""
         self.worker = 0
-        self.last: deque[str] = deque(maxlen=KEPT)
+        self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.number = 0
         self.peer: Peer | None = None
         self._console = console
@@ -87,12 +88,16 @@ class Output:
         `task`: has printed it; 0 for whichever the worker runs.
         """
         text = line.decode("utf-8", "backslashreplace")
-        self.last.append(text)
+        self.last.append((task, text))
         routes = self._console.routes
         if routes is None or not routes.take(
             stream, label, text, self, self.worker, task
         ):
             self.number = self._console.write(stream, f"({label}) {text}", self)
+
+    def forget(self, task: int) -> None:
+        """Keep no line any more that this task has printed: it has ended."""
+        self.last = deque((one for one in self.last if one[0] != task), KEPT)
 
     def _show_raw(self, stream: int, line: bytes) -> None:
         self.show(stream, self.label, line)

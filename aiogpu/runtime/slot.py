@@ -64,7 +64,7 @@ class LiveWorker(Caller):
         return Death(
             self.pid,
             self.status,
-            tuple(self.slot.output.last),
+            tuple(text for _, text in self.slot.output.last),
             self.reason,
             begun,
             self.cause,

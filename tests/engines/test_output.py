@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import re
 import sys
 import threading
@@ -173,3 +174,43 @@ async def test_a_name_is_one_line_whatever_is_in_it(
         pid = await tasks.pid.remote()
         await tasks.output.options(name="one\n\x1b[31mtwo").remote(["x"])
         assert capsys.readouterr().out == f"(one??[31mtwo pid={pid}) x\n"
+
+
+async def test_the_last_output_of_a_crash_is_its_own() -> None:
+    """[B38]"""
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+        pid = await tasks.pid.remote()
+        await tasks.output.remote(["printed before"])
+        await tasks.raw_output.remote("written before\n")
+        with pytest.raises(aiogpu.WorkerDiedError) as caught:
+            await tasks.exit_at_once.remote(7)
+        assert caught.value.pid == pid
+        assert caught.value.last_output == ("last words",)
+        assert "before" not in str(caught.value)
+        *_, last = await asyncio.gather(
+            *(tasks.output.remote([f"printed {n} before"]) for n in range(20)),
+            tasks.exit_at_once.remote(7),
+            return_exceptions=True,
+        )
+        assert isinstance(last, aiogpu.WorkerDiedError)
+        assert last.last_output == ("last words",)
+
+
+async def test_the_last_output_of_an_actor_is_all_of_its_life() -> None:
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+
+        @aiogpu.remote
+        class Talking:
+            def say(self, what: str) -> None:
+                print(what)
+
+            def end(self) -> None:
+                os._exit(3)
+
+        actor = Talking.remote()
+        await actor.say.remote("before")
+        with pytest.raises(aiogpu.ActorDiedError) as caught:
+            await actor.end.remote()
+        cause = caught.value.__cause__
+        assert isinstance(cause, aiogpu.WorkerDiedError)
+        assert cause.last_output == ("before",)

@@ -262,7 +262,7 @@ async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
     house.console.show_all()
     assert house.told == [
         (1, Done(7, b"")),
-        ("gone", 1, Death(1001, 0, ("printed", "outside"))),
+        ("gone", 1, Death(1001, 0, ("outside",))),
     ]
 
 

@@ -75,7 +75,7 @@ async def test_the_last_lines_are_kept(tmp_path: Path) -> None:
     output, _, _ = make(tmp_path)
     for number in range(KEPT + 5):
         output.show(1, "label", str(number).encode())
-    assert list(output.last) == [str(number) for number in range(5, KEPT + 5)]
+    assert list(output.last) == [(0, str(number)) for number in range(5, KEPT + 5)]
     output.close()
 
 

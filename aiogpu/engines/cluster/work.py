@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.accelerators.listing import is_left_alone
+from aiogpu.accelerators.listed import is_left_alone
 from aiogpu.engines import ray
 from aiogpu.engines.cluster.failure import TaskFailure, packed, stopped
 from aiogpu.engines.cluster.host import ClusterHost
