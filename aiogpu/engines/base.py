@@ -316,3 +316,17 @@ def error_inside_task(what: str) -> NodeError:
         f"{what} was called inside a task; only the program that has opened the node "
         f"can ask it. Inside a task, aiogpu.get_runtime_context() tells what it holds."
     )
+
+
+CLIENT: Final = "ray://"
+"""The start of addresses of Ray Client."""
+
+
+def no_client(said: str) -> str:
+    """The message for an address of Ray Client, which somebody has `said`."""
+    return (
+        f"{said}: aiogpu does not use Ray Client (ray://). Run the program on a node "
+        f"of the cluster with address='ray', or submit it as a Ray job: `ray job "
+        f"submit --address http://HEAD:8265 -- python program.py`, with "
+        f"AIOGPU_ADDRESS=ray in the job's environment."
+    )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 
-from aiogpu.engines.base import Engine, NodeOptions
+from aiogpu.engines.base import CLIENT, Engine, NodeOptions, no_client
 from aiogpu.errors import NodeError, OptionError
 
 OF_PROGRAMS = frozenset({"preload", "learns", "log_to_driver", "only_looks"})
 """What a program itself chooses that joins a node; all else is the node's."""
-CLIENT = "ray://"
-"""The start of addresses of Ray Client."""
 
 
 def create_engine(
@@ -66,16 +64,6 @@ def _cluster(options: NodeOptions, loop: asyncio.AbstractEventLoop) -> Engine:
             f"pip install 'aiogpu[ray]'."
         ) from error
     return RayEngine(options, loop)
-
-
-def no_client(said: str) -> str:
-    """The message for an address of Ray Client, which somebody has `said`."""
-    return (
-        f"{said}: aiogpu does not use Ray Client (ray://). Run the program on a node "
-        f"of the cluster with address='ray', or submit it as a Ray job: `ray job "
-        f"submit --address http://HEAD:8265 -- python program.py`, with "
-        f"AIOGPU_ADDRESS=ray in the job's environment."
-    )
 
 
 def _said(address: str) -> str:

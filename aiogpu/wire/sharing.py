@@ -11,6 +11,9 @@ SEGMENTS: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
 WARM: Final = 1 << 28
 """Bytes of its segments that stand ready in one worker, to be written again."""
+NUMBERS: Final = 32
+"""Bits of the id of a value or an actor below those that say which process chose it.
+The id of what a worker or a client has made is below zero."""
 OWNER: Final = 36
 """Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
 

@@ -27,10 +27,10 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.sharing import Fetch, Sync, Synced
+from aiogpu.wire.sharing import NUMBERS, Fetch, Sync, Synced
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.shares import NUMBERS, Shares
+from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable

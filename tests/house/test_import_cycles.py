@@ -11,7 +11,7 @@ ALLOWED: Final = {
     "api": 39,
     "core": 36,
     "engines": 49,
-    "runtime": 19,
+    "runtime": 21,
     "wire": 3,
     "worker": 11,
 }

@@ -17,7 +17,7 @@ from shutil import rmtree
 from typing import Any, Final, TypeVar
 
 from aiogpu.engines import ray
-from aiogpu.engines.base import NodeOptions
+from aiogpu.engines.base import CLIENT, NodeOptions, no_client
 from aiogpu.engines.cluster.asking import OneThread, begun, unless_left
 from aiogpu.engines.cluster.reach import (
     CLUSTER_PORT,
@@ -25,7 +25,6 @@ from aiogpu.engines.cluster.reach import (
     check_reachable,
     place_of,
 )
-from aiogpu.engines.registry import CLIENT, no_client
 from aiogpu.errors import DeviceError, NodeError, NodeStartError, OptionError
 
 T = TypeVar("T")
