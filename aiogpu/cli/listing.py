@@ -90,7 +90,7 @@ KINDS: Final[dict[str, Kind]] = {
     "clients": Kind(
         entries=tables.shown_clients,
         count=lambda status: len(tables.shown_clients(status)),
-        table=lambda them, _: tables.client_table(them),
+        table=lambda them, _: tables.client_table(them, with_ids=True),
         data=lambda one, _: data.client_data(one),
         state=lambda one: "left" if one.has_left else "there",
         states=("there", "left"),

@@ -21,6 +21,8 @@ NODE: Final = "node.log"
 """What the node says itself; see `aiogpu.daemon`."""
 USUAL: Final = 1000
 """Lines that are shown if nothing was said of it."""
+LISTED: Final = 8
+"""Programs that are named where another one was asked for."""
 EVERY: Final = 200
 """Milliseconds between two looks at what has come."""
 _LINE: Final = re.compile(r"\S+ \S+ client=(\d+) task=(\d+) ")
@@ -34,7 +36,10 @@ Wanted = Callable[[str], bool]
     "--task", type=click.IntRange(1), metavar="ID", help="Of this task alone."
 )
 @click.option(
-    "--client", type=click.IntRange(1), metavar="ID", help="Of this program alone."
+    "--client",
+    type=click.IntRange(1),
+    metavar="ID",
+    help="Of this program alone; `aiogpu list clients` shows its ID.",
 )
 @click.option("--node", is_flag=True, help="What the node itself says.")
 @click.option(
@@ -71,7 +76,7 @@ def logs(  # noqa: PLR0917 - its options
     \b
     Exit codes:
       0    all is shown
-      1    no node has logged there
+      1    no node has logged there, or nothing of that program
       2    bad input
       130  --follow was ended by Ctrl-C
     """  # noqa: D301 - click's mark for lines to be left as they are
@@ -88,16 +93,30 @@ def logs(  # noqa: PLR0917 - its options
             f"directory by --log-dir."
         )
     trail = Trail(os.path.join(directory, NODE if node else FILE))
+    known: set[int] = set()
     try:
-        _show(deque(filter(_wanted(task, client), trail.read()), lines))
+        _show(deque(filter(_wanted(task, client, known), trail.read()), lines))
+        if client is not None and client not in known and not follow:
+            raise _no_lines(client, known, directory)
         while follow and _wait():
-            _show(filter(_wanted(task, client), trail.read()))
+            _show(filter(_wanted(task, client, known), trail.read()))
     finally:
         trail.close()
 
 
-def _wanted(task: int | None, client: int | None) -> Wanted:
-    """Whether a line is to be shown."""
+def _no_lines(client: int, known: set[int], directory: str) -> click.ClickException:
+    """The error for a program of which there is no line."""
+    told = ", ".join(map(str, sorted(known)[:LISTED]))
+    more = " and others" if len(known) > LISTED else ""
+    there = f"There are lines of {told}{more}" if known else "There are no lines at all"
+    return click.ClickException(
+        f"no line of program {client} is kept in {directory}. {there}; `aiogpu list "
+        f"clients` shows the ID of each program that is there now."
+    )
+
+
+def _wanted(task: int | None, client: int | None, known: set[int]) -> Wanted:
+    """Whether a line is to be shown; the programs of the lines are added to `known`."""
     if task is None and client is None:
         return lambda _line: True
 
@@ -106,6 +125,7 @@ def _wanted(task: int | None, client: int | None) -> Wanted:
         if found is None:
             return False
         of_client, of_task = map(int, found.groups())
+        known.add(of_client)
         return task in (None, of_task) and client in (None, of_client)
 
     return is_of

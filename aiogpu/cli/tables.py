@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 import aiogpu
@@ -156,9 +156,14 @@ def placement_table(
     return Table(columns, rows)
 
 
-def client_table(clients: Iterable[ClientStatus]) -> Table:
-    """The programs that share the node."""
-    columns = (
+def client_table(clients: Collection[ClientStatus], with_ids: bool = False) -> Table:
+    """The programs that share the node.
+
+    Args:
+        clients: the programs.
+        with_ids: show what `aiogpu logs --client` wants; a screen has no room for it.
+    """
+    columns = [
         Column("PROGRAM", least=8),
         Column("PID", is_number=True, rank=1),
         Column("RUN", is_number=True),
@@ -167,19 +172,23 @@ def client_table(clients: Iterable[ClientStatus]) -> Table:
         Column("WEIGHT", is_number=True, rank=4),
         Column("MAY HAVE", least=10, rank=5),
         Column("", rank=3),
-    )
+    ]
     rows = [
-        (
+        [
             name_of(one.id, {one.id: Program(one.name, one.pid)}),
             *(pid(one.pid), str(one.running), str(one.waiting)),
             terms(one.holds.items()) if one.holds else "",
             "" if one.weight == 1 else f"{one.weight:g}",
             ", ".join(bounds(one.limits)),
             "has left" if one.has_left else "",
-        )
+        ]
         for one in clients
     ]
-    return Table(columns, rows)
+    if with_ids:
+        columns.insert(2, Column("ID", is_number=True))
+        for one, row in zip(clients, rows, strict=True):
+            row.insert(2, str(one.id) if one.id != OWN else "")
+    return Table(tuple(columns), [tuple(row) for row in rows])
 
 
 def shown_clients(status: aiogpu.NodeStatus) -> list[ClientStatus]:

@@ -24,7 +24,7 @@ from aiogpu.errors import (
 )
 from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
-from aiogpu.runtime.meeting import check_meeting
+from aiogpu.runtime.meeting import check_meeting, default_socket
 from aiogpu.wire.acting import Release
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.failure import unpack_failure
@@ -158,6 +158,11 @@ class Membership:
             os.close(descriptor)
         self.loans.move_in(passage, welcome.spill, self._page)
 
+    @property
+    def _address(self) -> str:
+        """By which `init` joins what runs at the same place."""
+        return "auto" if self._path == default_socket() else self._path
+
     def new_number(self) -> int:
         """A number for a child, a value or an actor, given to no other."""
         self._last += 1
@@ -231,7 +236,13 @@ class Membership:
             case Refused(reason):
                 self._end(NodeError(f"the node at {self._path} refuses: {reason}."))
             case Close():
-                self._end(NodeClosedError(f"the node at {self._path} was stopped."))
+                self._end(
+                    NodeClosedError(
+                        f"the node at {self._path} was stopped, and what ran on it has "
+                        f"ended. When a node runs there again, `await aiogpu.init("
+                        f"address={self._address!r})` joins it."
+                    )
+                )
             case Printed() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
@@ -276,8 +287,8 @@ class Membership:
         self._end(
             NodeDiedError(
                 f"the node at {self._path} has ended{why}. What ran on it has ended "
-                f"with it; start it anew by `aiogpu start --head`, and join it by "
-                f"aiogpu.init()."
+                f"with it. Start it anew by `aiogpu start --head`; then `await "
+                f"aiogpu.init(address={self._address!r})` joins it."
             )
         )
 

@@ -66,6 +66,20 @@ def test_of_one_task_or_program(place: Path) -> None:
     assert shown(place, "--task", "99") == []
 
 
+def test_of_a_program_that_nobody_knows(place: Path) -> None:
+    address = ["--address", f"{place}/node.sock"]
+    ran = CliRunner().invoke(logs, [*address, "--client", "4711"])
+    assert ran.exit_code == 1
+    assert "no line of program 4711 is kept in" in ran.output
+    assert f"There are lines of {CLIENT}, {CLIENT + 1}; `aiogpu list" in ran.output
+    (place / "logs" / FILE).write_text("")
+    for old in place.glob(f"logs/{FILE}.*"):
+        old.unlink()
+    ran = CliRunner().invoke(logs, [*address, "--client", "4711"])
+    assert ran.exit_code == 1
+    assert "There are no lines at all" in ran.output
+
+
 def test_a_line_that_looks_like_another_tasks(place: Path) -> None:
     sly = str(Entry(1.0, CLIENT, 1, 1, "sly", "1 2 client=5 task=7 out (x) y"))
     pages = Pages(str(place / "logs" / FILE), 1 << 20, 1)

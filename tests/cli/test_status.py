@@ -158,13 +158,13 @@ def test_lists() -> None:
         "    9         Cache  pending             1         train.py 4711",
     ]
     assert ran("list", "clients").stdout.splitlines() == [
-        "PROGRAM                  PID  RUN  WAIT  HOLDS"
+        "PROGRAM                  PID        ID  RUN  WAIT  HOLDS"
         "                WEIGHT  MAY HAVE",
-        "the node's own program          2     0  {CPU: 1, GPU: 1.5}",
-        "train.py                4711    1     3  {CPU: 1, GPU: 0.25}       2  "
-        "100 tasks, 50 % of GPU",
-        "notebook                4712    0     0                               "
-        "                        has left",
+        "the node's own program                    2     0  {CPU: 1, GPU: 1.5}",
+        "train.py                4711  67108864    1     3  {CPU: 1, GPU: 0.25}       2"
+        "  100 tasks, 50 % of GPU",
+        "notebook                4712  67108873    0     0                             "
+        "                          has left",
     ]
     assert ran("list", "workers").stdout.splitlines() == [
         "WORKER  PID  STATE  TASK",

@@ -286,7 +286,9 @@ async def test_a_program_joins_again_after_the_death_of_its_node(
         with pytest.raises(aiogpu.NodeRunningError):
             await aiogpu.init(address=node.path)
         node.end(signal.SIGKILL)
-        with pytest.raises(aiogpu.NodeDiedError, match=r"join it by aiogpu\.init\(\)"):
+        with pytest.raises(
+            aiogpu.NodeDiedError, match=r"aiogpu\.init\(address=.*joins it"
+        ):
             await asyncio.gather(*(tasks.add.remote(number) for number in range(100)))
         os.unlink(node.path)
         again = served.forker.fork(node.path, {"num_cpus": 2, "log_to_driver": False})
