@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
+    from aiogpu.engines.family import Host
     from aiogpu.runtime.call import Receiver, Site
 
+_get_running_loop: Final = asyncio._get_running_loop
 UNCHECKED: Final = 1 << 20
 """Bytes that any call may carry."""
 
@@ -156,18 +158,20 @@ class ActorLink:
             NodeError: the node is closed, or belongs to another process.
         """
         self._check(payload)
-        host = host_beside_loop()
-        if host is not None and self._actor is not None:
-            start = partial(host.call, self._actor.id, method, payload)
-            return handle_by(host, label, start)  # type: ignore[no-any-return]
-        handle = self._session.new_handle(label, self)
+        session = self._session
+        if _get_running_loop() is not session.loop:
+            host = self._host(label)
+            if host is not None and self._actor is not None:
+                start = partial(host.call, self._actor.id, method, payload)
+                return handle_by(host, label, start)  # type: ignore[no-any-return]
+        handle = session.new_handle(label, self)
         self._start(method, payload, handle)
         return handle
 
     def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
         """Call a method that is a generator; raises as `call` does."""
         self._check(payload)
-        host = host_beside_loop()
+        host = self._host(label)
         if host is not None and self._actor is not None:
             from aiogpu.api.blocking_stream import stream_by
 
@@ -176,6 +180,17 @@ class ActorLink:
         stream = self._session.new_stream(label, self, size)
         self._start(method, payload, stream.inflow)
         return stream
+
+    def _host(self, label: str) -> Host | None:
+        """The host of the task whose code calls, if no loop with a session runs it.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
+        """
+        host = host_beside_loop()
+        if host is None:
+            self._session.check_thread(f"{label}.remote()")
+        return host
 
     def _check(self, payload: bytes) -> None:
         if len(payload) > UNCHECKED:
@@ -194,6 +209,7 @@ class ActorLink:
 
     def several(self, method: str, payload: bytes) -> NearSeveral:
         """How to call a method that has several results."""
+        self._host(f"{self.name}.{method}")
         return NearSeveral(self, method, payload)
 
     def ask_actor(
@@ -229,8 +245,11 @@ class ActorLink:
 
     def _asked(self, ask: Callable[[ActorPort, Receiver], None]) -> Handle[Any]:
         """A handle behind which there is no call."""
-        name, host = f"{self.name}()", host_beside_loop()
-        if host is not None:
+        name = f"{self.name}()"
+        host = host_beside_loop()
+        if host is None:
+            self._session.check_thread(f"Awaiting {name}")
+        else:
             return handle_by(host, name, partial(self._ask_now, ask))  # type: ignore[no-any-return]
         handle = self._session.new_handle(name, _Watcher(self))
         self._ask(handle, lambda actor: ask(actor, handle))
@@ -261,6 +280,7 @@ class ActorLink:
     def _tell(self, tell: Callable[[ActorsPort, int], None]) -> None:
         if self._session.is_forked:
             raise self._session.unusable()
+        self._session.check_thread(f"The end of {self.name}, as by kill(),")
         if self._actor is not None and self._actors is not None:
             tell(self._actors, self._actor.id)
         elif self._error is None:

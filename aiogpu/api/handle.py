@@ -194,7 +194,15 @@ class Handle(NotItsResult, asyncio.Future[T]):
 
         The handle is cancelled at once; the task's resources are free when its
         code has stopped. False if it had ended before.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
         """
+        if asyncio._get_running_loop() is not self.get_loop():
+            # Late: a handle in a worker has no session.
+            from aiogpu.api.session import check_thread
+
+            check_thread(self.get_loop(), f"cancel() of {self!r}")
         if not super().cancel(msg):
             return False
         owner, self._owner = self._owner, None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiogpu.api.lease_options import lease_site
 from aiogpu.api.misuse import EnteredOnLoop, options_of
+from aiogpu.api.session import check_thread
 from aiogpu.api.sessions import current_session, session_of
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
@@ -182,7 +183,12 @@ class Lease(EnteredOnLoop):
         Whatever else of this program is on its devices has to leave them as well;
         where there is a driver that sees such things, they are given to nobody before.
         May be called twice.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
         """
+        if self._tenure is not None:
+            check_thread(self._tenure.granted.get_loop(), "release() of a lease")
         self._end()
 
     @property

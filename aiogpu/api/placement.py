@@ -184,8 +184,16 @@ class Placement(EnteredOnLoop):
 
         Their handles raise `PlacementRemovedError`. What they held is free when their
         code has stopped. May be called twice.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
         """
-        self._own("remove()").remove()
+        # Late: user modules bring this one into every worker.
+        from aiogpu.api.session import check_thread
+
+        claim = self._own("remove()")
+        check_thread(claim.granted.get_loop(), "remove() of a placement")
+        claim.remove()
 
     async def why(self) -> Why:
         """Why it waits: what it lacks, who holds that, whose turn it is."""

@@ -79,6 +79,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
 
         Raises:
             MisuseError: it takes other arguments, or the pool is closed.
+            NoLoopError: this is another thread than the event loop's.
             SerializationError: an argument cannot be pickled.
             ActorDiedError: all actors have died, and no new one is made yet.
         """
@@ -90,7 +91,11 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
     def _called(
         self, call: Callable[[RemoteMethod[..., Any]], Handle[Any]]
     ) -> Handle[Any]:
+        # Late: `session` imports asyncio.
+        from aiogpu.api.session import check_thread
+
         crew = self._tie.crew
+        check_thread(crew.loop, f"{self.__name__}.remote()")
         member = crew.take()
         method = getattr(member.handle, self._name)
         if isinstance(method, GeneratorMethod):

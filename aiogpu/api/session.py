@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from aiogpu.api.handle import Handle, Owner, handle_maker
 from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.api.session_state import SessionState
 from aiogpu.engines.base import ActorsPort, Engine
-from aiogpu.errors import NodeClosedError, NodeError
+from aiogpu.errors import NodeClosedError, NodeError, NoLoopError
 from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
@@ -29,16 +30,29 @@ if TYPE_CHECKING:
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
+FROM_A_THREAD: Final = (
+    "In an `async def`, await it. In this thread write `asyncio."
+    "run_coroutine_threadsafe(call(), loop).result()`: `async def call()` awaits it, "
+    "and `loop` is the event loop of the program."
+)
+"""What to write in a thread that has no event loop, beside a program that has one."""
+
 sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 """One for each event loop; see `api.sessions`."""
 
 
 class Session(EnteredOnLoop):
-    """One node, as this event loop's program sees it. Made by `init`."""
+    """One node, as this event loop's program sees it. Made by `init`.
+
+    Attributes:
+        loop: the event loop.
+        far: who knows the values of a node that is another process.
+    """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
-        self._loop = loop
+        self.loop = self._loop = loop
+        self._thread = get_ident()
         self.far, self._new_handle = engine.far, handle_maker(engine.waits, engine.far)
         self._state = SessionState.OPENING
         self._pid = os.getpid()
@@ -128,6 +142,23 @@ class Session(EnteredOnLoop):
             self._early.add(start, fail)
         else:
             raise self.unusable()
+
+    def check_thread(self, what: str) -> None:
+        """Refuse a call from another thread than the event loop's [B45].
+
+        asyncio's futures and the node's state belong to the loop's thread alone.
+
+        Args:
+            what: the call, for the message: "Model.predict.remote()".
+
+        Raises:
+            NoLoopError: another thread runs this.
+        """
+        if get_ident() != self._thread:
+            raise NoLoopError(
+                f"{what} was called in another thread than its event loop's. "
+                f"{FROM_A_THREAD}"
+            )
 
     def new_handle(self, name: str, owner: Owner) -> Handle[Any]:
         """A handle of this loop that its owner will settle."""
@@ -313,3 +344,14 @@ class Session(EnteredOnLoop):
         """The interpreter ends and no loop runs any more: leave no files."""
         if self._state is not SessionState.FORKED and self._pid == os.getpid():
             self._engine.abandon()
+
+
+def check_thread(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Refuse a call from another thread than an event loop's, if that has a node.
+
+    Raises:
+        NoLoopError: another thread runs this.
+    """
+    session = sessions.get(loop)
+    if session is not None:
+        session.check_thread(what)

@@ -13,7 +13,7 @@ import os
 from typing import Final
 
 from aiogpu.api.address import default_address, refuse_in_worker
-from aiogpu.api.session import Session, sessions
+from aiogpu.api.session import FROM_A_THREAD, Session, sessions
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NoLoopError
@@ -54,6 +54,11 @@ def current_session(what: str = ".remote()") -> Session:
 
 def no_loop(what: str) -> NoLoopError:
     """The error for what is called where it has no event loop."""
+    if any(session.is_open for session in sessions.values()):
+        return NoLoopError(
+            f"{what} needs the program's event loop, which runs in another thread. "
+            f"{FROM_A_THREAD}"
+        )
     return NoLoopError(
         f"{what} needs a running event loop, and there is none in this thread. Call it "
         f"inside an `async def` that runs by aiogpu.run(main())."

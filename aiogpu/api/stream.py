@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_get_running_loop: Final = asyncio._get_running_loop
 _THROUGH: Final = "was iterated to its end"
 _CLOSED: Final = "was closed"
 _CANCELLED: Final = "was cancelled"
@@ -157,6 +158,8 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
             if self._ended in (_THROUGH, _CLOSED):
                 raise StopAsyncIteration
             self._refuse()
+        if _get_running_loop() is not inflow.loop:
+            self._check_thread("The next item")
         if inflow.waiter is not None:
             raise MisuseError(
                 f"another asyncio task is waiting for the next item of "
@@ -234,14 +237,22 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
 
         It does not wait until the generator's code has stopped; its resources are
         free when it has. A loop over this stream in another asyncio task ends.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
         """
+        self._check_thread("aclose()")
         self._end(_CLOSED)
 
     def cancel(self) -> bool:
         """Stop the generator as `aclose` does, with `CancelledError` for who waits.
 
         False if it had ended before.
+
+        Raises:
+            NoLoopError: this is another thread than the event loop's.
         """
+        self._check_thread("cancel()")
         inflow = self._inflow
         if inflow.is_over:
             return False
@@ -269,6 +280,12 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
 
             return replace(why, is_ahead=True)
         return why
+
+    def _check_thread(self, what: str) -> None:
+        # Late: a stream in a worker has no session.
+        from aiogpu.api.session import check_thread
+
+        check_thread(self._inflow.loop, f"{what} of {self!r}")
 
     def _why_ended(self) -> Why:
         from aiogpu.core.why import Why

@@ -205,7 +205,7 @@ async def test_where_its_code_runs(node: aiogpu.Session) -> None:
     before = facts()
     plain = await Plain.options(num_gpus=1, name="plain").remote()
     other = await Visited.options(num_gpus=1, name="other").remote()
-    assert await plain.facts.remote() == ("Plain 'plain'", [0], "0")
+    assert await plain.facts.remote() == ("Plain 'plain'.facts", [0], "0")
     place = "Visited 'other'", [1], "1"
     assert await other.facts.remote() == place
     told = other.facts_of_three.remote()
@@ -228,7 +228,7 @@ async def test_a_child_of_a_method_is_no_actor(node: aiogpu.Session) -> None:
     plain = await Plain.options(num_gpus=1).remote()
     child, mine = await plain.child.remote()
     assert child["ids"] == [1]
-    assert mine == ("Plain", [0], "0")
+    assert mine == ("Plain.child", [0], "0")
 
 
 async def test_a_debugger_finds_the_frames(node: aiogpu.Session) -> None:
@@ -261,7 +261,7 @@ async def test_waits_in_a_circle_end(node: aiogpu.Session) -> None:
     plain = await Plain.remote(back)
     with pytest.raises(aiogpu.DeadlockError, match=r"Plain\.facts was called by code"):
         await plain.through.remote(plain)
-    assert (await plain.facts.remote())[0] == "Plain", "it lives on"
+    assert (await plain.facts.remote())[0] == "Plain.facts", "it lives on"
 
 
 async def test_plain_code_that_waits_for_what_only_the_program_could_end(
