@@ -207,17 +207,18 @@ async def test_where_its_code_runs(node: aiogpu.Session) -> None:
     other = await Visited.options(num_gpus=1, name="other").remote()
     assert await plain.facts.remote() == ("Plain 'plain'.facts", [0], "0")
     place = "Visited 'other'", [1], "1"
-    assert await other.facts.remote() == place
+    assert await other.facts.remote() == ("Visited 'other'.facts", *place[1:])
     told = other.facts_of_three.remote()
     while not told.done():
         assert facts() == before
         await asyncio.sleep(0)
-    assert told.result() == [place] * 4
+    assert told.result() == [("Visited 'other'.facts_of_three", *place[1:])] * 4
     assert await session_gpus(node) == 0.0
     await other.begin.remote()
     del other
     await until(lambda: "gone" in seen)
-    assert seen == ["closing", ("closed", *place), ("rest ended", *place), "gone"]
+    rest = "rest ended", "Visited 'other'.begin", *place[1:]
+    assert seen == ["closing", ("closed", *place), rest, "gone"]
 
 
 async def session_gpus(session: aiogpu.Session) -> float:
@@ -523,7 +524,8 @@ async def test_a_detached_one_outlives_its_handles() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not seen
-        assert (await aiogpu.get_actor("kept").facts.remote())[0] == "Plain 'kept'"
+        found = aiogpu.get_actor("kept")
+        assert (await found.facts.remote())[0] == "Plain 'kept'.facts"
     assert seen == ["gone"]
 
 
