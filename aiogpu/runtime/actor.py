@@ -276,9 +276,17 @@ class Actor:
         """See whether nobody can call it any more, and nobody waits for an answer."""
         if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
             return
-        is_restarting = self.state is ActorState.PENDING and self.has_lived
-        if self.state is ActorState.ALIVE or is_restarting:
+        # One whose first constructor has begun ends after it.
+        is_waiting = self.state is ActorState.PENDING and (
+            self.has_lived or self.worker is None
+        )
+        if self.state is ActorState.ALIVE or is_waiting:
             self.on_idle(self)
+
+    @property
+    def why_idle(self) -> str:
+        """Why nobody can call it any more."""
+        return "its `async with` block was left." if self.holders else NO_HANDLE
 
     def leave(self, why: str) -> None:
         """Have it end after what it was sent."""

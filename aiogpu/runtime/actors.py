@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.events import Resides
 from aiogpu.core.ids import OWN, ClientId, TaskId
 from aiogpu.errors import ActorDiedError
-from aiogpu.runtime.actor import NO_HANDLE, Actor
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_end import died
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Call, Receiver, Site
 from aiogpu.runtime.caller import Caller
@@ -280,12 +281,37 @@ class Actors(Register):
             self._driver.telling.note_call(actor.id, name, failed)
         return failed
 
+    def end_of_client(self, client: ClientId, why: str) -> list[TaskId]:
+        """End the actors that a program has made, whoever else holds them.
+
+        Detached ones live on.
+
+        Returns:
+            The tasks that those actors are which were told to end.
+        """
+        found = []
+        for actor in self.all():
+            record = self._driver.scheduler.tasks.get(TaskId(actor.id))
+            if (
+                record is not None
+                and record.client == client
+                and not record.spec.is_detached
+            ):
+                actor.is_ending = True  # others may not call it any more
+                self._leave(actor, why)
+                found.append(record.id)
+        return found
+
     def _on_idle(self, actor: Actor) -> None:
+        self._leave(actor, actor.why_idle)
+
+    def _leave(self, actor: Actor, why: str) -> None:
+        """End an actor after what it was sent; at once if it waits for its process."""
         if actor.state is ActorState.PENDING:
-            # It waits to be restarted, for nobody.
-            self._end(actor)
-            return
-        actor.leave("its `async with` block was left." if actor.holders else NO_HANDLE)
+            self._driver.cancel(actor.id)
+            actor.die(died(actor.name, why))
+        else:
+            actor.leave(why)
 
     def _on_leaving(self, actor: Actor) -> None:
         self.free_name(actor)

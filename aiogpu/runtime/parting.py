@@ -68,6 +68,10 @@ class Parting:
             actor = self._driver.actors.get(public)
             if actor is not None and not actor.holders:
                 client.departing.add(TaskId(actor.id))
+        why = (
+            f"the program that had started it ({client.name}, pid {client.pid}) ended."
+        )
+        client.departing.update(self._driver.actors.end_of_client(client.client, why))
 
     def _stop_some(self, tasks: list[TaskId]) -> None:
         for task in tasks[:AT_ONCE]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import aiogpu
 from tests.engines import tasks
 from tests.engines.actor_classes import (
     Async,
+    Broken,
     Closing,
     Counter,
     Mortal,
@@ -52,6 +54,23 @@ async def test_the_last_handle(gate: Gate) -> None:
         assert await tasks.where.options(num_gpus=1).remote()
         await until(lambda: has_gone(pid.result()))
         assert await Counter.remote(1).add.remote() == 2
+
+
+async def test_a_waiting_actor_without_handles_is_never_made(tmp_path: Path) -> None:
+    """Unless it was sent calls before the last handle went."""
+    runs = tmp_path / "runs"
+    async with aiogpu.init(num_cpus=1, num_gpus=1):
+        holder = Counter.options(num_gpus=1).remote()
+        await holder
+        waits = Broken.options(num_gpus=1).remote(OSError, str(runs))
+        called = Counter.options(num_gpus=1).remote()
+        call = called.add.remote()
+        del waits, called
+        await holder.add.remote()
+        aiogpu.kill(holder)
+        assert await call == 1
+        assert await tasks.where.options(num_gpus=1).remote()
+    assert not runs.exists()
 
 
 async def test_what_counts_as_a_handle(gate: Gate) -> None:

@@ -18,7 +18,7 @@ import aiogpu
 from tests.engines import tasks, value_tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.node_here import Here, node_here
-from tests.engines.raw_client import Service, program, service, watching
+from tests.engines.raw_client import Service, all_is_free, program, service, watching
 from tests.program import environment
 from tests.until import until
 
@@ -103,6 +103,47 @@ async def test_what_a_program_has_left_is_started_again_as_it_was(here: Here) ->
     assert (seen.has_left, seen.name, seen.pid) == (True, "python", leaving.pid)
     await end(begin(program(here.path, 'aiogpu.kill(aiogpu.get_actor("kept"))')))
     await until(lambda: not zygotes.wants(left))
+
+
+MAKES = """
+a = Counter.options(name="shared", num_gpus=1).remote()
+print(await a.pid.remote(), flush=True)
+await asyncio.to_thread(sys.stdin.readline)
+"""
+USES = """
+a = aiogpu.get_actor("shared")
+print(await a.add.remote(), flush=True)
+await asyncio.to_thread(sys.stdin.readline)
+try:
+    await a.add.remote()
+except aiogpu.ActorDiedError as error:
+    print(error, flush=True)
+try:
+    aiogpu.get_actor("shared")
+except aiogpu.ActorNameError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_an_actor_ends_with_its_program_though_another_holds_it(
+    is_killed: bool, here: Here
+) -> None:
+    maker = begin(program(here.path, MAKES))
+    actor = await said(maker)
+    user = begin(program(here.path, USES))
+    assert await said(user) == "1"
+    if is_killed:
+        maker.kill()
+    await asyncio.to_thread(maker.communicate, "\n")
+    await until(lambda: not os.path.exists(f"/proc/{actor}"))
+    async with here.join():
+        await all_is_free()
+    told, _ = await asyncio.to_thread(user.communicate, "\n")
+    died, unnamed = told.splitlines()
+    why = f"the program that had started it (python, pid {maker.pid}) ended."
+    assert died == f"Counter 'shared' is dead: {why}"
+    assert unnamed.startswith("no actor named 'shared' lives on this node.")
 
 
 FLAGS = """

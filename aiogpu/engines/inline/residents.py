@@ -20,7 +20,8 @@ from aiogpu.errors import (
     NodeClosedError,
     NodeError,
 )
-from aiogpu.runtime.actor import NO_HANDLE, Actor
+from aiogpu.runtime.actor import Actor
+from aiogpu.runtime.actor_end import died
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.call import Call
@@ -263,13 +264,11 @@ class Residents(Register):
 
     def _on_idle(self, actor: Actor) -> None:
         if actor.state is ActorState.PENDING:
-            # It waits to be made anew, for nobody.
-            actor.receive(b"")
+            # It waits to be made, for nobody.
+            actor.die(died(actor.name, actor.why_idle))
             self._living[actor.id].kill()
         else:
-            actor.leave(
-                "its `async with` block was left." if actor.holders else NO_HANDLE
-            )
+            actor.leave(actor.why_idle)
 
     def _on_dead(self, actor: Actor) -> None:
         self.free_name(actor)
