@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed
@@ -30,6 +31,12 @@ class ItemReceiver(Receiver, Protocol):
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""
         ...
+
+
+Delay = Callable[[Receiver], Receiver]
+"""Gives the receiver that is told later in place of one."""
+EACH: Final = -1
+"""Stands for all tasks and calls of a worker, where these are to be delayed."""
 
 
 def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:
