@@ -37,7 +37,7 @@ class DelayedReceiver:
     def __repr__(self) -> str:
         return f"<DelayedReceiver {self._receiver!r} after line {self.number}>"
 
-    def _delay(self, tell: Callable[..., object], *told: Any) -> None:
+    def _delay(self, tell: Callable[..., None], *told: Any) -> None:
         self._console.after(self.number, partial(tell, *told))
 
     def receive(self, payload: bytes) -> None:

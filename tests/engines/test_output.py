@@ -17,6 +17,7 @@ import aiogpu
 from aiogpu.runtime.console import FULL
 from tests.engines import tasks
 from tests.gate import Gate
+from tests.program import run
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -282,3 +283,58 @@ async def test_the_last_output_of_an_actor_is_all_of_its_life() -> None:
         cause = caught.value.__cause__
         assert isinstance(cause, aiogpu.WorkerDiedError)
         assert cause.last_output == ("before",)
+
+
+TORN = """
+    import asyncio
+    import aiogpu
+
+    @aiogpu.remote
+    def flood():
+        for _ in range(10_000):
+            print("t" * 30)
+
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            flooding = asyncio.ensure_future(flood.remote())
+            while not flooding.done():
+                for _ in range(5):
+                    print("d" * 30)
+                await asyncio.sleep(0)
+            await flooding
+
+    LOOP(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
+def test_an_unbuffered_program_s_own_lines_are_not_torn(loop: str) -> None:
+    told = run(TORN.replace("LOOP", loop), PYTHONUNBUFFERED="1")
+    lines = re.findall(r"^(?:d{30}|\(flood pid=\d+\) t{30})$", told, re.MULTILINE)
+    assert len(lines) == told.count("\n")
+    assert sum("flood" in line for line in lines) == 10_000
+
+
+def test_what_comes_after_the_loop_was_left_is_written_all_the_same() -> None:
+    told = run(
+        """
+        import asyncio, aiogpu
+
+        @aiogpu.remote
+        def talk():
+            print("x" * 100_000)
+
+        async def main():
+            await aiogpu.init(num_cpus=1)
+            await talk.remote()
+            unawaited = talk.remote()
+            await asyncio.sleep(0)
+
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        """,
+        PYTHONUNBUFFERED="1",
+    )
+    assert "x" * 100 in told
