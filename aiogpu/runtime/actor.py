@@ -17,7 +17,7 @@ from aiogpu.runtime.actor_end import ActorEnd, died, leaving, not_made
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
-from aiogpu.runtime.receiver import internal_error, tell_safely
+from aiogpu.runtime.receiver import EACH, Delay, internal_error, tell_safely
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
 from aiogpu.wire.failure import LEFT, STOPPED
@@ -183,6 +183,17 @@ class Actor:
         waiting, self._end_awaited_by = self._end_awaited_by, []
         for receiver in waiting:
             receiver.receive(NOTHING)
+
+    def delay(self, number: CallId, delay: Delay) -> None:
+        """Have who waits for a call told later, or all who wait for the actor."""
+        calls = [self.calls[number]] if number in self.calls else []
+        is_for_all = number in (self.id, EACH)
+        for call in self.calls.values() if is_for_all else calls:
+            if call.receiver is not None:
+                call.receiver = delay(call.receiver)
+        if is_for_all:
+            self._awaited_by = [*map(delay, self._awaited_by)]
+            self._end_awaited_by = [*map(delay, self._end_awaited_by)]
 
     def on_created(self) -> None:
         """The constructor has returned."""

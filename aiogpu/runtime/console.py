@@ -8,14 +8,16 @@ and a source that prints faster than the terminal takes is paused.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
+import select
 import sys
 import threading
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from aiogpu.runtime.batches import batches
 
@@ -26,6 +28,9 @@ _log: Final = logging.getLogger(__name__)
 
 FULL: Final = 1 << 20
 """Bytes of lines that may wait for the terminal before their sources are paused."""
+
+IDLE: Final = 0.5
+"""Seconds after which it is asked whether a loop that has not turned runs at all."""
 
 
 class Source(Protocol):
@@ -128,9 +133,25 @@ class Console:
             for stream in (1, 2):
                 text = "".join(f"{line}\n" for _, of, line in lines if of == stream)
                 if text:
-                    _print(stream, text)
+                    self._write(stream, text)
             if lines:
                 self._report(lines[-1][0], sum(len(line) for _, _, line in lines))
+
+    def _write(self, stream: int, text: str) -> None:
+        """Write to what `sys.stdout` or `sys.stderr` is now; a notebook changes it."""
+        file = sys.stdout if stream == 1 else sys.stderr
+        raw = getattr(file, "buffer", None)
+        try:
+            if isinstance(raw, io.FileIO):
+                # Unbuffered: `print` writes its text and the end of its line one after
+                # the other, and what another thread writes may come between the two.
+                data = text.encode(file.encoding, "backslashreplace")
+                UnbufferedWriter(self._loop, raw).write(data)
+            else:
+                _print(file, text)
+        except Exception as error:  # noqa: BLE001 - a stream may raise anything
+            # Closed, a broken pipe, or none at all; the tasks are not to suffer.
+            _log.debug("! %d characters of output are lost: %s", len(text), error)
 
     def _report(self, number: int, size: int) -> None:
         try:
@@ -139,19 +160,76 @@ class Console:
             _log.debug("x the loop closed before line %d was out", number)
 
 
-def _print(stream: int, text: str) -> None:
-    """Write to what `sys.stdout` or `sys.stderr` is now; a notebook changes them."""
-    file = sys.stdout if stream == 1 else sys.stderr
+def _print(file: TextIO, text: str) -> None:
     try:
+        file.write(text)
+    except UnicodeEncodeError as error:
+        raw = text.encode(error.encoding, "backslashreplace")
+        file.write(raw.decode(error.encoding))
+    file.flush()
+
+
+class UnbufferedWriter:
+    """Writes to an unbuffered stream between two steps of the program's event loop.
+
+    The thread waits until the stream takes bytes; the loop, whose `print` must not be
+    torn, then writes no more than is taken at once. A loop that does not run prints
+    nothing, so the thread writes by itself.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, file: io.FileIO) -> None:
+        self._loop = loop
+        self._file = file
+        self._poll = select.poll()
+        self._poll.register(file.fileno(), select.POLLOUT)
+        self._data = b""
+        self._written = 0
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._has_turned = threading.Event()
+
+    def write(self, data: bytes) -> None:
+        """Write all of it; called by the thread.
+
+        Raises:
+            OSError: the stream takes no more.
+        """
+        self._data, self._written = data, 0
+        while self._written < len(data) and self._error is None:
+            self._poll.poll()
+            self._has_turned.clear()
+            try:
+                self._loop.call_soon_threadsafe(self._turn)
+                has_turned = self._has_turned.wait(IDLE)
+                while not has_turned and self._loop.is_running():
+                    has_turned = self._has_turned.wait(IDLE)
+            except RuntimeError:
+                has_turned = False  # the loop is closed
+            if not has_turned:
+                with self._lock:  # a turn that comes late leaves the rest to us
+                    while self._written < len(data):
+                        self._write_some()
+        if self._error is not None:
+            raise self._error
+
+    def _turn(self) -> None:
+        """On the loop: write while that does not block."""
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            file.write(text)
-        except UnicodeEncodeError as error:
-            raw = text.encode(error.encoding, "backslashreplace")
-            file.write(raw.decode(error.encoding))
-        file.flush()
-    except Exception as error:  # noqa: BLE001 - a notebook's stream may raise anything
-        # Closed, a broken pipe, or none at all; the tasks are not to suffer.
-        _log.debug("! %d characters of output are lost: %s", len(text), error)
+            while self._written < len(self._data) and self._poll.poll(0):
+                self._write_some()
+        except Exception as error:  # noqa: BLE001 - it is the thread's
+            self._error = error
+        finally:
+            self._lock.release()
+        self._has_turned.set()
+
+    def _write_some(self) -> None:
+        """Write whole lines, as many bytes as a pipe that takes some takes at once."""
+        start, most = self._written, self._written + select.PIPE_BUF
+        end = self._data.rfind(b"\n", start, most) + 1 or most
+        self._written += self._file.write(self._data[start:end]) or 0
 
 
 def _finish(future: asyncio.Future[None]) -> None:

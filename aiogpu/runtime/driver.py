@@ -40,8 +40,10 @@ from aiogpu.runtime.death import Death
 from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.memory_guard import MemoryGuard
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.receiver import EACH, Delay
 from aiogpu.runtime.row import Row
 from aiogpu.runtime.sending import Sending
+from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.streams import Streams
 from aiogpu.runtime.supply import Supply
 from aiogpu.runtime.taking_back import TakingBack
@@ -128,6 +130,7 @@ class Driver:
         pool.hearing.on_fault = self._on_fault
         pool.hearing.on_ran_out = self.shortages.note
         pool.hearing.name_of = self._name_of
+        pool.hearing.on_behind = self._delay
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
@@ -381,6 +384,22 @@ class Driver:
         """The task that a worker runs, 0 for none."""
         record = self.scheduler.workers.get(WorkerId(worker))
         return 0 if record is None or record.task is None else record.task.id
+
+    def _delay(self, worker: LiveWorker, task: int, delay: Delay) -> None:
+        """Have who waits for a task or a call told later."""
+        if worker.actor is not None:
+            worker.actor.delay(task, delay)
+            return
+        tasks = [TaskId(task)]
+        if task == EACH:
+            record = self.scheduler.workers.get(WorkerId(worker.id))
+            has = () if record is None else (record.task, *record.queue)
+            tasks = [one.id for one in has if one is not None]
+        for call in self._calls.some(tasks):
+            if call is None or call.worker != worker.id:
+                continue
+            if call.receiver is not None:
+                call.receiver = delay(call.receiver)
 
     def _name_of(self, task: int) -> str:
         call = self._calls.get(TaskId(task))

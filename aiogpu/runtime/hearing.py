@@ -1,4 +1,7 @@
-"""What workers say, in order, and never before what they have printed is out."""
+"""What workers say, in order.
+
+Who waits in this program hears of an answer when the lines printed before it are out.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from aiogpu.core.wording import printable
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.burst import HEARING, Burst
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.receiver import Delay
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.store import Store
 from aiogpu.wire.acting import Ask, Created, Make
@@ -25,7 +29,7 @@ from aiogpu.wire.messages import (
 )
 from aiogpu.wire.parcel import MARK
 from aiogpu.wire.printing import Log
-from aiogpu.wire.sharing import Put, PutFailed, Share
+from aiogpu.wire.sharing import Put
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Items
 
@@ -33,8 +37,8 @@ _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})
 """The messages whose payload may refer to values or to shared memory."""
 _ANSWERS: Final = frozenset({Done, Failed})
-_ANNOUNCING: Final = frozenset({Put, PutFailed, Share})
-"""Those that begin a value, of which the next message may speak."""
+_TOLD: Final = frozenset({Done, Failed, Created, Items})
+"""Those of which a receiver of the program's is told."""
 
 
 class Hearing:
@@ -47,6 +51,9 @@ class Hearing:
         on_skipped: told of a task that was not run.
         on_spoilt: told of a worker that ends after the task that it runs.
         on_ran_out: told of a task that fails for want of device memory.
+        on_behind: told that a worker has printed lines which are not out: what has
+            receivers told after them, and of which task or call; `EACH` for each that
+            the worker has.
         on_nested: told what a task says of its children.
         on_acting: told what an actor's process says.
         store: keeps what payloads refer to.
@@ -68,6 +75,7 @@ class Hearing:
         self.on_skipped: Callable[[int, Skipped], None]
         self.on_spoilt: Callable[[int], None]
         self.on_ran_out: Callable[[int, RanOut], None]
+        self.on_behind: Callable[[LiveWorker, int, Delay], None]
         self.on_nested: Callable[[LiveWorker, Message], None]
         self.on_acting: Callable[[int, Done | Failed | Created], None]
         self.on_fault: Callable[[LiveWorker, Message, Exception], None]
@@ -121,7 +129,7 @@ class Hearing:
 
     def _take(self, worker: LiveWorker, message: Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""
-        output, console, kind = worker.slot.output, self._console, type(message)
+        output, kind = worker.slot.output, type(message)
         if output.last and kind in _ANSWERS and worker.actor is None:
             # Now: a worker's death may be noted before the answer is passed on.
             output.forget(message.task)  # type: ignore[union-attr]
@@ -132,14 +140,21 @@ class Hearing:
             message = admitted
         if kind is Log:
             self._show(worker, message)  # type: ignore[arg-type]
-        elif output.number > console.written:
-            # After what was printed before it, and the answers before it.
-            if kind in _ANNOUNCING:
-                self.store.announce(worker, message.value)  # type: ignore[union-attr]
-            console.after(output.number, partial(self._pass_on, worker, message))
         else:
+            if output.number > self._console.written and kind in _TOLD:
+                self.delay(worker, message.task)  # type: ignore[union-attr]
             self._pass_on(worker, message)
         return True
+
+    def delay(self, worker: LiveWorker, task: int) -> None:
+        """Have who waits in this program told after the lines that were printed."""
+        number = worker.slot.output.number
+        if number > self._console.written:
+            # Late: most tasks print nothing.
+            from aiogpu.runtime.delayed_receiver import delayed
+
+            delay = partial(delayed, console=self._console, number=number)
+            self.on_behind(worker, task, delay)
 
     def _admit(self, worker: LiveWorker, message: Message) -> Message | None:
         """Take in what a message refers to; None if the worker has made that up."""

@@ -24,6 +24,7 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death, stillbirth
 from aiogpu.runtime.hearing import Hearing
 from aiogpu.runtime.orders import Orders
+from aiogpu.runtime.receiver import EACH
 from aiogpu.runtime.slot import LiveWorker, Slot
 from aiogpu.runtime.slots import Slots
 from aiogpu.runtime.store import Store
@@ -83,7 +84,6 @@ class Pool:
         self.autopsy = Autopsy()
         self._loop = loop
         self._zygotes = zygotes
-        self._console = console
         self._send_signal = send_signal
         self.slots = Slots(loop, console, directory)
         self._is_closing = False
@@ -132,6 +132,7 @@ class Pool:
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
         slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
+        slot.output.number = 0  # what the worker before has printed concerns others
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
 
@@ -301,11 +302,10 @@ class Pool:
         if slot.keeper is not None:
             self.slots.put_back(slot)
         death = worker.death(self._zygotes.page.begun(slot.index), self.autopsy)
-        tell = partial(self._tell_gone, worker.id, death)
-        self._console.after(slot.output.number, tell)
+        self.hearing.delay(worker, EACH)
+        self._tell_gone(worker.id, death)
 
     def _tell_gone(self, worker_id: int, death: Death) -> None:
-        # Not before: the core may speak of the worker until it is told.
         self.workers.pop(worker_id).return_loans()
         if death.known == cause.CROWDED:
             self.slots.make_room()

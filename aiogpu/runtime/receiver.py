@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiogpu.errors import AiogpuError, InternalError
@@ -35,6 +36,12 @@ class ItemReceiver(Receiver, Protocol):
     def receive_items(self, payloads: tuple[bytes, ...]) -> None:
         """Take pickled items, in order."""
         ...
+
+
+Delay = Callable[[Receiver], Receiver]
+"""Gives the receiver that is told later in place of one."""
+EACH: Final = -1
+"""Stands for all tasks and calls of a worker, where these are to be delayed."""
 
 
 def pass_on(receiver: Receiver | None, payloads: tuple[bytes, ...]) -> None:

@@ -326,6 +326,23 @@ def output(lines: list[str]) -> None:
         print(line)
 
 
+@aiogpu.remote(max_retries=0)
+def print_and_end(how: str) -> int:
+    print("a line")
+    if how == "error":
+        raise ValueError(how)
+    if how == "death":
+        os._exit(3)
+    return 3
+
+
+@aiogpu.remote
+class PrintsAndEnds:
+    def end(self) -> None:
+        print("a line")
+        os._exit(3)
+
+
 @aiogpu.remote
 def raw_output(text: str) -> None:
     os.write(1, text.encode())

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ import aiogpu
 from aiogpu.runtime.console import FULL
 from tests.engines import tasks
 from tests.gate import Gate
+from tests.program import run
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -153,6 +156,72 @@ async def test_a_slow_terminal_slows_the_task_alone(
         assert terminal.getvalue().count("\n") == lines
 
 
+@pytest.mark.parametrize("how", ["result", "error", "death", "actor"])
+async def test_a_blocked_terminal_holds_no_gpu(
+    how: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[B2] [B26] The core hears of the end at once; who waits for it does not."""
+    terminal = SlowTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    async with aiogpu.init(num_cpus=2, num_gpus=1):
+        printing: Any
+        if how == "actor":
+            actor = tasks.PrintsAndEnds.options(num_gpus=1).remote()
+            printing = asyncio.ensure_future(actor.end.remote())
+        else:
+            task = tasks.print_and_end.options(num_gpus=1)
+            printing = asyncio.ensure_future(task.remote(how))
+        other = tasks.gated.options(num_gpus=1).remote(gate.path, "other")
+        async with asyncio.timeout(60):
+            await gate.entered("other")  # it has the GPU
+        assert not printing.done()
+        gate.release("other")
+        async with asyncio.timeout(60):
+            assert await other == "other"
+        assert not printing.done()
+        terminal.is_free.set()
+        async with asyncio.timeout(60):
+            (told,) = await asyncio.gather(printing, return_exceptions=True)
+        assert (
+            type(told)
+            is {
+                "result": int,
+                "error": ValueError,
+                "death": aiogpu.WorkerDiedError,
+                "actor": aiogpu.ActorDiedError,
+            }[how]
+        )
+        assert "a line\n" in terminal.getvalue()
+
+
+async def test_items_wait_for_the_lines_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = SlowTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    @aiogpu.remote
+    def items() -> Iterator[int]:
+        for number in range(50):
+            print("line", number)
+            yield number
+
+    async with aiogpu.init(num_cpus=1):
+        stream = items.remote()
+        first = asyncio.ensure_future(anext(stream))
+        for _ in range(200):
+            assert await tasks.add.options(num_cpus=0).remote(1) == 2
+        assert not first.done()
+        terminal.is_free.set()
+        assert await first == 0
+        seen = 1
+        async for number in stream:
+            assert number == seen
+            assert f"line {number}\n" in terminal.getvalue()
+            seen += 1
+        assert seen == 50
+
+
 class BrokenTerminal(io.StringIO):
     """Fails every write, as a closed pipe does."""
 
@@ -214,3 +283,58 @@ async def test_the_last_output_of_an_actor_is_all_of_its_life() -> None:
         cause = caught.value.__cause__
         assert isinstance(cause, aiogpu.WorkerDiedError)
         assert cause.last_output == ("before",)
+
+
+TORN = """
+    import asyncio
+    import aiogpu
+
+    @aiogpu.remote
+    def flood():
+        for _ in range(10_000):
+            print("t" * 30)
+
+    async def main():
+        async with aiogpu.init(num_cpus=1):
+            flooding = asyncio.ensure_future(flood.remote())
+            while not flooding.done():
+                for _ in range(5):
+                    print("d" * 30)
+                await asyncio.sleep(0)
+            await flooding
+
+    LOOP(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio.run", "aiogpu.run"])
+def test_an_unbuffered_program_s_own_lines_are_not_torn(loop: str) -> None:
+    told = run(TORN.replace("LOOP", loop), PYTHONUNBUFFERED="1")
+    lines = re.findall(r"^(?:d{30}|\(flood pid=\d+\) t{30})$", told, re.MULTILINE)
+    assert len(lines) == told.count("\n")
+    assert sum("flood" in line for line in lines) == 10_000
+
+
+def test_what_comes_after_the_loop_was_left_is_written_all_the_same() -> None:
+    told = run(
+        """
+        import asyncio, aiogpu
+
+        @aiogpu.remote
+        def talk():
+            print("x" * 100_000)
+
+        async def main():
+            await aiogpu.init(num_cpus=1)
+            await talk.remote()
+            unawaited = talk.remote()
+            await asyncio.sleep(0)
+
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        """,
+        PYTHONUNBUFFERED="1",
+    )
+    assert "x" * 100 in told

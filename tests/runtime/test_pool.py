@@ -17,6 +17,7 @@ from aiogpu.runtime import cause, pool
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.pool import Pool
+from aiogpu.runtime.receiver import EACH
 from aiogpu.runtime.slot import SITES_KEPT
 from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
@@ -80,6 +81,9 @@ class House:
         )
         self.pool.hearing.on_nested = lambda worker, said: self.told.append(
             (worker.id, said)
+        )
+        self.pool.hearing.on_behind = lambda worker, task, _delay: self.told.append(
+            ("behind", worker.id, task)
         )
         self.pool.hearing.name_of = lambda task: f"train-{task}"
         self.pool.on_gone = self.note_gone
@@ -246,7 +250,7 @@ async def test_one_that_has_ended_does_not_greet_any_more(house: House) -> None:
     assert house.worker(1).calls == ["abort"]
 
 
-async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
+async def test_an_answer_goes_ahead_of_its_lines_which_is_said(house: House) -> None:
     keeper, worker = house.start()
     house.pool.orders.assign(1, 7, sites.call(), Bind({}, {}), False)
     worker.on_messages([Log(7, 1, b"printed")])
@@ -254,14 +258,14 @@ async def test_an_answer_waits_until_its_lines_are_out(house: House) -> None:
     worker.on_messages([Done(7, b"")])
     keeper.on_messages([Ended(1, 0)])
     worker.on_lost()
-    assert house.told == []
     assert house.console.lines == [
         (1, "(train-7 pid=1001) printed"),
         (2, "(worker-1 pid=1001) outside"),
     ]
-    house.console.show_all()
     assert house.told == [
+        ("behind", 1, 7),
         (1, Done(7, b"")),
+        ("behind", 1, EACH),
         ("gone", 1, Death(1001, 0, ("outside",))),
     ]
 
@@ -278,9 +282,10 @@ async def test_raw_output_comes_before_the_answer_too(
     failed = Failed(7, "raised", "ValueError", "", "", None)
     worker.on_messages([failed])
     assert house.console.lines == [(1, "(worker-1 pid=1001) raw")]
-    assert house.told == [("started", 1)]
+    assert house.told == [("started", 1), ("behind", 1, 7), (1, failed)]
     house.console.show_all()
-    assert house.told[1:] == [(1, failed)]
+    worker.on_messages([failed])
+    assert house.told[3:] == [(1, failed)]
     os.close(pipe)
 
 
@@ -291,7 +296,6 @@ async def test_the_last_lines_are_the_workers_own(house: House) -> None:
     keeper.on_messages([Ended(1, 0)])
     house.pool.spawn(2)
     keeper.on_messages([Ended(2, 1)])
-    house.console.show_all()
     assert house.told[-1] == ("gone", 2, Death(0, 1))
 
 
@@ -368,14 +372,12 @@ async def test_what_is_taken_back_is_said_on_the_page(house: House) -> None:
     assert house.pool.orders.begun(1) == 0
 
 
-async def test_what_is_said_of_children_comes_after_its_lines(house: House) -> None:
+async def test_what_is_said_of_children_does_not_wait_for_lines(house: House) -> None:
     _, worker = house.start()
     said = [Submit(7, 1, 2, b""), Wait(7, (1,)), Withdraw(7, 1), Skipped(8, 8)]
     worker.on_messages([Log(7, 1, b"before")])
     for message in said:
         worker.on_messages([message])
-    assert house.told == []
-    house.console.show_all()
     assert house.told == [(1, message) for message in said]
 
 
