@@ -14,6 +14,8 @@ from aiogpu.api.placement import Placement
 class ActorKeywords(TypedDict, total=False):
     """The options of an actor, as `@remote(...)` and `.options(...)` take them.
 
+    Counts are at most 2_147_483_647 (2**31 - 1).
+
     Attributes:
         num_cpus: CPUs that it holds for life; without it one CPU must be free for it
             to be placed, and none is held while it lives.

@@ -11,11 +11,11 @@ import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from functools import update_wrapper
 from inspect import Parameter, Signature
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 from weakref import WeakValueDictionary
 
 from aiogpu.api.misuse import options_of
+from aiogpu.api.options import LARGEST_COUNT, LONGEST_TIME
 from aiogpu.errors import MisuseError, OptionError
 
 if TYPE_CHECKING:
@@ -202,13 +202,21 @@ def _check_function(function: Any) -> None:
 
 
 def _check_count(name: str, value: object, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not 1 <= value <= LARGEST_COUNT
+    ):
         raise OptionError(
-            f"{name}={value!r} must be a whole number of {unit}, 1 or more."
+            f"{name}={value!r} must be a whole number of {unit}, 1 or more. The most "
+            f"is {LARGEST_COUNT:_}."
         )
 
 
 def _check_wait(value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value < 0:
-        raise OptionError(f"max_wait={value!r} must be a number of seconds, 0 or more.")
+    if not is_number or not 0 <= value <= LONGEST_TIME:
+        raise OptionError(
+            f"max_wait={value!r} must be a number of seconds, 0 or more. The most is "
+            f"{LONGEST_TIME:_}."
+        )

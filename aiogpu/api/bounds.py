@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.api.options import whole
+from aiogpu.api.options import LONGEST_TIME, whole
 from aiogpu.errors import InfeasibleError, OptionError
 
 if TYPE_CHECKING:
@@ -82,9 +81,10 @@ def check_bounds(
 
 def _check_idleness(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value < 0:
+    if not is_number or not 0 <= value <= LONGEST_TIME:
         raise OptionError(
-            f"idle_after={value!r} must be a number of seconds, 0 or more."
+            f"idle_after={value!r} must be a number of seconds, 0 or more. The most is "
+            f"{LONGEST_TIME:_}."
         )
     return float(value)
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from aiogpu.api.definition import Definition
 from aiogpu.api.handle import Handle
+from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.parameters import Parameters
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
@@ -183,10 +184,14 @@ def check_chunk(chunk: object, limit: int | None) -> int | Literal["auto"] | Non
     """
     if chunk is None or chunk == "auto":
         return chunk
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+    if (
+        isinstance(chunk, bool)
+        or not isinstance(chunk, int)
+        or not 1 <= chunk <= LARGEST_COUNT
+    ):
         raise OptionError(
             f'chunk={chunk!r} must be a whole number of items, 1 or more, "auto", or '
-            f"None for 1."
+            f"None for 1. The most is {LARGEST_COUNT:_}."
         )
     if limit is not None and limit < chunk:
         raise OptionError(

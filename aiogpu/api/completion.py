@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.api.misuse import options_of
+from aiogpu.api.options import LONGEST_TIME
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, NodeError, NoLoopError, OptionError
@@ -325,8 +326,8 @@ def _check_count(count: object, most: int) -> None:
 
 def _check_timeout(timeout: object) -> None:
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not is_number or not 0 <= timeout < float("inf"):  # type: ignore[operator]
+    if not is_number or not 0 <= timeout <= LONGEST_TIME:  # type: ignore[operator]
         raise OptionError(
             f"timeout={timeout!r} must be a number of seconds, 0 or more, or None to "
-            f"wait as long as it takes."
+            f"wait as long as it takes. The most is {LONGEST_TIME:_}."
         )

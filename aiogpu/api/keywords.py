@@ -19,6 +19,9 @@ RetryExceptions = bool | type[Exception] | Sequence[type[Exception]]
 class Options(TypedDict, total=False):
     """The options of a task, as `@remote(...)` and `.options(...)` take them.
 
+    Counts are at most 2_147_483_647 (2**31 - 1), `num_returns` 100_000; times are at
+    most 1_000_000_000 seconds.
+
     Attributes:
         num_cpus: CPUs, may be a fraction; 1 unless given.
         num_gpus: below 1 a share of one GPU, else whole ones; 0 unless given.

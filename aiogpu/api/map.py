@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 from aiogpu.api.chunks import CALLS, MOST, SHARE, Packing, check_chunk
 from aiogpu.api.handle import Handle
 from aiogpu.api.misuse import IteratedOnLoop
+from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.window import Window
 from aiogpu.errors import MisuseError, OptionError, TaskError
 
@@ -240,9 +241,13 @@ def _check_returns(remote: Any) -> None:
 
 
 def _check_limit(limit: object) -> int:
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if (
+        isinstance(limit, bool)
+        or not isinstance(limit, int)
+        or not 1 <= limit <= LARGEST_COUNT
+    ):
         raise OptionError(
             f"limit={limit!r} must be a whole number of calls, 1 or more, or None for "
-            f"{DEFAULT_LIMIT}."
+            f"{DEFAULT_LIMIT}. The most is {LARGEST_COUNT:_}."
         )
     return limit

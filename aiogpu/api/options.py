@@ -6,7 +6,6 @@ heavy stay out: user modules bring this file into every worker.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
@@ -38,6 +37,13 @@ Lifetime = Literal["detached"] | None
 
 MAX_BUFFERED: Final = 64
 """Items that a generator may be ahead of its consumer, unless its options say."""
+
+LARGEST_COUNT: Final = 2**31 - 1
+"""The largest count that options take: of calls, items, retries."""
+LONGEST_TIME: Final = 10**9
+"""The longest time that options take, in seconds: 31 years."""
+MOST_RETURNS: Final = 100_000
+"""The most results of one call; each has a handle."""
 
 NO_ENTRIES: Final[Mapping[str, Any]] = {}
 """The default of options that are dicts; nobody writes to it."""
@@ -194,10 +200,11 @@ def check_seconds(option: str, value: object) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not 0 < value <= sys.float_info.max
+        or not 0 < value <= LONGEST_TIME
     ):
         raise OptionError(
-            f"{option}={value!r} must be a number of seconds above 0, such as 2.5."
+            f"{option}={value!r} must be a number of seconds above 0, such as 2.5, and "
+            f"at most {LONGEST_TIME:_}."
         )
     return float(value)
 
@@ -210,22 +217,30 @@ def _check_grace(option: str, value: object) -> float:
     except OptionError:
         raise OptionError(
             f"{option}={value!r} must be a number of seconds, 0 to kill at once, or "
-            f"None for that of init({option}=...)."
+            f"None for that of init({option}=...). The most is {LONGEST_TIME:_}."
         ) from None
 
 
 def whole(
-    least: int | None, allowed: str, none_is: int | None = None
+    least: int, allowed: str, none_is: int | None = None
 ) -> Callable[[str, object], int | None]:
-    """What checks a whole number; `none_is` is what None stands for."""
+    """What checks a whole number of `least` to `LARGEST_COUNT`.
+
+    `none_is` is what None stands for.
+    """
 
     def check(option: str, value: object) -> int | None:
         if value is None:
             return none_is
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise OptionError(f"{option}={value!r} must be {allowed}.")
-        if least is not None and value < least:
-            raise OptionError(f"{option}={value!r} must be {allowed}.")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not least <= value <= LARGEST_COUNT
+        ):
+            raise OptionError(
+                f"{option}={value!r} must be {allowed}. The least is {least:_}, the "
+                f"most {LARGEST_COUNT:_}."
+            )
         return value
 
     return check
@@ -281,11 +296,16 @@ def _check_lifetime(option: str, value: object) -> Lifetime:
 def _check_num_returns(option: str, value: object) -> int:
     if value is None:
         return 1
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and 1 <= value <= MOST_RETURNS
+    ):
         return value
     raise OptionError(
-        f"{option}={value!r} must be a whole number, 1 or more: how many objects the "
-        f"function returns, each of which then has a handle of its own."
+        f"{option}={value!r} must be a whole number from 1 to {MOST_RETURNS:_}: how "
+        f"many objects the function returns, each of which then has a handle of its "
+        f"own."
     )
 
 
@@ -305,7 +325,7 @@ CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
     "num_returns": _check_num_returns,
     "max_buffered": whole(1, "a whole number of items, 1 or more, or None for 64"),
     "name": check_text,
-    "priority": whole(None, "a whole number; higher goes first", 0),
+    "priority": whole(-LARGEST_COUNT, "a whole number; higher goes first", 0),
     "timeout": _optional(check_seconds, None),
     "cancel_grace": _optional(_check_grace, None),
     "runtime_env": _optional(check_runtime_env, {}),

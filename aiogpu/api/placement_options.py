@@ -45,10 +45,16 @@ def check_bundle(option: str, value: object) -> int:
     """Check the number of a bundle, -1 or None for any; raises `OptionError`."""
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+    from aiogpu.core.gang import MOST_BUNDLES
+
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not -1 <= value < MOST_BUNDLES
+    ):
         raise OptionError(
-            f"{option}={value!r} must be the number of a bundle, from 0, or -1 for any "
-            f"in which it fits."
+            f"{option}={value!r} must be the number of a bundle, from 0 to "
+            f"{MOST_BUNDLES - 1}, or -1 for any in which it fits."
         )
     return value
 

@@ -32,11 +32,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         most = self.max_waiting
-        is_count = isinstance(most, int) and not isinstance(most, bool) and most > 0
-        if most is not None and not is_count:
+        is_count = isinstance(most, int) and not isinstance(most, bool)
+        if most is not None and not (is_count and 0 < most < 1 << 31):
             raise OptionError(
-                f"max_waiting={most!r} is no number of tasks; give an int of 1 or "
-                f"more, or None for no limit."
+                f"max_waiting={most!r} is no number of tasks; give an int from 1 to "
+                f"{(1 << 31) - 1:_}, or None for no limit."
             )
         for name, amount in self.max_amount.items():
             quantity(f"max_amount[{name!r}]", amount)

@@ -111,21 +111,26 @@ class Hearing:
                         self.on_fault(worker, message, error)
                     continue
                 if done:
-                    self._end(worker, done)
+                    try:
+                        self.on_done(worker.id, done)
+                    except Exception as error:  # noqa: BLE001 - as above
+                        self._tell_fault(worker, done, error)
                     done = []
                 if not self._take(worker, message):
                     return
             if done:
-                self._end(worker, done)
+                try:
+                    self.on_done(worker.id, done)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._tell_fault(worker, done, error)
         finally:
             self.burst.count = 0
 
-    def _end(self, worker: LiveWorker, done: list[Done]) -> None:
-        try:
-            self.on_done(worker.id, done)
-        except Exception as error:  # noqa: BLE001 - one of them harms no other
-            for message in done:
-                self.on_fault(worker, message, error)
+    def _tell_fault(
+        self, worker: LiveWorker, done: list[Done], error: Exception
+    ) -> None:
+        for message in done:
+            self.on_fault(worker, message, error)
 
     def _take(self, worker: LiveWorker, message: Message) -> bool:
         """Take in one of them; False if the worker was cut off for it."""

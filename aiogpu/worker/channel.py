@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CHUNK: Final = 65536
 LARGEST_CHUNK: Final = 1 << 20
+DAY: Final = 86_400.0
 SHORT: Final = 300e-6
 """Seconds; after a wait that was no longer, the next one begins awake, for as long.
 From an answer to its next call a driver that sleeps takes 60 to 150 us."""
@@ -174,14 +175,15 @@ class Channel:
             self._has_guests = are_admitted
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until there may be something to read, or for so long.
+        """Wait until there may be something to read, or for so long; a day at most.
 
         In the main thread also until `waker` is called.
         """
         poll = self._poll if get_ident() == self._main else self._new_poll()
-        for descriptor, _ in poll.poll(
-            None if seconds is None else max(seconds, 0) * 1000
-        ):
+        if seconds is not None:
+            # poll(2) takes milliseconds as an int of C: 24 days at most.
+            seconds = min(max(seconds, 0), DAY)
+        for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000):
             if descriptor == self._waking:
                 os.eventfd_read(descriptor)
 

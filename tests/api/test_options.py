@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -15,7 +14,13 @@ import pytest
 
 import aiogpu
 from aiogpu.api.keywords import Options
-from aiogpu.api.options import TaskOptions, check_options, check_seconds
+from aiogpu.api.options import (
+    LARGEST_COUNT,
+    LONGEST_TIME,
+    TaskOptions,
+    check_options,
+    check_seconds,
+)
 from aiogpu.core.resources import BY_SHARE
 from aiogpu.core.specs import TaskSpec
 from aiogpu.errors import OptionError
@@ -121,10 +126,11 @@ GOOD = [
     ("name", "embed", "embed"),
     ("name", Flag("embed"), "embed"),
     ("priority", -5, -5),
-    ("priority", 10**30, 10**30),
+    ("priority", LARGEST_COUNT, LARGEST_COUNT),
+    ("priority", -LARGEST_COUNT, -LARGEST_COUNT),
     ("timeout", 1, 1.0),
     ("timeout", 0.001, 0.001),
-    ("timeout", sys.float_info.max, sys.float_info.max),
+    ("timeout", LONGEST_TIME, LONGEST_TIME),
     ("cancel_grace", None, None),
     ("cancel_grace", 0, 0.0),
     ("cancel_grace", 0.0, 0.0),

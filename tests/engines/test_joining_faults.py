@@ -266,7 +266,7 @@ async def test_all_that_waits_hears_of_the_death_of_a_node(
         with pytest.raises(aiogpu.NodeDiedError):
             async for _ in stream:
                 pass
-        for ask in (actor.add.remote, tasks.add.remote, aiogpu.status):
+        for ask in (actor.add.remote, lambda: tasks.add.remote(1), aiogpu.status):
             with pytest.raises(aiogpu.NodeDiedError):
                 await ask(1) if ask is tasks.add.remote else await ask()
     await until(lambda: not lease.is_held)

@@ -19,8 +19,9 @@ from aiogpu.core import effects
 from aiogpu.core.effects import Effect
 from aiogpu.engines.local import LocalEngine
 from aiogpu.runtime.driver import Driver
-from aiogpu.wire.messages import Declare, Done, Failed, Message, Submit, Wait
-from tests.engines import chain_tasks, nested_tasks, tasks
+from aiogpu.wire.messages import Done, Failed, Message, Submit, Wait
+from aiogpu.wire.sharing import Put
+from tests.engines import chain_tasks, fault_tasks, nested_tasks, tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.node_here import node_here
 from tests.gate import Gate
@@ -168,7 +169,7 @@ async def test_a_worker_that_cannot_be_told_to_stop(
     assert len(broken.failed) == 1
 
 
-@pytest.mark.parametrize("kind", [Done, Failed, Wait, Submit, Declare])
+@pytest.mark.parametrize("kind", [Done, Failed, Wait, Submit, Put])
 async def test_what_a_worker_says_that_cannot_be_taken_in(
     kind: type[Message], broken: Broken
 ) -> None:
@@ -187,11 +188,16 @@ async def test_what_a_worker_says_that_cannot_be_taken_in(
     setattr(hearing, name, way)
     if kind is Done:
         hearing.on_done = lambda worker, done: [way(worker, one) for one in done]
-    call = nested_tasks.several.options(max_retries=0, max_calls=1)
-    lost = call.remote([1, 2]) if name == "on_nested" else tasks.fail.remote(KeyError)
-    if kind is Done:
+    lost: Any
+    if kind is Put:
+        lost = fault_tasks.put_and_wait.options(max_retries=0).remote()
+    elif kind is Done:
         lost = tasks.add.remote(1)
-    if kind is Declare:
+    elif kind is Failed:
+        lost = tasks.fail.remote(KeyError)
+    else:
+        lost = nested_tasks.several.remote([1, 2])
+    if kind is Put:
         with pytest.raises(aiogpu.WorkerDiedError, match=OURS) as caught:
             await lost
         assert caught.value.cause == "internal"

@@ -94,12 +94,14 @@ async def test_what_a_task_has_put_outlives_it(task: Any, node: aiogpu.Session) 
     assert (await box["handle"]).sum() == sum(range(LARGE))
 
 
-async def test_a_handle_is_put(node: aiogpu.Session) -> None:
+async def test_a_handle_is_put_within_a_value_only(node: aiogpu.Session) -> None:
     inner = v.give.remote([1])
-    outer = await aiogpu.put(inner)
-    assert await v.kinds.remote(outer) != ["list"]
-    assert await (await outer) == [1]
-    assert await v.kinds.remote(await outer) == ["list"]
+    with pytest.raises(aiogpu.MisuseError, match="is a handle already"):
+        aiogpu.put(inner)
+    outer = await aiogpu.put([inner])
+    assert await v.kinds.remote(outer) == ["list"]
+    (found,) = await outer
+    assert await found == [1]
 
 
 async def test_arrays_are_read_only_and_not_copied(node: aiogpu.Session) -> None:
@@ -238,7 +240,7 @@ async def test_what_cannot_be_pickled_leaves_nothing(node: aiogpu.Session) -> No
     large = np.ones(LARGE)
     for ask in (
         lambda: aiogpu.put([large, odd_pickles.Unwilling()]),
-        lambda: v.give.remote(large, odd_pickles.Unwilling()),
+        lambda: v.give.remote([large, odd_pickles.Unwilling()]),
     ):
         with pytest.raises(aiogpu.SerializationError, match="will not travel"):
             ask()

@@ -232,7 +232,7 @@ async def test_a_handle_of_another_loop_is_refused(node: aiogpu.Session) -> None
         async with aiogpu.init(address="inline", num_cpus=1):
             for call in (
                 lambda: v.give.remote(handle),
-                lambda: v.give.remote(b=handle),
+                lambda: v.give.remote(value=handle),
                 lambda: v.give.remote([handle]),
                 lambda: aiogpu.put([handle]),
             ):

@@ -214,7 +214,7 @@ payloads = {
     "builder": dump_function("build", build),
     "result": dump_result(Model(3)),
     "arguments": dump_arguments("f", (Model(4), fibonacci), {"kind": Model}),
-    "exception": dump_exception(Broken(3, "why")),
+    "exception": dump_exception(Broken(3, "why"))[0],
 }
 sys.stdout.buffer.write(pickle.dumps(payloads))
 """
@@ -508,13 +508,19 @@ def test_arguments_and_functions_raise_what_unpickling_raises():
 
 
 def test_an_exception_is_pickled_or_not():
-    assert pickle.loads(dump_exception(ValueError("no"))).args == ("no",)
-    assert dump_exception(ValueError(threading.Lock())) is None
+    payload, why_not = dump_exception(ValueError("no"))
+    assert pickle.loads(payload).args == ("no",)
+    assert why_not == ""
+    payload, why_not = dump_exception(ValueError(threading.Lock()))
+    assert payload is None
+    assert "(a lock): TypeError" in why_not
 
 
 @pytest.mark.parametrize("second", [ValueError(), SystemExit(3), KeyboardInterrupt()])
 def test_no_exception_s_reducer_gets_through(second):
-    assert dump_exception(ValueError(Refusing(second))) is None
+    payload, why_not = dump_exception(ValueError(Refusing(second)))
+    assert payload is None
+    assert type(second).__name__ in why_not
 
 
 def test_the_text_of_an_exception_can_always_be_had():
