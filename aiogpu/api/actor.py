@@ -28,6 +28,7 @@ from aiogpu.api.method import RemoteMethod
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
+from aiogpu.core.resources import CPU
 from aiogpu.errors import ActorNameError, MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments, load_reference, load_result
@@ -139,7 +140,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         self._face = face.with_groups(options)
         self._options = options
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
         """Make an actor; gives its handle at once.
 
         Raises:
@@ -183,7 +184,12 @@ class RemoteClass(Decorated, Generic[P, A]):
             id=new_site_id(),
             function=function,
             spec=spec,
-            resources=spec.shape.request.as_numbers(),
+            resources={
+                name: amount
+                for name, amount in spec.shape.request.as_numbers().items()
+                # The CPU by which it is placed is given back; it holds none.
+                if name != CPU or options.num_cpus is not None
+            },
             environ=dict(options.runtime_env),
             is_coroutine=False,
             actor=ActorTerms(
@@ -220,7 +226,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: an actor is made by `.remote()`."""
             raise MisuseError(
                 f"{self.__name__} is an actor's class: write "
@@ -308,7 +314,7 @@ def exit_actor() -> NoReturn:
     Raises:
         MisuseError: this is no actor's process.
     """
-    if not current.is_actor:
+    if current.actor is None:
         raise MisuseError("exit_actor() was called outside of an actor's methods.")
     note_exit()
     raise ActorExit

@@ -31,6 +31,13 @@ class RuntimeContext:
     assigned_resources: Mapping[str, float]
     _accelerators: Mapping[str, tuple[int | str, ...]]
 
+    def get_assigned_resources(self) -> dict[str, float]:
+        """What the task or actor holds, `{"CPU": 1.0, "GPU": 0.25}`; as Ray's.
+
+        An actor that was placed by the usual one CPU, and gave it back, has no "CPU".
+        """
+        return dict(self.assigned_resources)
+
     def get_accelerator_ids(self) -> dict[str, list[str]]:
         """The ids of its devices as texts, by kind; every known kind is there.
 
@@ -53,7 +60,7 @@ def get_runtime_context() -> RuntimeContext:
         current.worker,
         current.task,
         name,
-        None,
+        current.actor,
         dict(current.resources),
         dict(current.accelerators),
     )

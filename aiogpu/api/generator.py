@@ -34,7 +34,7 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
             raise not_counted(definition.name, options.num_returns)
         super().__init__(definition, options)
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
         """Start the task; gives the stream of its items at once.
 
         In a plain function that runs as a task itself, iterate it by `for`.
@@ -69,7 +69,7 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
             """Always raises `MisuseError`: a generator gives many results a call."""
             raise no_map(self.__name__)
 
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: a generator is not called directly."""
             raise MisuseError(
                 f"{self.__name__} is a remote generator and runs in a worker: write "

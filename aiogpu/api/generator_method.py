@@ -34,7 +34,7 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
 
     __slots__ = ()
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]:  # type: ignore[override]
         """Call it; gives the stream of its items at once.
 
         Raises:
@@ -55,7 +55,7 @@ class GeneratorMethod(CalledFirstToIterate, RemoteMethod[P, Any], Generic[P, T])
             """Always raises `MisuseError`: a generator gives many results a call."""
             raise no_map(self.__name__)
 
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: an actor's method is not called directly."""
             raise MisuseError(
                 f"{self._method.label} is a generator and runs in its actor's process: "
@@ -76,11 +76,11 @@ class TypedGenerator(Generic[P, T_co]):
 
     __name__: str
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it here."""
         raise NotImplementedError
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream[T_co]:
         """Call it in the actor's process."""
         raise NotImplementedError
 

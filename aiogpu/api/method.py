@@ -274,7 +274,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
             f"and call `actor.{self._method.attribute}.remote(...)` there."
         )
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Call it; gives the call's handle at once.
 
         Raises:
@@ -302,7 +302,7 @@ class RemoteMethod(CalledFirst, Mapper, Generic[P, R]):
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: an actor's method is not called directly."""
             label = self._method.label
             raise MisuseError(
@@ -320,12 +320,12 @@ class TypedMethod(Mapper, Generic[P, R_co]):
 
     __name__: str
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Call it here."""
         raise NotImplementedError
 
     @overload
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]: ...
 
     @overload  # a handle as an argument: its type takes the place of the value's
     def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R_co]: ...
@@ -340,7 +340,7 @@ class TypedMethod(Mapper, Generic[P, R_co]):
         self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
     ) -> Handle[R_co]: ...
 
-    def remote(self, *args: Any, **kwargs: Any) -> Handle[R_co]:
+    def remote(self, /, *args: Any, **kwargs: Any) -> Handle[R_co]:
         """Call it in the actor's process."""
         raise NotImplementedError
 

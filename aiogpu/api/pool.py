@@ -74,7 +74,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
         """How errors call it."""
         return f"{self._tie.crew.name}.{self._name}"
 
-    def remote(self, *args: Any, **kwargs: Any) -> Handle[Any]:
+    def remote(self, /, *args: Any, **kwargs: Any) -> Handle[Any]:
         """Call it on the actor with the fewest unanswered calls.
 
         Raises:
@@ -109,7 +109,7 @@ class PoolMethod(CalledFirst, OptionsWhereDefined, Mapper):
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: an actor's method is not called directly."""
             raise MisuseError(
                 f"{self.__name__} runs in an actor's process: write `await "

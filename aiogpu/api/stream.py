@@ -155,7 +155,7 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
     async def __anext__(self) -> T:
         inflow = self._inflow
         if self._ended is not None:
-            if self._ended in (_THROUGH, _CLOSED):
+            if self._ended != _CANCELLED:
                 raise StopAsyncIteration
             self._refuse()
         if _get_running_loop() is not inflow.loop:

@@ -97,7 +97,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self._in_chunks: RemoteFunction[..., Any] | None = None
 
     @overload
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
+    def remote(self, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]: ...
 
     @overload  # a handle as an argument: its type takes the place of the value's
     def remote(self, a: Handle[Any], /, *args: Any, **named: Any) -> Handle[R]: ...
@@ -112,7 +112,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         self, a: Any, b: Any, c: Handle[Any], /, *args: Any, **named: Any
     ) -> Handle[R]: ...
 
-    def remote(self, *args: Any, **kwargs: Any) -> Handle[R]:
+    def remote(self, /, *args: Any, **kwargs: Any) -> Handle[R]:
         """Start the task; gives its handle at once.
 
         Raises:
@@ -174,7 +174,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     if not TYPE_CHECKING:
         # Visible, it would make type checkers accept every direct call.
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        def __call__(self, /, *args: object, **kwargs: object) -> NoReturn:
             """Always raises `MisuseError`: a remote function is not called directly."""
             raise MisuseError(
                 f"{self.__name__} is a remote function and runs in a worker: write "

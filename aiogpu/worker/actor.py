@@ -64,7 +64,7 @@ class Stage:
 
     def perform(self, creation: Create) -> bool:
         """Be this actor until it is to end; False if it could not be made."""
-        current.is_actor = True
+        current.actor = creation.task
         actor = self.executor.make(creation)
         if self.channel.is_closed:
             self.end_fork()

@@ -203,7 +203,8 @@ class Children:
         """The same while a task runs, which may go on for days."""
         over = current.loans is not None and current.loans.over
         # What other calls and threads send must keep those alive that it names.
-        is_alone = self._channel.is_main_thread and not (passing or current.is_actor)
+        others_send = passing or current.actor is not None
+        is_alone = self._channel.is_main_thread and not others_send
         may_drop = self._dropped and is_alone
         if over or may_drop:
             with self._channel.uncut():

@@ -30,7 +30,7 @@ class Context:
     """The worker's and its current task's facts.
 
     Attributes:
-        is_actor: whether this process is an actor.
+        actor: the actor's number if this process is an actor, else None.
         loader: the thread that unpickles a function, a class or arguments, which may
             import their modules, or preloads some; 0 for none.
         children: what the task has started; None in a process that is no worker.
@@ -47,10 +47,10 @@ class Context:
 
     __slots__ = (
         "accelerators",
+        "actor",
         "children",
         "exits",
         "home",
-        "is_actor",
         "loader",
         "loans",
         "name",
@@ -62,7 +62,7 @@ class Context:
 
     def __init__(self) -> None:
         self.children: Children | None = None
-        self.is_actor = False
+        self.actor: int | None = None
         self.loader = 0
         self.loans: Loans | None = None
         self.node = ""

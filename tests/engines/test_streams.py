@@ -157,8 +157,10 @@ async def test_an_error_comes_after_the_items_before_it(
         assert type(error) is ZeroDivisionError
         assert error.args == ("after", good)
         assert "stream_tasks.py" in str(error.__cause__)
-        with pytest.raises(aiogpu.MisuseError, match="ended with ZeroDivisionError"):
+        with pytest.raises(StopAsyncIteration):
             await anext(stream)
+        with pytest.raises(aiogpu.MisuseError, match="ended with ZeroDivisionError"):
+            aiter(stream)
         assert await tasks.add.remote(1) == 2
 
 

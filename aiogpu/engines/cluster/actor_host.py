@@ -82,14 +82,15 @@ class Stage:
 
     def __init__(self, blueprint: Blueprint, given: Sequence[Any]) -> None:
         self._name = blueprint.name
-        self._cancels = Cancels(ray.facts()[2])
+        own_id = ray.facts()[2]
+        self._cancels = Cancels(own_id)
         self._failure: TaskFailure | None = None
         self._host = ClusterHost(TaskLoop(is_of_actor=True))
         self._object: Any = None
         self._groups = blueprint.groups
         take_place(blueprint.name, blueprint.resources, blueprint.kinds)
         self._place: Place = current.node, os.getpid()
-        current.is_actor = True
+        current.actor = int(own_id[:12], 16)
         host_of_task.set(self._host)
         kind = UNREADABLE
         try:

@@ -28,9 +28,9 @@ class Creation(Job):
     resident: Resident = field(kw_only=True)
 
     @property
-    def is_actor(self) -> bool:
-        """Whether its code is an actor's: always."""
-        return True
+    def actor_id(self) -> int:
+        """The number of the actor that it makes."""
+        return self.id
 
     def worker_id(self, depth: int) -> WorkerId:
         """By which number its code and `status()` know where it runs."""

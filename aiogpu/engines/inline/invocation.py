@@ -39,9 +39,9 @@ class Invocation(Job):
         return f"{self.record.spec.name}.{plain_name(self.method)}"
 
     @property
-    def is_actor(self) -> bool:
-        """Whether its code is an actor's: always."""
-        return True
+    def actor_id(self) -> int:
+        """The number of the actor whose method it is."""
+        return self.resident.actor.id
 
     @property
     def at_work(self) -> WorkerRecord | None:

@@ -132,9 +132,9 @@ class Job:
         return any(child.waiters for child in self.brood.values())
 
     @property
-    def is_actor(self) -> bool:
-        """Whether its code is an actor's."""
-        return False
+    def actor_id(self) -> int | None:
+        """The number of the actor whose code it runs; None for a task."""
+        return None
 
     def worker_id(self, depth: int) -> WorkerId:
         """By which number its code and `status()` know where it runs."""

@@ -107,7 +107,7 @@ class InlineNode:
         return Surroundings(
             bind.environ,
             {
-                "is_actor": job.is_actor,
+                "actor": job.actor_id,
                 "node": f"inline-{os.getpid()}",
                 "worker": worker,
                 "task": job.id,
