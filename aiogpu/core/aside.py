@@ -19,6 +19,24 @@ class Aside:
         self._unsettled: dict[int, str] = {}
         self._sick: dict[int, str] = {}
         self._foreign: dict[int, str] = {}
+        self._followed: Aside | None = None
+        self._followers: list[Aside] = []
+
+    def follow(self, other: Aside) -> None:
+        """Have the same devices aside as `other`, for the same reasons, from now on."""
+        self._followed = other
+        other._followers.append(self)
+        self._copy(other)
+
+    def unfollow(self) -> None:
+        """End `follow`."""
+        followed, self._followed = self._followed, None
+        assert followed is not None, self
+        followed._followers.remove(self)
+
+    def _copy(self, other: Aside) -> None:
+        self.aside = other.aside
+        self.aside_mask, self.avoided_mask = other.aside_mask, other.avoided_mask
 
     def set_aside(self, index: int, reason: str) -> None:
         """Give a device to nobody until it is back; who has a share of it keeps it."""
@@ -69,10 +87,17 @@ class Aside:
         else:
             self.aside.pop(index, None)
             self.aside_mask &= ~(1 << index)
+        for follower in self._followers:
+            follower._copy(self)
 
     def check_aside(self) -> None:
         """Assert that the mask is that of the reasons."""
         mask = sum(1 << index for index in self.aside)
         assert mask == self.aside_mask, (self.aside, self.aside_mask)
+        if self._followed is not None:
+            assert self.aside is self._followed.aside, self
+            assert self.aside_mask == self._followed.aside_mask, self
+            assert self.avoided_mask == self._followed.avoided_mask, self
+            return
         known = self._unsettled.keys() | self._sick.keys() | self._foreign.keys()
         assert self.aside.keys() == known, (self.aside, known)

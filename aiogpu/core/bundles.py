@@ -67,6 +67,7 @@ class Part(Ledger):
                     scalars.setdefault(TYPE_PREFIX + name, UNIT)
         super().__init__(scalars, sets)
         self._close_off()
+        self._could_ever: dict[Request, bool] = {}
 
     def _close_off(self) -> None:
         """Have the rest of the devices taken, by a lease that is never given back."""
@@ -90,8 +91,19 @@ class Part(Ledger):
         """Whether no member holds anything of it."""
         return len(self.leases) == 1
 
+    def open(self) -> Part:
+        """Take in members; from now on it lacks the devices that the node lacks."""
+        for kind, devices in self.device_sets.items():
+            devices.follow(self._whole.device_sets[kind])
+        return self
+
+    def close(self) -> None:
+        """Undo `open`."""
+        for devices in self.device_sets.values():
+            devices.unfollow()
+
     def emptied(self) -> Part:
-        """The same with nobody in it."""
+        """The same with nobody in it and nothing set aside."""
         return Part(self._whole, self.key, self.index, self.bundle, self._shares)
 
     def take(
@@ -102,10 +114,6 @@ class Part(Ledger):
         warm: Warm = COLD,
     ) -> Lease | None:
         """Take all that is asked for, or nothing; see `Ledger.take`."""
-        sets, barred = self._whole.device_sets, barred or {}
-        barred = {
-            kind: barred.get(kind, 0) | sets[kind].aside_mask for kind in self.masks
-        }
         lease = super().take(request, barred, kept, warm)
         if lease is not None:
             lease.home = self
@@ -113,8 +121,20 @@ class Part(Ledger):
 
     def could_ever(self, request: Request) -> bool:
         """Whether it would do for a request with nobody in it."""
-        part = self.emptied()
-        return Ledger.take(part, request) is not None
+        known = self._could_ever.get(request)
+        if known is None:
+            known = self.emptied().take(request) is not None
+            self._could_ever[request] = known
+        return known
+
+    def has_devices_for(self, request: Request) -> bool:
+        """Whether enough of its devices are not set aside for a request."""
+        for kind, amount in request.devices:
+            devices = self.device_sets[kind]
+            usable = devices.usable(amount, request) & self.masks[kind]
+            if (usable & ~devices.aside_mask).bit_count() < max(amount // UNIT, 1):
+                return False
+        return True
 
 
 def _rest_of(at: int, mine: int | None) -> tuple[Share, ...]:
@@ -194,7 +214,7 @@ def take_gang(
         return None
     lease = ledger.merge(leases, request)
     lease.parts = ledger.gangs[gang.key] = tuple(
-        Part(ledger, gang.key, index, gang.bundles[index], one.shares)
+        Part(ledger, gang.key, index, gang.bundles[index], one.shares).open()
         for index, one in enumerate(leases)
     )
     return lease
@@ -202,7 +222,8 @@ def take_gang(
 
 def give_back_gang(ledger: Ledger, lease: Lease) -> None:
     """End a gang's lease; none of its members holds anything any more."""
-    del ledger.gangs[lease.parts[0].key]
+    for part in ledger.gangs.pop(lease.parts[0].key):
+        part.close()
     ledger.give_back(lease)
 
 
@@ -216,12 +237,18 @@ def would_help(lease: Lease, request: Request) -> bool:
     return gang.bundle in (ANY, home.index)
 
 
-def roomiest(ledger: Ledger, request: Request) -> Part | None:
-    """The bundle for which a member waits: the first that would ever do for it."""
+def candidates(ledger: Ledger, request: Request) -> list[Part]:
+    """The bundles for which a member may wait; those that would do now come first."""
     within = request.gang
     assert isinstance(within, Within), request
-    parts = parts_for(ledger, within)
-    return next((part for part in parts if part.could_ever(request)), None)
+    parts = [p for p in parts_for(ledger, within) if p.could_ever(request)]
+    # Sorting keeps the order of bundles that are alike.
+    return sorted(parts, key=lambda part: not part.has_devices_for(request))
+
+
+def roomiest(ledger: Ledger, request: Request) -> Part | None:
+    """The first bundle for which a member may wait; None if there is none."""
+    return next(iter(candidates(ledger, request)), None)
 
 
 def why_never(ledger: Ledger, request: Request) -> str | None:
@@ -230,7 +257,7 @@ def why_never(ledger: Ledger, request: Request) -> str | None:
     assert gang is not None, request
     if isinstance(gang, Within):
         parts = parts_for(ledger, gang)
-        if any(part.could_ever(request) for part in parts):
+        if candidates(ledger, request):
             return None
         if gang.key not in ledger.gangs:
             return None

@@ -28,6 +28,8 @@ class Ledger:
 
     Attributes:
         gangs: the bundles of the gangs that were granted, by key; see `bundles`.
+        ended: how many leases that somebody held have ended, those of bundles as
+            well. A lease that was only tried on does not count.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Ledger:
         self.leases: dict[LeaseId, Lease] = {}
         self._by_device: ByDevice | None = None
         self.gangs: dict[str, tuple[Part, ...]] = {}
+        self.ended = 0
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -102,11 +105,6 @@ class Ledger:
                 self._by_device.add(lease)
         return self._by_device
 
-    @property
-    def ended(self) -> int:
-        """Changes with every lease that ends."""
-        return self._last_id - len(self.leases)
-
     def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
         """Make one lease of several, which together hold what a request asks for."""
         shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
@@ -166,6 +164,8 @@ class Ledger:
         """
         home = lease.home or self
         del home.leases[lease.id]
+        if lease.holder is not None:
+            self.ended += 1
         if lease.is_lent:
             self.resume(lease)
         for name, amount in lease.request.scalars:

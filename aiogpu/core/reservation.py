@@ -16,7 +16,7 @@ from itertools import chain
 from math import inf
 from typing import Final
 
-from aiogpu.core.bundles import Part, roomiest
+from aiogpu.core.bundles import Part, candidates
 from aiogpu.core.devices import DeviceSet
 from aiogpu.core.gang import ANY, Gang, Within
 from aiogpu.core.layout import Layout, Plan, masks_of
@@ -129,14 +129,27 @@ def reserve(
         before: what was kept for him until now.
     """
     request = record.spec.shape.request
-    part: Part | None = None
     if isinstance(request.gang, Gang):
         return _for_gang(node, record, request.gang, now)
-    if request.gang is not None:
-        part = roomiest(node.ledger, request)
-        if part is None:
-            return None
-    ledger = part or node.ledger
+    if request.gang is None:
+        return _plan(node, record, None, now, before)
+    parts = candidates(node.ledger, request)
+    if before is not None and before.part in parts:
+        # What has been kept there so far is not given up for another bundle.
+        parts.insert(0, before.part)
+    plans = (_plan(node, record, part, now, before) for part in parts)
+    return next((plan for plan in plans if plan is not None), None)
+
+
+def _plan(
+    node: Node,
+    record: TaskRecord,
+    part: Part | None,
+    now: float,
+    before: Reservation | None,
+) -> Reservation | None:
+    """Plan what to keep of a bundle, or of the node for None."""
+    request, ledger = record.spec.shape.request, part or node.ledger
     until = 0.0
     for name, amount in request.scalars:
         moment = _when_enough(node, part, name, amount)

@@ -321,6 +321,65 @@ def test_small_members_do_not_starve_a_great_one():
     assert "great" in w.running
 
 
+def test_small_members_do_not_starve_one_beside_a_sick_device():
+    """[B24] What is kept for it is on the device that is well."""
+    w = GangWorld(gpus=2)
+    w.gang("gang", {"GPU": 2})
+    w.tell(events.Sick("GPU", 0, "XID 79"))
+    w.submit_in("gang", "s0", num_gpus=0.5)
+    w.submit_in("gang", "s1", num_gpus=0.5)
+    w.submit_in("gang", "great", num_gpus=1)
+    told = str(why_of(w, "great"))
+    assert "GPU 1: 0 of 2 free (0: set aside, 1: 0)" in told
+    assert "GPU 0: XID 79" in told
+    w.advance(2.0)
+    w.submit_in("gang", "s2", num_gpus=0.5)
+    w.finish("s0")
+    assert "s2" in w.waiting
+    w.finish("s1")
+    assert "great" in w.running
+    assert w.gpus_of("great") == [1]
+
+
+def test_a_member_of_any_bundle_waits_for_one_that_ends():
+    """Not for the first, which is sick or held without end."""
+    w = GangWorld(gpus=3)
+    w.gang("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
+    w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
+    w.tell(events.Sick("GPU", 1, "XID 79"))
+    w.submit_in("gang", "s0", num_gpus=0.5)
+    w.submit_in("gang", "s1", num_gpus=0.5)
+    w.submit_in("gang", "great", num_gpus=1)
+    w.advance(2.0)
+    w.submit_in("gang", "s2", num_gpus=0.5)
+    w.finish("s0")
+    assert "s2" in w.waiting
+    w.finish("s1")
+    assert w.gpus_of("great") == [2]
+    w.finish("great")
+    w.tell(events.Well("GPU", 1))
+    w.submit_in("gang", "at last", 1, num_gpus=1)
+    assert w.gpus_of("at last") == [1]
+
+
+def test_what_was_kept_in_a_bundle_is_kept_there_on():
+    w = GangWorld(gpus=2)
+    w.gang("gang", {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1})
+    w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
+    w.submit_in("gang", "computes", 0, num_cpus=1)
+    w.submit_in("gang", "long", 1, num_gpus=1)
+    w.submit_in("gang", "great", num_cpus=1, num_gpus=1)
+    w.advance(2.0)
+    w.tell(events.TimePassed())
+    assert w.scheduler.reservation.part.index == 1
+    w.finish("endless")
+    w.advance(2.0)
+    w.tell(events.TimePassed())
+    assert w.scheduler.reservation.part.index == 1
+    w.finish("long")
+    assert w.gpus_of("great") == [1]
+
+
 def test_members_that_follow_each_other_leave_the_ledger_alone():
     w = GangWorld(cpus=4, gpus=1, took=1e-5)
     w.gang("gang", {"CPU": 1}, {"GPU": 0.5})

@@ -18,6 +18,7 @@ from aiogpu.core.resources import GPU, UNIT, Request
 from aiogpu.core.scheduler import Scheduler
 from aiogpu.core.specs import Shape, TaskSpec
 from aiogpu.testing import World
+from tests.core.ganged import GangWorld
 
 AFTER = 1.0
 PATIENCE = Patience(reserve_after=AFTER, cancel_grace=2.0)
@@ -524,6 +525,20 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
     w.tell(TimePassed())
     assert w.scheduler.reservation is not plan
     assert kept_for(w) == "big"
+
+
+def test_what_is_only_tried_does_not_change_a_plan():
+    """A gang that does not fit takes one bundle and gives it back, at each look."""
+    w = GangWorld(gpus=3, patience=PATIENCE)
+    w.submit("long", num_gpus=1)
+    w.gang("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
+    w.advance(AFTER)
+    w.tell(TimePassed())
+    plan = w.scheduler.reservation
+    assert plan is not None
+    w.advance(2 * STANDS)
+    w.tell(TimePassed())
+    assert w.scheduler.reservation is plan
 
 
 def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
