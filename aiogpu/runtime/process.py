@@ -6,6 +6,7 @@ its end is seen on a pidfd, without a thread and without touching SIGCHLD.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeStartError
+from aiogpu.wire.setup import LOG_LEVEL
 
 if TYPE_CHECKING:
     import asyncio
@@ -131,7 +133,19 @@ def interpreter_flags() -> Sequence[str]:
     for name, value in sys._xoptions.items():
         if name in _CARRIED:
             options += ["-X", name if value is True else f"{name}={value}"]
-    return [*options, *(f"-W{option}" for option in sys.warnoptions)]
+    options += [f"-W{option}" for option in sys.warnoptions]
+    return [*options, *_log_level()]
+
+
+def _log_level() -> Sequence[str]:
+    """What tells workers the level of this program's logging, where it has chosen one.
+
+    Workers have no handlers: `logging.lastResort` prints what they log.
+    """
+    root = logging.getLogger()
+    if not root.handlers or root.level == logging.WARNING:
+        return ()
+    return ("-X", f"{LOG_LEVEL}={root.level}")
 
 
 def fitting(

@@ -4,7 +4,10 @@ Both sides take the names of the node's files from here.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+LOG_LEVEL: Final = "aiogpu_log_level"
+"""The -X option that says which records workers log."""
 
 
 class Setup(NamedTuple):

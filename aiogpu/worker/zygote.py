@@ -19,7 +19,7 @@ from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.forking import Check, Keep, Lost, Ready, Stale
-from aiogpu.wire.setup import Setup, socket_path
+from aiogpu.wire.setup import LOG_LEVEL, Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
 from aiogpu.worker.cgroup import end_node, end_slot, fork_into_slot
@@ -50,6 +50,7 @@ class Zygote:
         self._imports = Imports()
         driver = self._watch_driver()
         kernel.set_process_name("aiogpu-zygote")
+        _set_log_level()
         # The driver's blocked signals would come along; SIGCHLD must not be one.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -183,3 +184,17 @@ class Zygote:
             if self._keepers:
                 self._watch.wait_for_child(deadline - time.monotonic())
         end_children()
+
+
+def _set_log_level() -> None:
+    """Log what the program logs: without a handler, by `logging.lastResort`.
+
+    There is no handler of ours, so that `logging.basicConfig` in a task has an effect.
+    """
+    level = sys._xoptions.get(LOG_LEVEL)
+    if isinstance(level, str):
+        import logging  # most programs do not ask for it
+
+        logging.getLogger().setLevel(int(level))
+        if logging.lastResort is not None:
+            logging.lastResort.setLevel(int(level))
