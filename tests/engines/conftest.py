@@ -37,7 +37,6 @@ LACKS: Final = {
         "orderly close": "who leaves a Ray cluster ends the actors it has at once",
         "deadlocks": "Ray lets wait what can never run",
         "books": "Ray tells of what is free a moment later",
-        "interrupts": "Ray interrupts between two steps of Python code only",
         "modules": "workers of Ray import what the program's path has",
         "processes": "the processes are Ray's",
         "own vendors": "Ray knows the kinds of devices that it was made for",
@@ -62,6 +61,8 @@ DRAWN: Final = 12
 """Of so many cases on a service one is run, and all in the full check."""
 ON_RAY: Final = frozenset({"test_contract.py", "test_cancel.py"})
 """The files of which some cases run on a Ray cluster; all, in the full check."""
+WHOLE_ON_RAY: Final = "test_every_option.py"
+"""The file all of whose cases run on a Ray cluster."""
 DRAWN_ON_RAY: Final = 4
 """Of so many of these cases one is run."""
 
@@ -90,7 +91,8 @@ def pytest_collection_modifyitems(
         if engine == "ray":
             item.add_marker(pytest.mark.ray)
             is_drawn = not crc32(name.encode()) % DRAWN_ON_RAY
-            if item.path.name not in ON_RAY or not is_drawn:
+            is_run = item.path.name in ON_RAY and is_drawn
+            if not is_run and item.path.name != WHOLE_ON_RAY:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -51,12 +51,14 @@ class Live:
         knows: asked what is known of an error of Ray's beyond its words; may be None.
         shares: its results, as others know them who were given its handles.
         needed_by: calls that were sent and need results of it, and which of these.
+        grace: seconds from its cancel to the end of its process, of a task.
     """
 
     __slots__ = (
         "actor",
         "came",
         "goes_on",
+        "grace",
         "is_borrowed",
         "knows",
         "name",
@@ -92,6 +94,7 @@ class Live:
         self.refs: Sequence[Ref] = ()
         self.actor = actor
         self.is_borrowed = self.goes_on = False
+        self.grace = 0.0
         self.waitables: Sequence[Any] = ()
         self.timer: asyncio.TimerHandle | None = None
         self.stop: Callable[[], object] | None = None

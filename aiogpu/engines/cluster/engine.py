@@ -131,6 +131,8 @@ class RayEngine(Questions):
             self.admit(site)
         name, request = site.spec.name, site.spec.shape.request
         live = Live(name, receiver, self.loop.time(), request=request)
+        grace = site.spec.cancel_grace
+        live.grace = self.grace if grace is None else grace
         number = self.calls.begin(live)
         if site.spec.is_grouped and (error := self.placements.refusal(site)):
             self.calls.fail(number, error)
@@ -256,7 +258,7 @@ class RayEngine(Questions):
             stop()
         elif live.refs:
             self.calls.cancelling.cancel(live.refs[0])
-            self.calls.ring(task, self.grace, partial(self._insist, task))
+            self.calls.ring(task, live.grace, partial(self._insist, task))
 
     def _insist(self, task: int) -> None:
         """It has not stopped in the time that it was given."""

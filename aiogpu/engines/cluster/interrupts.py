@@ -5,11 +5,16 @@ whatever would clean up after the first is cut short by the next. Here the first
 ends the task's code, as on other engines, and the rest are not heard. Code of ours that
 must not be broken off is not, and no import either: an interrupt waits until it has
 ended.
+
+Ray interrupts by `interrupt_main`, which sends no signal: a call that blocks in the
+kernel, `time.sleep` say, would not end by it. So a thread hears of it, by Python's
+wakeup descriptor, and sends a true signal.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from _thread import get_ident, interrupt_main, start_new_thread
@@ -24,6 +29,13 @@ AGAIN: Final = 0.02
 """Seconds between two looks at whether an import has ended."""
 LOOK: Final = signal.SIGRTMAX
 """Whose handler looks, in the main thread; nobody really sends it."""
+WAKE: Final = signal.SIGURG
+"""Sent to the main thread to end what blocks it; a process that forgets about it
+ignores it. Ray's workers have SIGINT blocked."""
+UNHEARD: Final = 0.25
+"""Seconds in which a loop that turns has heard of a cancel."""
+WAKES: Final = 50
+"""Signals for one interrupt: the main thread may block a moment after the first."""
 
 
 class Interrupts:
@@ -39,6 +51,8 @@ class Interrupts:
         self._is_pending = False
         self._depth = 0
         self._wake: Callable[[], object] | None = None
+        self._told: socket.socket | None = None
+        self._is_forced = False
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -48,6 +62,8 @@ class Interrupts:
             return
         if signal.getsignal(signal.SIGINT) != self._on_interrupt:
             signal.signal(signal.SIGINT, self._on_interrupt)
+            signal.signal(WAKE, self._on_wake)
+        self._listen()
         self.has_come = self._is_pending = False
         self._is_heard = True
         try:
@@ -55,6 +71,42 @@ class Interrupts:
         finally:
             self._is_heard = False
             self.forget()
+
+    def _listen(self) -> None:
+        """Have a thread of this process told of each signal that Python notes."""
+        if self._told is None:
+            heard, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            start_new_thread(self._relay, (heard, get_ident()))
+        signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+
+    def _relay(self, heard: socket.socket, main: int) -> None:
+        while numbers := heard.recv(64):
+            if signal.SIGINT not in numbers and LOOK not in numbers:
+                continue
+            for _ in range(WAKES):
+                signal.pthread_kill(main, WAKE)
+                is_taken = not self._is_heard or self.has_come or self._is_pending
+                if is_taken or signal.SIGINT not in numbers:
+                    break
+                time.sleep(AGAIN)
+            self._insist(main)
+
+    def _insist(self, main: int) -> None:
+        """End a coroutine that blocks its loop, which so cannot hear of a cancel."""
+        until = time.monotonic() + UNHEARD
+        while self._is_pending and self._wake is not None:
+            if time.monotonic() > until:
+                self._is_forced = True
+                signal.pthread_kill(main, WAKE)
+                return
+            time.sleep(AGAIN)
+
+    def _on_wake(self, _signal: int, frame: FrameType | None) -> None:
+        # Without force, it only ends what blocks.
+        is_forced, self._is_forced = self._is_forced, False
+        if is_forced and not imports(frame) and self.take():
+            raise KeyboardInterrupt
 
     def forget(self) -> None:
         """The code has ended that what was put off would have ended."""

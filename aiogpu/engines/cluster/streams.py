@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from aiogpu.engines.cluster.shared import arrived
@@ -57,7 +58,10 @@ class Inflow:
     def __call__(self) -> None:
         """Stop the generator; nobody wants its items any more."""
         if self._stop is None:
-            self._calls.cancelling.cancel(self._items)
+            cancel = self._calls.cancelling.cancel
+            cancel(self._items)
+            kill = partial(cancel, self._items, at_once=True)
+            self._calls.loop.call_later(self._live.grace, kill)
         else:
             # Ray holds no generator of which nobody takes the items any more.
             self._stop(self._items.completed())

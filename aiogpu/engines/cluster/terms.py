@@ -46,6 +46,12 @@ def check_possible(site: Site) -> None:
     """
     spec, request = site.spec, site.spec.shape.request
     check_priority(spec)
+    if spec.is_detached and site.actor is None:
+        raise OptionError(
+            f"{spec.name} asks for lifetime='detached'. Ray ends a task with the "
+            f"process that has started it. Leave it out, or have an actor with "
+            f"lifetime='detached' do the work."
+        )
     asked = {
         "gpu_memory": request.gpu_memory != 0,
         "gpu_where": request.where is not None,
