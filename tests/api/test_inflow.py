@@ -143,8 +143,10 @@ async def test_an_error_is_raised_once_and_named_afterwards(
     assert (await stream.why()).outcome == "it failed with KeyError"
     with pytest.raises(KeyError):
         await anext(stream)
-    with pytest.raises(MisuseError, match="ended with KeyError"):
+    with pytest.raises(StopAsyncIteration):
         await anext(stream)
+    with pytest.raises(MisuseError, match="ended with KeyError"):
+        aiter(stream)
 
 
 async def test_one_that_is_dropped_is_cancelled_on_its_loop(
