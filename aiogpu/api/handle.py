@@ -9,6 +9,7 @@ it is first asked for. This file imports asyncio, so it is itself imported late.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator
 from contextvars import Context
 from functools import partial
@@ -95,7 +96,12 @@ class Handle(NotItsResult, asyncio.Future[T]):
         state = (
             "cancelled" if self.cancelled() else "done" if self.done() else "pending"
         )
-        return f"<Handle {self.task_name} {self.task_id} {state}>"
+        shown = f"<Handle {self.task_name} {self.task_id} {state}>"
+        if sys._getframe(1).f_code.co_name == "create_task":
+            # It goes into the words of a TypeError that says no more than "a coroutine
+            # was expected", as a TaskGroup does.
+            shown += " (give it handle.coro())"
+        return shown
 
     @property
     def child(self) -> int:

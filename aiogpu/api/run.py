@@ -12,6 +12,8 @@ from inspect import CORO_SUSPENDED, getcoroutinestate
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from aiogpu.errors import NoLoopError
+
 T = TypeVar("T")
 
 MOMENT: Final = 0.1
@@ -22,12 +24,26 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     """`asyncio.run` on uvloop.
 
     Ctrl-C once cancels `main`, and what it holds by `async with` is closed in order;
-    twice ends it at once.
+    twice ends it at once. SIGTERM does the same, since Slurm and Kubernetes end
+    programs that way: tasks get their cancel and `cancel_grace`, and the program exits
+    with status 143, which is 128 + SIGTERM. A program that handles SIGTERM itself, or
+    ignores it, is left alone.
 
     Args:
         main: the program's coroutine.
         debug: asyncio's debug mode; None for the interpreter's setting.
+
+    Raises:
+        NoLoopError: an event loop runs here already, as in a notebook.
+        SystemExit: SIGTERM has cancelled `main`.
     """
+    if asyncio._get_running_loop() is not None:
+        if asyncio.iscoroutine(main):
+            main.close()
+        raise NoLoopError(
+            "aiogpu.run() cannot be called from a running event loop, as in a notebook "
+            "or under a server: write `await main()`."
+        )
     try:
         runner = _undisturbed(partial(_runner, debug))
     except BaseException:
@@ -38,14 +54,13 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     program = presses.heard(main) if asyncio.iscoroutine(main) else main
     try:
         return runner.run(program)
-    except RuntimeError as error:
+    except RuntimeError:
         if presses.has_stopped:
             raise KeyboardInterrupt from None
-        if asyncio._get_running_loop() is not None:
-            error.add_note(
-                "aiogpu.run() begins an event loop of its own, and one runs here "
-                "already, as in a notebook: write `await main()`."
-            )
+        raise
+    except asyncio.CancelledError:
+        if presses.is_terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:
         presses.are_over = True
@@ -84,16 +99,20 @@ def _undisturbed(make: Callable[[], T]) -> T:
 
 
 class _Presses:
-    """Counts Ctrl-C. uvloop loses the second where it lands in a callback of its own.
+    """Counts Ctrl-C, and hears SIGTERM.
+
+    uvloop loses a second Ctrl-C that lands in a callback of its own.
 
     Attributes:
         are_over: the loop has come to its end.
         has_stopped: the loop was stopped since nothing else has ended it.
+        is_terminated: SIGTERM has come.
     """
 
     def __init__(self) -> None:
         self.are_over = False
         self.has_stopped = False
+        self.is_terminated = False
         self._before = signal.getsignal(signal.SIGINT)
         self._count = 0
 
@@ -101,6 +120,10 @@ class _Presses:
         """Await the program, with the runner's own handler behind this one."""
         theirs = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            loop, program = asyncio.get_running_loop(), asyncio.current_task()
+            assert program is not None, "the runner has made it"
+            loop.add_signal_handler(signal.SIGTERM, self._terminate, loop, program)
         if not is_main or not callable(theirs) or theirs is signal.default_int_handler:
             return await main  # the runner does not handle it either
         loop = asyncio.get_running_loop()
@@ -119,6 +142,17 @@ class _Presses:
                 # The runner has found this one, and left it, if it ended before.
                 left = self._before if self.are_over else theirs
                 signal.signal(signal.SIGINT, left)
+
+    def _terminate(
+        self, loop: asyncio.AbstractEventLoop, program: asyncio.Task[Any]
+    ) -> None:
+        """Cancel the program; the second time end it at once, as without a handler."""
+        if not self.is_terminated:
+            self.is_terminated = True
+            program.cancel("SIGTERM")
+            return
+        loop.remove_signal_handler(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self.are_over:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from aiogpu.api.belonging import check_node
 from aiogpu.api.early import Awaited, EarlyRequests, retrieve, submit_early
@@ -41,6 +42,10 @@ sessions: Final[dict[asyncio.AbstractEventLoop, Session]] = {}
 """One for each event loop; see `api.sessions`."""
 
 
+shut_down: Final[WeakSet[asyncio.AbstractEventLoop]] = WeakSet()
+"""Loops that had a node of `init`, which was shut down, and have no other since."""
+
+
 class Session(EnteredOnLoop):
     """One node, as this event loop's program sees it. Made by `init`.
 
@@ -61,6 +66,7 @@ class Session(EnteredOnLoop):
         self._closing: asyncio.Task[None] | None = None
         self._closer: AsyncGenerator[None, None] | None = None
         sessions[loop] = self
+        shut_down.discard(loop)
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value} {self._engine!r}>"
@@ -304,6 +310,7 @@ class Session(EnteredOnLoop):
         self._state = state
         if sessions.get(self._loop) is self:
             del sessions[self._loop]
+            shut_down.add(self._loop)
 
     @property
     def home(self) -> str:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 from typing import Final
 
 from aiogpu.api.address import default_address, refuse_in_worker
-from aiogpu.api.session import FROM_A_THREAD, Session, sessions
+from aiogpu.api.session import FROM_A_THREAD, Session, sessions, shut_down
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.registry import create_engine
 from aiogpu.errors import NoLoopError
 
 _get_running_loop: Final = asyncio._get_running_loop
+_log: Final = logging.getLogger(__name__)
 
 
 def start_session(
@@ -44,6 +46,14 @@ def current_session(what: str = ".remote()") -> Session:
     if session is not None:
         return session
     refuse_in_worker("the node")
+    if loop is not None and loop in shut_down:
+        shut_down.discard(loop)
+        _log.warning(
+            "! %s opens a node with the defaults, since the program's own was shut "
+            "down. Make the call before the end of `async with aiogpu.init(...)`, or "
+            "open another node by aiogpu.init().",
+            what,
+        )
     if loop is None:
         for inherited in sessions.values():
             if inherited.is_forked:
@@ -61,7 +71,8 @@ def no_loop(what: str) -> NoLoopError:
         )
     return NoLoopError(
         f"{what} needs a running event loop, and there is none in this thread. Call it "
-        f"inside an `async def` that runs by aiogpu.run(main())."
+        f"inside an `async def`: a program runs that by aiogpu.run(main()), a server "
+        f"and a notebook run it on the loop that they have."
     )
 
 

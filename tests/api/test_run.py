@@ -84,8 +84,8 @@ async def test_it_begins_no_loop_within_another() -> None:
     coroutine = fail()
     with pytest.raises(RuntimeError, match="running event loop") as raised:
         aiogpu.run(coroutine)
-    assert "write `await main()`" in raised.value.__notes__[0]
-    coroutine.close()
+    assert "write `await main()`" in str(raised.value)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 @pytest.mark.parametrize("outcome", ["swallowed", "another error"])
