@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.runtime.actor_end import name_taken
-from aiogpu.runtime.claims import NUMBERS
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -23,6 +22,7 @@ from aiogpu.wire.acting import (
 )
 from aiogpu.wire.messages import ChildFailed
 from aiogpu.wire.payload import NOTHING, load_result
+from aiogpu.wire.sharing import NUMBERS
 from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:

@@ -13,13 +13,11 @@ from aiogpu.errors import ProtocolError
 from aiogpu.wire.acting import Ask, Find, Make
 from aiogpu.wire.joining import FindPlacement, Inquire, TakeLease
 from aiogpu.wire.messages import Message, Submit
-from aiogpu.wire.sharing import Fetch, Put, PutFailed, Share
+from aiogpu.wire.sharing import NUMBERS, Fetch, Put, PutFailed, Share
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client
 
-NUMBERS: Final = 32
-"""Bits of an id below those of the client that has chosen it, negated."""
 _ASKING: Final = frozenset(
     {Submit, Ask, Find, Fetch, TakeLease, FindPlacement, Inquire}
 )

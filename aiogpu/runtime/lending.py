@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
-from aiogpu.runtime.claims import NUMBERS
 from aiogpu.runtime.segment import SharedSegment
+from aiogpu.wire.sharing import NUMBERS
 
 if TYPE_CHECKING:
     from aiogpu.runtime.values import Value

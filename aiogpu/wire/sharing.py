@@ -11,6 +11,11 @@ SEGMENTS: Final = 1 << 60
 """Ids of segments begin here; those of values are below."""
 WARM: Final = 1 << 28
 """Bytes of its segments that stand ready in one worker, to be written again."""
+NUMBERS: Final = 32
+"""Bits of the id of a value, or of an actor, below those that say whose it is.
+
+Such an id is negated; its owner is the worker or the client that has given it.
+"""
 OWNER: Final = 36
 """Bits of a segment's id below those that say whose it is: a worker's id, or 0."""
 

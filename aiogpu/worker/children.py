@@ -27,10 +27,10 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.sharing import Fetch, Sync, Synced
+from aiogpu.wire.sharing import NUMBERS, Fetch, Sync, Synced
 from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.shares import NUMBERS, Shares
+from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -310,8 +310,6 @@ class Children:
         A child that ended just before its result was shared has sent its answer here
         and nowhere else. The answer is lost if this process ends without reading it.
         """
-        if not self.shares.due:
-            return
         due = self.shares.due_now()
         self._is_synced = False
         # Where the driver has gone, the next send says so.

@@ -9,7 +9,7 @@ from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.failure import RAISED, pack_failure
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message
 from aiogpu.wire.parcel import part_of
-from aiogpu.wire.sharing import Put, PutFailed, Share
+from aiogpu.wire.sharing import NUMBERS, Put, PutFailed, Share
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 OWN_FRAMES: Final = "/aiogpu/"
 """Marks frames that a user's traceback leaves out."""
-NUMBERS: Final = 32
-"""Bits of an id below those of the worker's, so that no two workers give the same."""
 
 
 class Sending(Protocol):
