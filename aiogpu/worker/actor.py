@@ -90,7 +90,7 @@ class Stage:
         del actor
         gc.collect()
         self._stdio.end_lines()
-        if current.children is not None:
+        if current.children is not None and current.children.shares.due:
             current.children.hand_over()
         self.channel.send(Done(creation.task, NOTHING, 0))
         return True

@@ -311,8 +311,6 @@ class Children:
         A child that ended just before its result was shared has sent its answer here
         and nowhere else. The answer is lost if this process ends without reading it.
         """
-        if not self.shares.due:
-            return
         due = self.shares.due_now()
         self._is_synced = False
         # Where the driver has gone, the next send says so.

@@ -106,7 +106,8 @@ class Worker:
         self._stdio.end_lines()
         if passing:
             self._channel.send(Carry(message.task, take_passing()))
-        self._children.hand_over()
+        if self._children.shares.due:
+            self._children.hand_over()
         try:
             self._channel.send(answer)
         except SerializationError as error:

@@ -17,7 +17,6 @@ from aiogpu.api.lease_options import placement_site
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.limits import Limits
-from aiogpu.runtime.claims import NUMBERS
 from aiogpu.runtime.status_codec import status_codec
 from aiogpu.wire.acting import Ask, Carry, Find, Hold, Make, Release, Stop
 from aiogpu.wire.connection import CLIENT
@@ -42,6 +41,7 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.parcel import MARK, Contents, pack
 from aiogpu.wire.payload import NO_ARGUMENTS
 from aiogpu.wire.sharing import (
+    NUMBERS,
     SEGMENTS,
     Discard,
     Fetch,

@@ -17,12 +17,11 @@ import pytest
 
 import aiogpu
 from aiogpu.engines.remote_actors import RemoteActors
-from aiogpu.runtime.claims import NUMBERS
 from aiogpu.wire.acting import Make
 from aiogpu.wire.joining import Depart, Inquire, TakeLease
 from aiogpu.wire.messages import ChildDone, Message, Submit
 from aiogpu.wire.payload import NO_ARGUMENTS
-from aiogpu.wire.sharing import Put
+from aiogpu.wire.sharing import NUMBERS, Put
 from aiogpu.wire.streaming import ChildDemand
 from tests.engines import served, stream_tasks, tasks
 from tests.engines.actor_classes import Counter
