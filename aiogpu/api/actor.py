@@ -22,23 +22,24 @@ from typing import (
 
 from aiogpu.api.actor_options import ActorOptions, check_actor_options
 from aiogpu.api.definition import Definition, Reference
-from aiogpu.api.face import Face
+from aiogpu.api.face import Face, no_method
 from aiogpu.api.generator_method import remote_method
 from aiogpu.api.method import RemoteMethod
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
 from aiogpu.core.resources import CPU
-from aiogpu.errors import ActorNameError, MisuseError, OptionError
+from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments, load_reference, load_result
+from aiogpu.wire.payload import dump_arguments, load_reference
 from aiogpu.worker.context import ActorExit, current, note_exit
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
+    from aiogpu.api.late_face import LateFace
     from aiogpu.api.method import Link
     from aiogpu.api.pool import ActorPool
-    from aiogpu.runtime.call import ActorTerms, Site
+    from aiogpu.runtime.call import Site
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -54,7 +55,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
 
     __slots__ = ("__dict__", "__weakref__", "_face", "_link")
 
-    def __init__(self, link: Link, face: Face) -> None:
+    def __init__(self, link: Link, face: Face | LateFace) -> None:
         self._link = link
         self._face = face
 
@@ -62,11 +63,15 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         return f"<ActorHandle {self._link.name}>"
 
     def __getattr__(self, name: str) -> RemoteMethod[..., Any]:
-        found = self._face.methods.get(name)
+        face = self._face.known
+        if face is None:
+            return cast("LateFace", self._face).method(self._link, name)
+        self._face = face
+        found = face.methods.get(name)
         if found is None:
-            raise no_method(self._face, name)
+            raise no_method(face, name)
         # It ties the link, not this handle, so that the last handle goes at once.
-        method = remote_method(self._link, found, self._face.group_names)
+        method = remote_method(self._link, found, face.group_names)
         self.__dict__[name] = method
         return method
 
@@ -93,7 +98,7 @@ class ActorHandle(EnteredOnLoop, Generic[A]):
         await self._link.ended()
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return revive, (*self._link.reference(), self._face)
+        return revive, (*self._link.reference(), self._face.known)
 
 
 def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
@@ -114,22 +119,6 @@ def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
     return ActorHandle(link, face)
 
 
-def no_method(face: Face, name: str) -> AttributeError:
-    """The error for a method that a class has not, or that is private."""
-    from difflib import get_close_matches
-
-    if name.startswith("_"):
-        return AttributeError(
-            f"{name} of {face.name} is private: actors are called by public methods."
-        )
-    near = get_close_matches(name, face.methods, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return AttributeError(
-        f"{face.name} has no method {name}.{hint} There are: "
-        f"{', '.join(face.methods) or 'none'}."
-    )
-
-
 class RemoteClass(Decorated, Generic[P, A]):
     """A class whose objects live in processes of their own."""
 
@@ -145,7 +134,8 @@ class RemoteClass(Decorated, Generic[P, A]):
 
         Raises:
             MisuseError: the constructor takes other arguments.
-            ActorNameError: another actor has that name.
+            ActorNameError: another actor has that name; where the node is another
+                process, from the calls and at the await.
             NoLoopError: no event loop is running here.
             InfeasibleError: the node can never give what the actor asks for.
             SerializationError: the class or an argument cannot be pickled.
@@ -168,9 +158,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         from aiogpu.api.caller import session_of_caller
 
         link = ActorLink.create(session_of_caller(), *asked)
-        terms = link.site.actor
-        assert terms is not None, link
-        return ActorHandle(link, _face_in(terms))
+        return ActorHandle(link, link.face())
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
@@ -323,8 +311,12 @@ def exit_actor() -> NoReturn:
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     """A handle to the living actor of that name, on the running loop's node.
 
+    Write `await aiogpu.get_actor(name)`: a node of another process is asked, and
+    answers at the await. Methods with one result can be called before that as well.
+
     Raises:
-        ActorNameError: no actor has that name.
+        ActorNameError: no actor has that name; where a node of another process is
+            asked, at the await and from the calls made until then.
         NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
@@ -337,27 +329,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     from aiogpu.api.caller import session_of_caller
 
     session = session_of_caller("aiogpu.get_actor()")
-    actors = session.actors()
-    actor = actors.find((namespace or "", name))
-    if actor is None:
-        where = f" in the namespace {namespace!r}" if namespace else ""
-        raise ActorNameError(
-            f"no actor named {name!r}{where} lives on this node. Make one by "
-            f".options(name={name!r}).remote(...)."
-        )
-    terms = actor.site.actor
-    assert terms is not None, actor
-    return ActorHandle(ActorLink.to(session, actor, actors), _face_in(terms))
-
-
-def _face_in(terms: ActorTerms) -> Face:
-    """What handles are made of; it comes pickled from another process's class.
-
-    Raises:
-        DeserializationError: what it refers to cannot be imported here.
-    """
-    face = terms.face
-    return cast("Face", load_result(face) if type(face) is bytes else face)
+    link = ActorLink.find(session, name, namespace or "")
+    return ActorHandle(link, link.face())
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:

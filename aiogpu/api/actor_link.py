@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiogpu.api.blocking import handle_by
 from aiogpu.api.caller import host_beside_loop, may_use
-from aiogpu.api.face import stranger
+from aiogpu.api.face import face_in, stranger
+from aiogpu.api.late_face import LateFace
 from aiogpu.api.near_several import NearSeveral
 from aiogpu.core.why import Why
-from aiogpu.errors import AiogpuError, MisuseError
+from aiogpu.engines.acquaintance import site_of
+from aiogpu.errors import (
+    ActorNameError,
+    AiogpuError,
+    MisuseError,
+    NodeClosedError,
+)
 from aiogpu.runtime.child import Carrying, Then
 from aiogpu.worker.context import note_passed, passing, take_kept
 
 if TYPE_CHECKING:
     from aiogpu.api.early import Awaited
+    from aiogpu.api.face import Face
     from aiogpu.api.handle import Handle
     from aiogpu.api.session import Session
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
@@ -57,6 +65,7 @@ class ActorLink:
         self._actor: ActorPort | None = None
         self._actors: ActorsPort | None = None
         self._error: Exception | None = None
+        self._late: LateFace | None = None
         self._early: list[Callable[[ActorPort], object]] = []
         self._early_fails: list[Callable[[Exception], None]] = []
 
@@ -93,6 +102,71 @@ class ActorLink:
         return link
 
     @classmethod
+    def find(cls, session: Session, name: str, namespace: str) -> ActorLink:
+        """Tie the living actor of a name, which the node may have yet to tell.
+
+        Raises:
+            ActorNameError: no actor has that name, as far as that is known now.
+            NodeError: the node is not open.
+        """
+        actors = session.actors()
+        found = actors.find((namespace, name))
+        missing = partial(_no_actor, name, namespace)
+        if found is None:
+            raise missing()
+        if not isinstance(found, asyncio.Future):
+            return cls.to(session, found, actors)
+        called = f"the actor {name!r}"
+        link = cls(session, called, site_of(called))
+        link._actors = actors
+        link._await(found, LateFace(called), missing)
+        return link
+
+    def face(self) -> Face | LateFace:
+        """What handles are made of."""
+        if self._late is not None:
+            return self._late
+        assert self.site.actor is not None, self
+        return face_in(self.site.actor)
+
+    def _await(
+        self,
+        answer: asyncio.Future[Any],
+        face: LateFace,
+        missing: Callable[[], Exception],
+    ) -> None:
+        """Take the actor that the node tells later; None means that it has none."""
+        self._late = face
+
+        def take(answer: asyncio.Future[Any]) -> None:
+            error = NodeClosedError("the node was left before it had answered.")
+            told = error if answer.cancelled() else answer.exception()
+            actor = None if told is not None else answer.result()
+            if actor is None:
+                self._fail(told if isinstance(told, Exception) else missing())
+            else:
+                self._take(actor)
+
+        answer.add_done_callback(take)
+
+    def _take(self, actor: ActorPort) -> None:
+        """The actor is known: do what was asked of it until now."""
+        self._actor = actor
+        # It may be one of that name that lives already, and of another class.
+        self.site, self.name = actor.site, actor.site.spec.name
+        if self._late is not None:
+            assert actor.site.actor is not None, actor
+            try:
+                self._late.known = face_in(actor.site.actor)
+            except AiogpuError as error:
+                self._fail(error)
+                return
+        early, self._early = self._early, []
+        self._early_fails.clear()
+        for ask in early:
+            ask(actor)
+
+    @classmethod
     def known(cls, session: Session, actor: int, name: str, home: str) -> ActorLink:
         """Tie an actor of which a handle has come.
 
@@ -111,10 +185,13 @@ class ActorLink:
         Raises:
             MisuseError: its node is not open yet, or is not the caller's.
         """
+        if self._error is not None:
+            raise self._error
         if self._actor is None:
+            until = "is open" if self._late is None else "has answered"
             raise MisuseError(
-                f"the handle of {self.name} cannot be passed on before its node is "
-                f"open; await it first."
+                f"the handle of {self.name} cannot be passed on before its node "
+                f"{until}; await it first."
             )
         if not may_use(self._session):
             raise stranger(self.name)
@@ -135,13 +212,12 @@ class ActorLink:
     ) -> None:
         self._actors = engine.actors
         actor = self._actors.create(self.site, payload, key, get_if_exists)
-        self._actor = actor
-        # It may be one of that name that lives already, and of another class.
-        self.site, self.name = actor.site, actor.site.spec.name
-        early, self._early = self._early, []
-        self._early_fails.clear()
-        for ask in early:
-            ask(actor)
+        if isinstance(actor, asyncio.Future):
+            assert self.site.actor is not None, self
+            face = LateFace(self.name, face_in(self.site.actor))
+            self._await(actor, face, partial(_no_actor, self.name, ""))
+        else:
+            self._take(actor)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
@@ -166,6 +242,24 @@ class ActorLink:
                 return handle_by(host, label, start)  # type: ignore[no-any-return]
         handle = session.new_handle(label, self)
         self._start(method, payload, handle)
+        return handle
+
+    def call_late(self, label: str, method: str, payload: bytes) -> Handle[Any]:
+        """Call a method that the class may have, which the node has yet to tell."""
+        self._check(payload)
+        handle = self._session.new_handle(label, self)
+        receiver = carrying(handle) if passing else handle
+        start = partial(_call_early, method, payload, handle, receiver)
+
+        def ask(actor: ActorPort) -> None:
+            assert self._late is not None, self
+            problem = self._late.problem(method)
+            if problem is None:
+                start(actor)
+            else:
+                handle.fail(problem)
+
+        self._ask(handle, ask)
         return handle
 
     def stream(self, label: str, size: int, method: str, payload: bytes) -> Any:
@@ -219,10 +313,10 @@ class ActorLink:
 
         `fail` is told why it never will be.
         """
-        if self._actor is not None:
-            ask(self._actor)
-        elif self._error is not None:
+        if self._error is not None:
             fail(self._error)
+        elif self._actor is not None:
+            ask(self._actor)
         else:
             self._early.append(ask)
             self._early_fails.append(fail)
@@ -316,6 +410,14 @@ class ActorLink:
         actor, actors = self._actor, self._actors
         if actor is not None and actors is not None:
             self._session.call_soon(partial(_release, actors, actor.id))
+
+
+def _no_actor(name: str, namespace: str) -> ActorNameError:
+    where = f" in the namespace {namespace!r}" if namespace else ""
+    return ActorNameError(
+        f"no actor named {name!r}{where} lives on this node. Make one by "
+        f".options(name={name!r}).remote(...)."
+    )
 
 
 def _release(actors: ActorsPort, actor: int) -> None:

@@ -167,7 +167,7 @@ class Crew:
                 f"what makes the actors of this pool gave {handle!r}; it must give an "
                 f"actor's handle, as `lambda: Model.remote('large')` does."
             )
-        self.face = handle._face
+        self.face = handle._face.known
         taken = {member.number for member in self._members}
         number = next(number for number in count() if number not in taken)
         member = Member(number, handle, link_of(handle, "ActorPool()"))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import TYPE_CHECKING, cast
 
 from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
 from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
+from aiogpu.wire.payload import load_result
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.call import ActorTerms
 
 
 def stranger(name: str) -> MisuseError:
@@ -45,6 +50,11 @@ class Face:
         found = copy(self)
         found.group_names = names
         return found
+
+    @property
+    def known(self) -> Face:
+        """Itself; see `late_face.LateFace`."""
+        return self
 
     def limits(self, options: ActorOptions) -> tuple[str, dict[str, int]]:
         """How calls are run, and how many of each group at once."""
@@ -94,3 +104,29 @@ class Face:
         }
         # A chunk of a map is a call of its own name.
         return named | {name + CHUNKED: group for name, group in named.items()}
+
+
+def no_method(face: Face, name: str) -> AttributeError:
+    """The error for a method that a class has not, or that is private."""
+    from difflib import get_close_matches
+
+    if name.startswith("_"):
+        return AttributeError(
+            f"{name} of {face.name} is private: actors are called by public methods."
+        )
+    near = get_close_matches(name, face.methods, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return AttributeError(
+        f"{face.name} has no method {name}.{hint} There are: "
+        f"{', '.join(face.methods) or 'none'}."
+    )
+
+
+def face_in(terms: ActorTerms) -> Face:
+    """What handles are made of; it comes pickled from another process's class.
+
+    Raises:
+        DeserializationError: what it refers to cannot be imported here.
+    """
+    face = terms.face
+    return cast("Face", load_result(face) if type(face) is bytes else face)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.options import CHECKS
 from aiogpu.api.placement_options import check_lifetime, gang_of
-from aiogpu.errors import MisuseError, PlacementRemovedError
+from aiogpu.errors import AiogpuError, MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
@@ -35,6 +35,7 @@ class Claim:
     """One placement as its node sees it: who is told of it, and may have it removed.
 
     Attributes:
+        name: what errors call it.
         pid: process id of this program.
         task: its number, 0 before it was asked for.
         granted: done once it holds its bundles.
@@ -49,8 +50,8 @@ class Claim:
         # Who gives it tasks may never wait for it himself; these are told.
         self.granted.add_done_callback(_note_seen)
         self.lost: Exception | None = None
+        self.name = name
         self._session = session
-        self._name = name
 
     def ask(self, site: Site) -> None:
         """Ask for it, now or as soon as the node is open."""
@@ -70,7 +71,7 @@ class Claim:
         """It is refused, by a node that is another process."""
         from aiogpu.wire.failure import unpack_failure
 
-        self.fail(unpack_failure(failed, self._name))
+        self.fail(unpack_failure(failed, self.name))
 
     def fail(self, error: Exception) -> None:
         """It is refused, or gone."""
@@ -85,11 +86,11 @@ class Claim:
         self.is_over = True
         if self.task and self._session.is_open and self.lost is None:
             self._session.cancel(self.task)
-        self.fail(PlacementRemovedError(f"{self._name} was removed.", self._name))
+        self.fail(PlacementRemovedError(f"{self.name} was removed.", self.name))
 
     async def why(self) -> Why:
         """Why it waits, or that it is held."""
-        return await self._session.why(self._name, self.task)
+        return await self._session.why(self.name, self.task)
 
 
 class Placement(EnteredOnLoop):
@@ -100,9 +101,24 @@ class Placement(EnteredOnLoop):
     the program that has made it waits for it and removes it.
     """
 
-    def __init__(self, gang: Gang, claim: Claim | None = None) -> None:
-        self._gang = gang
+    def __init__(
+        self, gang: Gang | asyncio.Future[Gang], claim: Claim | None = None
+    ) -> None:
+        self._found = gang
         self._claim = claim
+
+    @property
+    def _gang(self) -> Gang:
+        """What it holds; raises `MisuseError` while its node has yet to tell."""
+        found = self._found
+        if not isinstance(found, asyncio.Future):
+            return found
+        if not found.done():
+            raise MisuseError(
+                f"what {self.name} holds is not known yet: its node has not answered. "
+                f"Write `await aiogpu.get_placement({self.name!r})`."
+            )
+        return found.result()
 
     def gang_of(self) -> Gang:
         """What the node is asked for; for `options(placement=...)`."""
@@ -116,7 +132,7 @@ class Placement(EnteredOnLoop):
     @property
     def name(self) -> str:
         """For errors and `status()`."""
-        return self._gang.name
+        return self._gang.name if self._claim is None else self._claim.name
 
     @property
     def strategy(self) -> str:
@@ -135,6 +151,9 @@ class Placement(EnteredOnLoop):
         return granted.done() and self._own("is_ready").lost is None
 
     def __repr__(self) -> str:
+        found = self._found
+        if isinstance(found, asyncio.Future) and not is_known(found):
+            return f"<Placement {self.name}>"
         gang = self._gang
         return f"<Placement {gang.name} {gang.strategy} {gang}>"
 
@@ -193,6 +212,9 @@ class Placement(EnteredOnLoop):
 
         claim = self._own("remove()")
         check_thread(claim.granted.get_loop(), "remove() of a placement")
+        if isinstance(self._found, asyncio.Future):
+            # It is asked for by its name, and removed as soon as it is known.
+            await asyncio.wait([self._found])
         claim.remove()
 
     async def why(self) -> Why:
@@ -264,21 +286,38 @@ def placement(
 def get_placement(name: str) -> Placement:
     """The detached placement of that name, on the running loop's node.
 
-    Whoever has it may give it tasks, wait for it and remove it, as the program can that
-    has asked for it.
+    Write `await aiogpu.get_placement(name)`: a node of another process is asked, and
+    answers at the await. Whoever has it may give it tasks, wait for it and remove it,
+    as the program can that has asked for it.
 
     Raises:
-        PlacementNameError: no detached placement has that name.
+        PlacementNameError: no detached placement has that name; where a node of another
+            process is asked, at the await.
         NodeError: the node is not open, or it is asked for inside a task.
     """
     from aiogpu.api.lease import session_for
     from aiogpu.api.lease_options import placement_site
 
     session = session_for("aiogpu.get_placement()")
-    gang = session.find_placement(name)
+    found = session.find_placement(name)
     claim = Claim(session, name)
-    claim.ask(placement_site(gang, 0, is_detached=True))
-    return Placement(gang, claim)
+    if not isinstance(found, asyncio.Future):
+        claim.ask(placement_site(found, 0, is_detached=True))
+        return Placement(found, claim)
+
+    def take(found: asyncio.Future[Gang]) -> None:
+        try:
+            claim.ask(placement_site(found.result(), 0, is_detached=True))
+        except AiogpuError as error:
+            claim.fail(error)
+
+    found.add_done_callback(take)
+    return Placement(found, claim)
+
+
+def is_known(found: asyncio.Future[Gang]) -> bool:
+    """Whether a node has told of a placement."""
+    return found.done() and found.exception() is None
 
 
 def _note_seen(granted: asyncio.Future[None]) -> None:

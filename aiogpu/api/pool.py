@@ -10,8 +10,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from aiogpu.api.actor import ActorHandle, RemoteClass, no_method
+from aiogpu.api.actor import ActorHandle, RemoteClass
 from aiogpu.api.bounds import check_bounds
+from aiogpu.api.face import no_method
 from aiogpu.api.generator_method import GeneratorMethod
 from aiogpu.api.mapper import Mapper
 from aiogpu.api.misuse import (

@@ -329,8 +329,8 @@ class Session(EnteredOnLoop):
         """The node's actors; raises `NodeError` if it is not open."""
         return self._ask().actors
 
-    def find_placement(self, name: str) -> Gang:
-        """The detached placement of that name; raises `NodeError` if it is closed."""
+    def find_placement(self, name: str) -> Gang | asyncio.Future[Gang]:
+        """See `Engine.find_placement`; raises `NodeError` if the node is closed."""
         return self._ask().find_placement(name)
 
     async def status(self) -> NodeStatus:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from aiogpu.errors import NodeError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aiogpu.core.gang import Gang
     from aiogpu.core.snapshot import NodeStatus
     from aiogpu.core.why import Why
@@ -124,8 +126,10 @@ class ActorsPort(Protocol):
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
-    ) -> ActorPort:
+    ) -> ActorPort | asyncio.Future[Any]:
         """Make an actor, or find the one of that name; the caller holds a handle.
+
+        A future where the name has to be looked up on a node of another process.
 
         Raises:
             ActorNameError: another one has that name.
@@ -134,8 +138,11 @@ class ActorsPort(Protocol):
         """
         ...
 
-    def find(self, key: tuple[str, str]) -> ActorPort | None:
-        """The living actor of that name; the caller holds a handle to it."""
+    def find(self, key: tuple[str, str]) -> ActorPort | asyncio.Future[Any] | None:
+        """The living actor of that name; the caller holds a handle to it.
+
+        A future of the same where a node of another process is asked.
+        """
         ...
 
     def held(self, actor: int, name: str) -> ActorPort:
@@ -255,7 +262,7 @@ class Engine(Protocol):
         """
         ...
 
-    def find_placement(self, name: str) -> Gang:
+    def find_placement(self, name: str) -> Gang | asyncio.Future[Gang]:
         """The placement of that name that outlives the program that asked for it.
 
         `take_placement` of the same has its receiver told of it.

@@ -1,20 +1,18 @@
 """A client's connection to its node, on an event loop.
 
 Not a transport of asyncio's: what was said must be on its way, and the answer read,
-where a plain call such as `get_actor` has to wait for it.
+where plain code has to wait for the node, as for room on its other socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
-import time
 from collections.abc import Callable
 from typing import Final
 
 from aiogpu.credentials import check_server
-from aiogpu.errors import NodeDiedError, ProtocolError
+from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Message
@@ -26,8 +24,6 @@ begins with them while the program goes on."""
 FIRST_PAUSE: Final = 1e-3
 LONGEST_PAUSE: Final = 0.05
 """Seconds until a node is tried again whose queue of connections is full."""
-PATIENCE: Final = 5.0
-"""Seconds in which a node answers what a plain call waits for."""
 
 
 async def connect_to(path: str) -> socket.socket:
@@ -192,28 +188,6 @@ class Line:
         self.close()
         self.on_lost(error)
 
-    def ask_now(
-        self, message: Message, is_answer: Callable[[Message], bool]
-    ) -> Message:
-        """Say something and wait for the answer; what comes before it is told later.
-
-        Raises:
-            NodeDiedError: the node has gone, or does not answer.
-        """
-        self.send(message)
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            self._await(deadline)
-            self._push()
-            messages = self._receive()
-            if messages is None:
-                # The loop finds that out as well, and tells everybody.
-                raise NodeDiedError("the node has ended.")
-            found = next(filter(is_answer, messages), None)
-            self._tell_later([one for one in messages if one is not found])
-            if found is not None:
-                return found
-
     def press(self) -> None:
         """Send and read what can be, while the loop waits in plain code for the node.
 
@@ -240,16 +214,6 @@ class Line:
         if messages and not self._late:
             self._loop.call_soon(self._tell_late)
         self._late += messages
-
-    def _await(self, deadline: float) -> None:
-        if self._socket is None:
-            raise NodeDiedError("the node has ended.")
-        poll = select.poll()
-        is_waiting = self._rest is not None or self._unsent
-        mask = select.POLLIN | (select.POLLOUT if is_waiting else 0)
-        poll.register(self._socket, mask)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise NodeDiedError(f"the node does not answer within {PATIENCE:g} s.")
 
     def _tell_late(self) -> None:
         late, self._late = self._late, []

@@ -8,7 +8,6 @@ checked here against what the node has, so that what it can never give is refuse
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
@@ -17,7 +16,6 @@ from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms, load_gang
-from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.joining import (
     AVAILABLE,
     RESOURCES,
@@ -29,11 +27,8 @@ from aiogpu.wire.joining import (
     Inquire,
 )
 from aiogpu.wire.messages import (
-    ChildDone,
     ChildFailed,
     Declare,
-    Failed,
-    Message,
     Submit,
     Withdraw,
 )
@@ -138,16 +133,12 @@ class RemoteEngine(Membership):
 
     take_placement = take_lease
 
-    def find_placement(self, name: str) -> Gang:
-        """One that outlives its program; see `Engine.find_placement`.
-
-        Raises:
-            PlacementNameError: there is none.
-        """
-        answer = self.ask_now(lambda number: FindPlacement(number, name))
-        if isinstance(answer, ChildFailed):
-            raise unpack_failure(Failed(*answer), name)
-        return load_gang(answer.payload)
+    def find_placement(self, name: str) -> asyncio.Future[Gang]:
+        """One that outlives its program; see `Engine.find_placement`."""
+        self.check_open()
+        found: asyncio.Future[Gang] = self.loop.create_future()
+        self.send(FindPlacement(self.expect(Told(found, load_gang)), name))
+        return found
 
     def demand(self, task: int, limit: int) -> None:
         """Let a stream yield so many items in all; see `Engine.demand`."""
@@ -198,24 +189,6 @@ class RemoteEngine(Membership):
         told = Told(self.loop.create_future())
         self.send(Inquire(self.expect(told), what, number))
         return await told.future
-
-    def ask_now(self, question: Callable[[int], Message]) -> ChildDone | ChildFailed:
-        """Ask something of which the answer is waited for here, in plain code.
-
-        Raises:
-            NodeDiedError: the node has gone, or does not answer.
-        """
-        self.check_open()
-        number = self.new_number()
-
-        def is_answer(message: Message) -> bool:
-            return isinstance(message, ChildDone | ChildFailed) and (
-                message.child == number
-            )
-
-        answer = self._line.ask_now(question(number), is_answer)
-        assert isinstance(answer, ChildDone | ChildFailed), answer
-        return answer
 
     def _on_stray(self, failed: ChildFailed) -> None:
         """It was granted, and is no more."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aiogpu.engines.acquaintance import site_of
-from aiogpu.runtime.actor_end import name_taken
+from aiogpu.engines.remote_link import Told
+from aiogpu.errors import ActorNameError
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -20,7 +22,7 @@ from aiogpu.wire.acting import (
     Release,
     Stop,
 )
-from aiogpu.wire.messages import ChildFailed
+from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.payload import NOTHING, load_result
 from aiogpu.wire.sharing import NUMBERS
 from aiogpu.wire.streaming import ChildDemand
@@ -28,6 +30,7 @@ from aiogpu.wire.streaming import ChildDemand
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
     from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.wire.messages import Failed
 
 
 class RemoteActor:
@@ -72,8 +75,11 @@ class RemoteActors:
         payload: bytes,
         key: tuple[str, str] | None = None,
         get_if_exists: bool = False,
-    ) -> RemoteActor:
-        """Make an actor, or find the one of that name; see `ActorsPort.create`."""
+    ) -> RemoteActor | asyncio.Future[RemoteActor]:
+        """Make an actor, or find the one of that name; see `ActorsPort.create`.
+
+        The node refuses a name that is taken, and the actor's calls tell.
+        """
         from aiogpu.engines.admission import check_arguments
 
         engine = self._engine
@@ -81,25 +87,38 @@ class RemoteActors:
         if site.checked_by is not engine.mark:
             engine.admit(site)
         check_arguments(site, payload)
-        found = self.find(key) if key is not None else None
-        if found is not None and get_if_exists:
+        if key is not None and get_if_exists:
+            return engine.loop.create_task(self._find_or_make(site, payload, key))
+        return self._make(site, payload, key or ("", ""), False)
+
+    async def _find_or_make(
+        self, site: Site, payload: bytes, key: tuple[str, str]
+    ) -> RemoteActor:
+        found = await self.find(key)
+        if found is not None:
             return found
-        if found is not None and key is not None:
-            self.release(found.id)
-            raise name_taken(key[1])
-        namespace, name = key or ("", "")
+        self._engine.check_open()
+        if site.checked_by is not self._engine.mark:
+            self._engine.admit(site)
+        return self._make(site, payload, key, True)
+
+    def _make(
+        self, site: Site, payload: bytes, key: tuple[str, str], get_if_exists: bool
+    ) -> RemoteActor:
+        engine = self._engine
+        namespace, name = key
         identity = -((engine.client << NUMBERS) + engine.new_number())
         engine.send(Make(identity, site.id, payload, name, namespace, get_if_exists))
         return RemoteActor(engine, identity, site)
 
-    def find(self, key: tuple[str, str]) -> RemoteActor | None:
-        """The living actor of that name; asks the node, and waits for the answer."""
+    def find(self, key: tuple[str, str]) -> asyncio.Future[RemoteActor | None]:
+        """The living actor of that name; asks the node."""
+        engine = self._engine
+        engine.check_open()
         namespace, name = key
-        answer = self._engine.ask_now(lambda number: Find(number, name, namespace))
-        if isinstance(answer, ChildFailed):
-            return None
-        identity, of_class, face = load_result(answer.payload)
-        return RemoteActor(self._engine, identity, site_of(of_class, face))
+        found: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
+        engine.send(Find(engine.expect(_Sought(engine, found)), name, namespace))
+        return found
 
     def held(self, actor: int, name: str = "actor") -> RemoteActor:
         """An actor of which a handle has come; see `ActorsPort.held`."""
@@ -131,3 +150,25 @@ class RemoteActors:
     def terminate(self, actor: int) -> None:
         """Have it end after what it was sent."""
         self._engine.send(Stop(actor, AFTER_ALL))
+
+
+class _Sought(Told):
+    """Waits for the actor of a name; None is for nobody."""
+
+    def __init__(
+        self, engine: RemoteEngine, future: asyncio.Future[RemoteActor | None]
+    ) -> None:
+        super().__init__(future, self._read)
+        self._engine = engine
+
+    def _read(self, payload: bytes) -> RemoteActor:
+        identity, of_class, face = load_result(payload)
+        return RemoteActor(self._engine, identity, site_of(of_class, face))
+
+    def reject(self, failed: Failed) -> None:
+        """Nobody has the name, or the node cannot tell."""
+        error = unpack_failure(failed, "the node")
+        if not isinstance(error, ActorNameError):
+            self.fail(error)
+        elif not self.future.done():
+            self.future.set_result(None)

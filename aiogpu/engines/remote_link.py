@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.errors import DeserializationError, ProtocolError
@@ -69,16 +70,30 @@ class Told:
         future: has the answer.
     """
 
-    def __init__(self, future: asyncio.Future[Any]) -> None:
+    def __init__(
+        self,
+        future: asyncio.Future[Any],
+        load: Callable[[bytes], Any] | None = None,
+    ) -> None:
+        """Wait.
+
+        Args:
+            future: gets the answer.
+            load: reads it; as what a node says of itself unless given.
+        """
         self.future = future
+        self._load = load
 
     def receive(self, payload: bytes) -> None:
         """It has come."""
-        # Late: who only runs tasks never needs it.
-        from aiogpu.runtime.status_codec import status_codec
+        load = self._load
+        if load is None:
+            # Late: who only runs tasks never needs it.
+            from aiogpu.runtime.status_codec import status_codec
 
+            load = status_codec.load
         try:
-            answer = status_codec.load(payload)
+            answer = load(payload)
         except ProtocolError as error:
             self.fail(
                 DeserializationError(

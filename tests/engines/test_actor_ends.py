@@ -311,7 +311,7 @@ async def test_an_endless_end_is_bounded(
         assert has_gone(pid)
         assert "it-closed" not in gate.pids
         with pytest.raises(aiogpu.ActorNameError):
-            aiogpu.get_actor("a")
+            await aiogpu.get_actor("a")
 
 
 @pytest.mark.needs("interrupts")

@@ -287,7 +287,7 @@ async def test_what_can_never_be_placed_is_refused_at_once() -> None:
         with pytest.raises(aiogpu.InfeasibleError, match=r"'taken\?' asks .*GPU"):
             Counter.options(num_gpus=2, name="taken?").remote()
         with pytest.raises(aiogpu.ActorNameError):
-            aiogpu.get_actor("taken?")
+            await aiogpu.get_actor("taken?")
 
 
 async def test_a_constructor_that_fails() -> None:
@@ -417,22 +417,22 @@ async def test_names() -> None:
         assert repr(bob) == "<ActorHandle Counter 'bob'>"
         assert await aiogpu.get_actor("bob").add.remote() == 2
         with pytest.raises(aiogpu.ActorNameError, match="'bob' lives already"):
-            named.remote()
+            await named.remote()
         assert await named.options(get_if_exists=True).remote(7).add.remote() == 3
         with pytest.raises(aiogpu.ActorNameError, match="no actor named 'eve' lives"):
-            aiogpu.get_actor("eve")
+            await aiogpu.get_actor("eve")
         elsewhere = named.options(namespace="other").remote(10)
         assert await aiogpu.get_actor("bob", "other").add.remote() == 11
         with pytest.raises(aiogpu.ActorNameError, match="'nowhere'"):
-            aiogpu.get_actor("bob", "nowhere")
+            await aiogpu.get_actor("bob", "nowhere")
         # One that another class has made has the other's methods.
-        found: Any = Async.options(name="bob", get_if_exists=True).remote()
+        found: Any = await Async.options(name="bob", get_if_exists=True).remote()
         assert await found.pid.remote() == await bob.pid.remote()
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later.remote()
         aiogpu.kill(bob)
         with pytest.raises(aiogpu.ActorNameError):
-            aiogpu.get_actor("bob")
+            await aiogpu.get_actor("bob")
         second = named.remote(5)
         assert await second.add.remote() == 6
         del second

@@ -41,7 +41,7 @@ USES = """
             if len(sys.argv) > 2:
                 await group.remove()
                 try:
-                    aiogpu.get_placement("kept")
+                    await aiogpu.get_placement("kept")
                 except aiogpu.PlacementNameError as error:
                     print("gone")
 

@@ -12,7 +12,7 @@ import pytest
 
 from aiogpu.engines import line as module
 from aiogpu.engines.line import AT_ONCE, CHUNK, Line
-from aiogpu.errors import NodeDiedError, ProtocolError
+from aiogpu.errors import ProtocolError
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.frames import FrameReader, encode
 from aiogpu.wire.joining import Depart
@@ -145,24 +145,6 @@ async def test_a_long_turn_of_the_program_does_not_hold_up_the_node(
         assert far.numbers == [*range(many)]
 
 
-async def test_a_question_goes_after_what_waits_for_room(tmp_path: Path) -> None:
-    async with joined(tmp_path) as (line, far):
-        loop = asyncio.get_running_loop()
-
-        def answer() -> None:
-            while 7 not in far.numbers:
-                far.read()
-            far.socket.send(encode(ChildDone(7, b"x")))
-
-        for number in range(3):
-            line.send(submit(number, LARGE))
-        answering = loop.run_in_executor(None, answer)
-        found = line.ask_now(submit(7), lambda one: isinstance(one, ChildDone))
-        assert found == ChildDone(7, b"x")
-        await answering
-        assert far.numbers == [0, 1, 2, 7]
-
-
 async def test_what_was_not_sent_ends_with_the_node(tmp_path: Path) -> None:
     async with joined(tmp_path) as (line, far):
         lost: list[object] = []
@@ -175,8 +157,6 @@ async def test_what_was_not_sent_ends_with_the_node(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
         assert not line.is_open
         line.send(submit(2))
-        with pytest.raises(NodeDiedError):
-            line.ask_now(submit(3), lambda _: True)
 
 
 async def test_what_waits_for_room_goes_in_the_midst_of_a_turn(tmp_path: Path) -> None:

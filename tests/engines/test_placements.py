@@ -291,11 +291,11 @@ async def test_a_detached_placement_is_found_by_its_name(address: str) -> None:
         with pytest.raises(
             aiogpu.PlacementNameError, match="no placement named 'kept'"
         ):
-            aiogpu.get_placement("kept")
+            await aiogpu.get_placement("kept")
         bundles = [{"GPU": 0.5, "CPU": 1}, {"CPU": 1}]
         kept = await aiogpu.placement(bundles, name="kept", lifetime="detached")
-        again = aiogpu.get_placement("kept")
-        assert (await again).is_ready
+        again = await aiogpu.get_placement("kept")
+        assert again.is_ready
         assert (again.id, again.bundles) == (kept.id, kept.bundles)
         assert (await tasks.where.options(placement=again).remote())[0] == [0]
         with pytest.raises(aiogpu.PlacementNameError, match="is there already"):
@@ -305,7 +305,7 @@ async def test_a_detached_placement_is_found_by_its_name(address: str) -> None:
             await again
         await until_free("GPU", 1)
         with pytest.raises(aiogpu.PlacementNameError):
-            aiogpu.get_placement("kept")
+            await aiogpu.get_placement("kept")
         new = [{"GPU": 1}]
         async with aiogpu.placement(new, name="kept", lifetime="detached") as other:
             assert other.id != kept.id

@@ -115,6 +115,8 @@ async def named(one: Operation) -> None:
     legal: tuple[type[BaseException], ...] = ()
     try:
         if hand.random() < 0.2:
+            if one.is_joined:
+                legal = (aiogpu.ActorNameError,)  # told by the calls
             actor = aiogpu.get_actor(name)
         else:
             is_shared = hand.random() < 0.9

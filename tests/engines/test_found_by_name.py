@@ -1,0 +1,211 @@
+"""On a node of another process names are looked up while the loop turns on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import aiogpu
+from tests.engines import tasks
+from tests.engines.actor_classes import Async, Counter
+from tests.engines.raw_client import Service, all_is_free, service
+from tests.turns import no_complaints, turns
+
+pytestmark = [
+    pytest.mark.usefixtures("service_forker", "no_leaks"),
+    pytest.mark.either_loop,
+]
+
+
+@pytest.fixture
+def node(no_leaks: None) -> Iterator[Service]:
+    with service() as running:
+        yield running
+
+
+@aiogpu.remote
+class Store:
+    """Has methods of each kind."""
+
+    def one(self, value: int = 1) -> int:
+        return value
+
+    @aiogpu.method(num_returns=2)
+    def two(self) -> tuple[int, int]:
+        return 1, 2
+
+    def many(self) -> Iterator[int]:
+        yield from range(3)
+
+
+@contextmanager
+def stopped(node: Service) -> Iterator[None]:
+    """The node answers nobody."""
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+
+
+async def test_the_loop_turns_while_the_node_has_yet_to_answer(node: Service) -> None:
+    bundles = [{"CPU": 1}]
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store", num_cpus=0).remote()
+        kept = aiogpu.placement(bundles, name="kept", lifetime="detached")
+        await kept
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            call = found.one.remote(5)
+            nobody = aiogpu.get_actor("nobody")
+            group = aiogpu.get_placement("kept")
+            nothing = aiogpu.get_placement("nothing")
+            other = Counter.options(name="counter", num_cpus=0).remote(1)
+            same: Any = Store.options(name="store", get_if_exists=True).remote()
+            again = same.one.remote(6)
+            taken = Counter.options(name="store").remote()
+            await turns(20)
+            assert not call.done()
+            assert not again.done()
+            assert not group.is_ready
+        assert await asyncio.gather(call, again, other.add.remote(1)) == [5, 6, 2]
+        assert await found is found
+        assert (await group).bundles == kept.bundles
+        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+            await nobody
+        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+            await nobody.one.remote()
+        with pytest.raises(aiogpu.PlacementNameError, match="named 'nothing'"):
+            await nothing
+        with pytest.raises(aiogpu.ActorNameError, match="'store' lives already"):
+            await taken
+        assert await store.one.remote(7) == 7
+        await kept.remove()
+
+
+async def test_what_cannot_be_known_before_the_answer_is_told(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store").remote()
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            late = found.many
+            refused = {
+                "is a generator": found.many.remote(),
+                "has several results": found.two.remote(),
+                "has no method nothing": found.nothing.remote(),
+            }
+            with pytest.raises(
+                aiogpu.MisuseError, match="its node has answered; await"
+            ):
+                pickle.dumps(found)
+            with pytest.raises(AttributeError, match="no public method _private"):
+                found._private  # noqa: B018
+            with pytest.raises(aiogpu.MisuseError, match="Await the handle first"):
+                await anext(found.one.map([1, 2], chunk=2))
+        for told, call in refused.items():
+            with pytest.raises((aiogpu.MisuseError, AttributeError), match=told):
+                await call
+        # Now it is known, and a method that was taken before is what it is.
+        assert [item async for item in found.many.remote()] == [0, 1, 2]
+        assert [item async for item in late.remote()] == [0, 1, 2]
+        assert await asyncio.gather(*found.two.remote()) == [1, 2]
+        with pytest.raises(AttributeError, match="Store has no method nothing"):
+            found.nothing  # noqa: B018
+        assert await tasks.echo.remote([found]) is not None
+        assert await store.one.remote() == 1
+
+
+async def test_a_placement_that_is_not_known_yet(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        bundles = [{"CPU": 1}]
+        await aiogpu.placement(bundles, name="kept", lifetime="detached")
+        with stopped(node):
+            group = aiogpu.get_placement("kept")
+            assert group.name == "kept"
+            assert repr(group) == "<Placement kept>"
+            with pytest.raises(
+                aiogpu.MisuseError, match=r"Write `await aiogpu\.get_pl"
+            ):
+                group.bundles  # noqa: B018
+            with pytest.raises(aiogpu.MisuseError, match="is not known yet"):
+                tasks.add.options(placement=group).remote(1)
+            removing = asyncio.create_task(group.remove())
+            await turns(20)
+            assert not removing.done()
+        await removing
+        with pytest.raises(aiogpu.PlacementRemovedError):
+            await group
+        with pytest.raises(aiogpu.PlacementNameError):
+            await aiogpu.get_placement("kept")
+        await all_is_free()
+
+
+async def test_what_is_dropped_before_the_answer_is_held_by_nobody(
+    node: Service,
+) -> None:
+    async with no_complaints(), aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store", num_gpus=1).remote()
+        with stopped(node):
+            found = aiogpu.get_actor("store")
+            call = found.one.remote(3)
+            del found
+            gc.collect()
+            aiogpu.get_actor("nobody")
+        assert await call == 3
+        del store, call
+        await all_is_free()
+
+
+async def called_on(store: Any) -> None:
+    """Call it until it is dead."""
+    async with asyncio.timeout(20):
+        while True:
+            await store.one.remote()
+
+
+async def test_killed_before_the_answer(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        store = await Store.options(name="store").remote()
+        with stopped(node):
+            aiogpu.kill(aiogpu.get_actor("store"))
+        with pytest.raises(aiogpu.ActorDiedError, match="killed"):
+            await called_on(store)
+
+
+async def test_the_node_dies_before_the_answer(node: Service) -> None:
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            found, group = aiogpu.get_actor("store"), aiogpu.get_placement("kept")
+            same = Store.options(name="store", get_if_exists=True).remote()
+            call = found.one.remote()
+            os.kill(node.pid, signal.SIGKILL)
+        for waiting in (found, call, group, same):
+            with pytest.raises(aiogpu.NodeDiedError):
+                await waiting
+        for ask in (aiogpu.get_actor, aiogpu.get_placement):
+            with pytest.raises(aiogpu.NodeDiedError):
+                await ask("store")
+        await aiogpu.shutdown()
+
+
+async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) -> None:
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        await (first := Counter.options(name="one").remote(1))
+        with stopped(node):
+            found: Any = Async.options(name="one", get_if_exists=True).remote()
+            call = found.add.remote(2)
+            with pytest.raises(AttributeError, match="Async has no method nothing"):
+                found.nothing  # noqa: B018
+        assert await call == 3
+        with pytest.raises(AttributeError, match="Counter has no method later"):
+            found.later  # noqa: B018
+        assert await first.add.remote(1) == 4
