@@ -29,6 +29,7 @@ from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
 from aiogpu.core.resources import CPU
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing
 from aiogpu.wire.payload import dump_arguments, load_reference
@@ -321,6 +322,8 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         NodeError: the node is not open.
     """
     if current.children is not None:
+        if is_loop_running():
+            return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
         from aiogpu.api.actor_far import find
 
         far, face = find(name, namespace or "")
@@ -331,6 +334,33 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
     session = session_of_caller("aiogpu.get_actor()")
     link = ActorLink.find(session, name, namespace or "")
     return ActorHandle(link, link.face())
+
+
+class NamedActor:
+    """What `get_actor` gives in a coroutine of a task: the handle, once awaited."""
+
+    __slots__ = ("_name", "_namespace")
+
+    def __init__(self, name: str, namespace: str) -> None:
+        self._name = name
+        self._namespace = namespace
+
+    def __repr__(self) -> str:
+        return f"<NamedActor {self._name!r}>"
+
+    def __await__(self) -> Generator[Any, None, ActorHandle[Any]]:
+        from aiogpu.api.actor_far import find_softly
+
+        found = yield from find_softly(self._name, self._namespace).__await__()
+        return ActorHandle(*found)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise MisuseError(
+                f"get_actor({self._name!r}) in a coroutine of a task is awaited before "
+                f"its methods are called: `actor = await aiogpu.get_actor(...)`."
+            )
 
 
 def typed(handle: ActorHandle[A] | ActorPool[A], /) -> A:

@@ -15,7 +15,7 @@ from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.face import stranger
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
-from aiogpu.errors import InternalError, MisuseError, NodeError
+from aiogpu.errors import InternalError, MisuseError
 from aiogpu.wire.acting import (
     AFTER_ALL,
     AGAIN,
@@ -164,22 +164,29 @@ def find(name: str, namespace: str) -> tuple[FarLink, Face]:
     Raises:
         ActorNameError: no actor has that name.
         DeserializationError: what its class refers to cannot be imported here.
-        NodeError: an event loop runs here, which would be blocked.
     """
-    if is_loop_running():
-        raise NodeError(
-            "get_actor() in a coroutine of a task would block its event loop; get the "
-            "handle in a plain function, or pass it as an argument."
-        )
     family = nested.family()
     handle: BlockingHandle[tuple[int, str, bytes]] = BlockingHandle(name, family)
     handle.child = family.find(name, namespace, handle)
-    actor, of_class, face = get(cast("Any", handle))
+    return _found(*get(cast("Any", handle)))
+
+
+async def find_softly(name: str, namespace: str) -> tuple[FarLink, Face]:
+    """The same on the event loop that runs; raises as `find` does."""
+    import asyncio
+
+    from aiogpu.api.nested import session_of_task
+
+    session = session_of_task(asyncio.get_running_loop())
+    return _found(*await session.find(name, namespace))
+
+
+def _found(actor: int, of_class: str, face: bytes) -> tuple[FarLink, Face]:
     link = _links.get(actor)
     if link is None:
         link = FarLink(of_class, actor)
     else:
-        family.drop(actor)  # it counts as a holder already
+        nested.family().drop(actor)  # it counts as a holder already
     return link, load_result(face)
 
 

@@ -238,6 +238,14 @@ class TaskSession:
         handle.task_id = self._link.ask(actor, method, payload, handle)
         return handle
 
+    def find(self, name: str, namespace: str) -> Handle[tuple[int, str, bytes]]:
+        """Ask which actor has a name: gives its id, its class and what handles need."""
+        handle: ChildHandle[Any] = ChildHandle(
+            f"get_actor({name!r})", self._link, self._loop, self._link
+        )
+        handle.task_id = self._link.find(name, namespace, handle)
+        return handle
+
 
 def session_of_task(loop: asyncio.AbstractEventLoop) -> TaskSession:
     """The session of the task that runs on a loop; made when it is first asked for."""

@@ -135,6 +135,10 @@ class LoopLink:
         """Call a method of an actor; gives the call's number."""
         return self._children.ask(actor, method, payload, receiver)
 
+    def find(self, name: str, namespace: str, receiver: Receiver) -> int:
+        """Ask which actor has a name; gives the question's number."""
+        return self._children.find(name, namespace, receiver)
+
     def fetch(self, value: int, receiver: Receiver) -> int:
         """Ask for a value; gives the question's number."""
         return self._children.fetch(value, receiver)

@@ -100,3 +100,43 @@ async def test_a_stream_that_has_failed_has_no_further_item() -> None:
         for _ in range(2):
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
+
+
+@aiogpu.remote
+class Keeper:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, number: int) -> int:
+        self.value += number
+        return self.value
+
+
+@aiogpu.remote
+async def finds(name: str) -> int:
+    actor = await aiogpu.get_actor(name)
+    return int(await actor.add.remote(1))
+
+
+@aiogpu.remote
+async def misses(name: str) -> None:
+    await aiogpu.get_actor(name)
+
+
+@aiogpu.remote
+class Finder:
+    async def find(self, name: str) -> int:
+        actor = await aiogpu.get_actor(name)
+        again = await aiogpu.get_actor(name)
+        return int(await actor.add.remote(1)) + int(await again.add.remote(1))
+
+
+async def test_actors_are_found_by_name_in_coroutines() -> None:
+    async with aiogpu.init(num_cpus=3):
+        keeper = await Keeper.options(name="kept").remote()
+        assert await finds.remote("kept") == 1
+        finder = Finder.remote()
+        assert await finder.find.remote("kept") == 2 + 3
+        with pytest.raises(aiogpu.ActorNameError, match="'nobody'"):
+            await misses.remote("nobody")
+        assert await keeper.add.remote(1) == 4

@@ -8,7 +8,7 @@ from typing import Final
 from tests.house.code_metrics import code_lines, cycles, imports, package_of, sizes
 
 ALLOWED: Final = {
-    "api": 39,
+    "api": 41,
     "core": 36,
     "engines": 49,
     "runtime": 21,
