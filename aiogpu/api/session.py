@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -225,6 +226,10 @@ class Session(EnteredOnLoop):
 
     def start_opening(self) -> None:
         """Open the engine in the background; calls are kept meanwhile."""
+        if "IPython" in sys.modules:
+            from aiogpu.api.ipython import watch
+
+            watch(sessions)
         self._closer = self._close_with_loop()
         first = self._closer.__anext__()
         with suppress(StopIteration):
