@@ -32,6 +32,7 @@ class Caller:
         children: those of them that have not ended, by its own numbers.
         asked: its unanswered calls of actors and their numbers, by its own.
         waits_for: for which of both a worker's task waits.
+        bound: for which of these its main thread waits; see `wire.messages.Wait`.
         holds: how often it counts as a holder of an actor, by the actor's id.
         carried: actors to which what it says next holds handles.
         store: lends it what its payloads refer to.
@@ -49,6 +50,7 @@ class Caller:
     children: dict[int, int] = field(default_factory=dict, kw_only=True)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
     waits_for: tuple[int, ...] = field(default=(), kw_only=True)
+    bound: tuple[int, ...] = field(default=(), kw_only=True)
     holds: dict[int, int] = field(default_factory=dict, kw_only=True)
     carried: tuple[int, ...] = field(default=(), kw_only=True)
     store: Store | None = field(default=None, kw_only=True)
