@@ -175,7 +175,8 @@ def _wait(handles: list[BlockingHandle[Any]], deadline: float | None) -> bool:
                 f"the handle of {one.task_name} belongs to another task; aiogpu.get() "
                 f"waits for what the running task has started."
             )
-    family.note_wait(waiter, tuple(one.child for one in pending))
+    numbers = tuple(one.child for one in pending)
+    family.note_wait(waiter, numbers, deadline is None)
     try:
         return family.wait_until(_Countdown(family, pending).is_over, deadline)
     finally:

@@ -41,8 +41,17 @@ class Family(Protocol):
         """The same where the collector runs, which may be amid anything."""
         ...
 
-    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
-        """A thread or loop of the task waits for these, or for none any more."""
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
+        """A thread or loop of the task waits for these, or for none any more.
+
+        Args:
+            waiter: the thread's number, or the loop.
+            children: numbers of what it waits for.
+            is_bound: whether it does nothing else before all of them have ended or
+                one has failed, however long that takes.
+        """
         ...
 
     def end_wait(self, waiter: object) -> None:

@@ -105,6 +105,10 @@ class Actors(Register):
         """See `ActorsPort.tell_room`."""
         receiver.receive(dump_whole(self.room(actor)))
 
+    def begun(self, worker: int) -> int:
+        """Number of the last call that a serial actor's process has begun."""
+        return self._orders.begun(worker)
+
     def receiver_of(self, number: int) -> Receiver | None:
         """Who waits for a call."""
         actors = (worker.actor for worker in self.workers.values())

@@ -34,6 +34,7 @@ class Caller:
         waits_for: for which of both a worker's task waits.
         waits_elsewhere: those of them that are no tasks of its own and have not come:
             calls of actors, and values.
+        bound: for which of these its main thread waits; see `wire.messages.Wait`.
         holds: how often it counts as a holder of an actor, by the actor's id.
         carried: actors to which what it says next holds handles.
         store: lends it what its payloads refer to.
@@ -52,6 +53,7 @@ class Caller:
     asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
     waits_for: tuple[int, ...] = field(default=(), kw_only=True)
     waits_elsewhere: set[int] = field(default_factory=set, kw_only=True)
+    bound: tuple[int, ...] = field(default=(), kw_only=True)
     holds: dict[int, int] = field(default_factory=dict, kw_only=True)
     carried: tuple[int, ...] = field(default=(), kw_only=True)
     store: Store | None = field(default=None, kw_only=True)

@@ -62,6 +62,8 @@ class Child:
         """Pass on what the child's worker said of its failure."""
         for value, _ in self.values or ():
             value.reject(failed)
+        if self.number in self.caller.bound:
+            self.caller.bound = ()  # the failure ends the wait
         self._send(ChildFailed(self.number, *failed.why))
 
     def fail(self, error: Exception) -> None:

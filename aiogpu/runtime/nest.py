@@ -37,6 +37,7 @@ from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client
+    from aiogpu.runtime.wait_graph import WaitGraph
 
 _log: Final = logging.getLogger(__name__)
 KEPT: Final = 1024
@@ -55,6 +56,8 @@ class Nest:
             driver.actors, driver.receiver_of, self._note_answer, self._client_of
         )
         driver.actors.on_holder_gone = self._far.release_all
+        self._store = store
+        self._wait_graph: WaitGraph | None = None
         self._driver = driver
         self._check = check
         self._functions: dict[bytes, Function] = {}
@@ -70,6 +73,9 @@ class Nest:
                 self._tell_waits(caller, message.task)
             else:
                 self._far.refuse_self_waits(caller.actor, caller)
+            caller.bound = message.children[: message.bound]
+            if caller.bound and self._driver.actors.workers:
+                self._end_deadlock(caller)
         elif type(message) is Withdraw:
             self._withdraw(caller, message.child)
         elif type(message) is Declare:
@@ -81,6 +87,16 @@ class Nest:
             self._driver.streams.demand(child, message.limit)
         else:
             self._far.on_message(caller, message)
+
+    def _end_deadlock(self, caller: Caller) -> None:
+        """Fail a call if a wait that begins now could never end."""
+        if self._wait_graph is None:
+            # Where code waits on a node that has actors.
+            from aiogpu.runtime.wait_graph import WaitGraph
+
+            driver, caller_of = self._driver, self._store.caller
+            self._wait_graph = WaitGraph(driver.actors, driver.scheduler, caller_of)
+        self._wait_graph.end_deadlock(caller)
 
     def _withdraw(self, caller: Caller, number: int) -> None:
         child = caller.children.pop(number, None)

@@ -206,10 +206,15 @@ class Submit(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Worker to driver: the task waits until these children have ended, or goes on."""
+    """Worker to driver: the task waits until these children have ended, or goes on.
+
+    For the first `bound` of them its main thread waits: in plain code, with no time
+    limit, and it does nothing else before all have ended or one has failed.
+    """
 
     task: int
     children: tuple[int, ...]
+    bound: int = 0
 
 
 class Withdraw(NamedTuple):

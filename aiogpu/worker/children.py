@@ -66,6 +66,8 @@ class Children:
         self._receivers: dict[int, Receiver] = {}
         self._declared: set[int] = set()
         self._waits: dict[object, tuple[int, ...]] = {}
+        self._main = _thread.get_ident()
+        self._is_bound = False
         self._numbers = count(1)
         self._submitting = allocate_lock()
         self._has_any = False
@@ -249,22 +251,30 @@ class Children:
         while self._unwanted:
             self.withdraw(self._unwanted.popleft())
 
-    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
         """A thread or loop of the task waits for these, or for none any more.
 
-        The task as a whole waits for what any of them waits for.
+        The task as a whole waits for what any of them waits for; see `Wait` for what
+        its main thread is bound to.
         """
         self._tell_unwanted()
         self.tell_amid()
         self.end_wait(waiter)
         if children:
             self._waits[waiter] = children
+            if waiter == self._main:
+                self._is_bound = is_bound
+        bound = self._waits.get(self._main, ()) if self._is_bound else ()
         waits = list(self._waits.values())
         if len(waits) > 1:
-            children = tuple({child: None for some in waits for child in some})
+            children = tuple(
+                {child: None for some in (bound, *waits) for child in some}
+            )
         else:
             children = waits[0] if waits else ()
-        self._channel.send(Wait(current.task, children))
+        self._channel.send(Wait(current.task, children, len(bound)))
 
     def end_wait(self, waiter: object) -> None:
         """All that it waited for has ended, which the driver knows by itself."""

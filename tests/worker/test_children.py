@@ -117,6 +117,28 @@ def test_a_wait_may_be_limited(children: Children) -> None:
     assert children.wait_until(lambda: True, before)
 
 
+def test_a_wait_of_the_main_thread_may_be_bound(
+    children: Children, driver: DriverEnd
+) -> None:
+    """Its children are named first, whichever thread says what all wait for."""
+    main = threading.get_ident()
+    children.note_wait("thread", (1,), is_bound=True)
+    children.note_wait(main, (2, 3), is_bound=True)
+    children.note_wait("thread", (4,))
+    children.note_wait(main, (2,))
+    children.note_wait(main, (3,), is_bound=True)
+    children.end_wait(main)
+    children.note_wait("thread", ())
+    assert [driver.next() for _ in range(6)] == [
+        Wait(3, (1,), 0),
+        Wait(3, (2, 3, 1), 2),
+        Wait(3, (2, 3, 4), 2),
+        Wait(3, (4, 2), 0),
+        Wait(3, (3, 4), 1),
+        Wait(3, (), 0),
+    ]
+
+
 def test_waits_add_up(children: Children, driver: DriverEnd) -> None:
     children.note_wait("a", (1, 2))
     children.note_wait("b", (2, 3))

@@ -124,7 +124,9 @@ class ClusterHost:
         """
         raise error_inside_task(f"why() of the handle of {name}")
 
-    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
         """The task's code waits: Ray sees that by itself."""
 
     def end_wait(self, waiter: object) -> None:

@@ -127,7 +127,9 @@ class TaskHost:
         """
         raise error_inside_task(f"why() of the handle of {name}")
 
-    def note_wait(self, waiter: object, children: tuple[int, ...]) -> None:
+    def note_wait(
+        self, waiter: object, children: tuple[int, ...], is_bound: bool = False
+    ) -> None:
         """The task's code waits for these, or for none any more.
 
         Raises:
