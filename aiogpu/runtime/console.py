@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import os
 import select
 import sys
 import threading
@@ -20,6 +21,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from aiogpu.runtime.batches import batches
+from aiogpu.wire.printing import PROGRESS
 
 if TYPE_CHECKING:
     from aiogpu.runtime.routes import Routes
@@ -29,6 +31,8 @@ _log: Final = logging.getLogger(__name__)
 FULL: Final = 1 << 20
 """Bytes of lines that may wait for the terminal before their sources are paused."""
 
+WIDE: Final = 200
+"""Characters of progress that are shown where the width is not known."""
 IDLE: Final = 0.5
 """Seconds after which it is asked whether a loop that has not turned runs at all."""
 
@@ -67,6 +71,7 @@ class Console:
         self._lines: SimpleQueue[tuple[int, int, str] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._progress_line = ProgressLine()
 
     def write(self, stream: int, line: str, source: Source) -> int:
         """Write a line to stdout (1) or stderr (2) soon; gives its number."""
@@ -131,18 +136,20 @@ class Console:
         """The thread: write whatever has come, then report it in one go."""
         for lines in batches(self._lines):
             for stream in (1, 2):
-                text = "".join(f"{line}\n" for _, of, line in lines if of == stream)
-                if text:
-                    self._write(stream, text)
+                if texts := [line for _, of, line in lines if of == stream]:
+                    self._write(stream, texts)
             if lines:
                 self._report(lines[-1][0], sum(len(line) for _, _, line in lines))
 
-    def _write(self, stream: int, text: str) -> None:
+    def _write(self, stream: int, lines: list[str]) -> None:
         """Write to what `sys.stdout` or `sys.stderr` is now; a notebook changes it."""
         file = sys.stdout if stream == 1 else sys.stderr
-        raw = getattr(file, "buffer", None)
         try:
-            if isinstance(raw, io.FileIO):
+            text = self._progress_line.over(file, lines)
+            raw = getattr(file, "buffer", None)
+            if not text:
+                pass
+            elif isinstance(raw, io.FileIO):
                 # Unbuffered: `print` writes its text and the end of its line one after
                 # the other, and what another thread writes may come between the two.
                 data = text.encode(file.encoding, "backslashreplace")
@@ -151,13 +158,58 @@ class Console:
                 _print(file, text)
         except Exception as error:  # noqa: BLE001 - a stream may raise anything
             # Closed, a broken pipe, or none at all; the tasks are not to suffer.
-            _log.debug("! %d characters of output are lost: %s", len(text), error)
+            _log.debug("! %d lines of output are lost: %s", len(lines), error)
 
     def _report(self, number: int, size: int) -> None:
         try:
             self._loop.call_soon_threadsafe(self._progress, number, size)
         except RuntimeError:
             _log.debug("x the loop closed before line %d was out", number)
+
+
+class ProgressLine:
+    """The last line of a screen, where tasks show progress; nowhere else is it shown.
+
+    The cursor stands at its beginning, so whatever is printed goes over it.
+    """
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._length = 0
+
+    def over(self, file: TextIO, lines: list[str]) -> str:
+        """The text that shows lines, or progress, in place of what is there."""
+        parts: list[str] = []
+        for line in lines:
+            if not line.endswith(PROGRESS):
+                parts += (self._blank(file), line, "\n")
+            elif _is_screen(file):
+                parts.append(self._blank(file))
+                state = line[: min(len(line), _columns(file)) - 1]
+                if state:
+                    parts += (state, "\r")
+                    self._file, self._length = file, len(state)
+        return "".join(parts)
+
+    def _blank(self, file: TextIO) -> str:
+        """What takes away the state that is shown; done already on another stream."""
+        shown_on, self._file = self._file, None
+        if shown_on is None:
+            return ""
+        blank = f"{' ' * self._length}\r"
+        if shown_on is file:
+            return blank
+        _print(shown_on, blank)
+        return ""
+
+
+def _is_screen(file: TextIO) -> bool:
+    """Whether a carriage return goes back there: on a terminal, and in a notebook."""
+    return file.isatty() or type(file).__module__.startswith("ipykernel.")
+
+
+def _columns(file: TextIO) -> int:
+    return os.get_terminal_size(file.fileno()).columns if file.isatty() else WIDE
 
 
 def _print(file: TextIO, text: str) -> None:

@@ -18,6 +18,7 @@ from typing import Final
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
 from aiogpu.runtime.transport import Peer
+from aiogpu.wire.printing import PROGRESS, visible
 
 KEPT: Final = 20
 """Lines kept for `WorkerDiedError.last_output`."""
@@ -42,6 +43,7 @@ class Output:
         self.worker = 0
         self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.number = 0
+        self._state: tuple[int, str, bytes, int] | None = None
         self.peer: Peer | None = None
         self._console = console
         self._paths = paths
@@ -88,19 +90,26 @@ class Output:
         `task`: has printed it; 0 for whichever the worker runs.
         """
         text = line.decode("utf-8", "backslashreplace")
-        self.last.append((task, text))
+        if self._state is not None and self.last and self.last[-1][0] == task:
+            self.last.pop()
+        self._state = None
+        if text.endswith(PROGRESS):
+            self._state = stream, label, line[:-1], task
+        if text != PROGRESS:
+            self.last.append((task, text.removesuffix(PROGRESS)))
         routes = self._console.routes
         if routes is None or not routes.take(
             stream, label, text, self, self.worker, task
         ):
-            self.number = self._console.write(stream, f"({label}) {text}", self)
+            shown = text if text == PROGRESS else f"({label}) {text}"
+            self.number = self._console.write(stream, shown, self)
 
     def forget(self, task: int) -> None:
         """Keep no line any more that this task has printed: it has ended."""
         self.last = deque((one for one in self.last if one[0] != task), KEPT)
 
     def _show_raw(self, stream: int, line: bytes) -> None:
-        self.show(stream, self.label, line)
+        self.show(stream, self.label, visible(line))
 
     def catch_up(self) -> None:
         """Show all that has been written to the pipes, unfinished lines too."""
@@ -110,6 +119,11 @@ class Output:
         for pipe in self._pipes:
             if pipe.partial:
                 pipe.end_line()
+
+    def end_progress(self) -> None:
+        """Show as a line what was shown as progress last: nothing replaces it now."""
+        if self._state is not None and self._state[2]:
+            self.show(*self._state)
 
     def pause(self) -> None:
         """Read no more for now, neither from the pipes nor from the worker."""

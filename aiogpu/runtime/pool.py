@@ -298,6 +298,7 @@ class Pool:
         slot = worker.slot
         worker.start_timer.cancel()
         slot.output.catch_up()
+        slot.output.end_progress()
         slot.worker = None
         if slot.keeper is not None:
             self.slots.put_back(slot)

@@ -16,7 +16,7 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.runtime.console import Source
 from aiogpu.runtime.task_log import TaskLog
 from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import Printed
+from aiogpu.wire.printing import PROGRESS, Printed
 
 
 class Peer(Protocol):
@@ -85,12 +85,13 @@ class Routes:
         if record is None or not record.client:
             return False
         client = record.client
-        if self.log is not None:
+        if self.log is not None and not text.endswith(PROGRESS):
             self.log.write(client, record.id, stream, label, text)
         reader = self._readers.get(client)
         if reader is None or reader.peer is None or not reader.shows:
             return True
-        reader.peer.send_one(Printed(stream, f"({label}) {text}"))
+        shown = text if text == PROGRESS else f"({label}) {text}"
+        reader.peer.send_one(Printed(stream, shown))
         if reader.is_slow:
             self._paused.setdefault(client, set()).add(source)
             source.pause()

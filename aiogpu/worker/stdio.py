@@ -3,17 +3,19 @@
 `sys.stdout` and `sys.stderr` become text streams that send whole lines on the
 worker's own connection, so they reach the driver before the task's answer does.
 Bytes written straight to descriptors 1 and 2 go another way: through the slot's
-pipes.
+pipes. A line that begins anew by a carriage return, as progress bars do, is sent before
+its end, and now and then only.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+import time
 from _thread import RLock
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.wire.printing import Log
+from aiogpu.wire.printing import Log, visible
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 1 << 16
 """Bytes after which a line is sent although it has not ended."""
+OFTEN: Final = 0.1
+"""Seconds between two states of a progress bar that are sent, on average."""
+BURST: Final = 10
+"""States that are sent at once after a pause, so that the last of a few is seen."""
 
 
 class LineSender(io.BufferedIOBase):
@@ -37,6 +43,9 @@ class LineSender(io.BufferedIOBase):
         self._stream = stream
         self.partial = b""
         self._lock = RLock()
+        self._shown = b""
+        self._asked_at = 0.0
+        self._allowed: float = BURST
 
     def writable(self) -> bool:
         """Always."""
@@ -51,12 +60,19 @@ class LineSender(io.BufferedIOBase):
         fresh = bytes(data)
         with self._lock:
             *lines, rest = (self.partial + fresh).split(b"\n")
+            begins_anew = b"\r" in rest
+            if begins_anew:
+                state = visible(rest)
+                # Some write a carriage return before each state, and some behind it.
+                rest = state + b"\r" if rest.endswith(b"\r") else b"\r" + state
             end = len(rest) - len(rest) % LONGEST
             self.partial = rest[end:]
             for line in lines:
-                self._send(line)
+                self._end(line)
             for start in range(0, end, LONGEST):
                 self._send(rest[start : start + LONGEST])
+            if begins_anew:
+                self._show(state)
         return len(fresh)
 
     def end_line(self) -> None:
@@ -64,7 +80,25 @@ class LineSender(io.BufferedIOBase):
         if self.partial:
             with self._lock:
                 line, self.partial = self.partial, b""
-                self._send(line)
+                self._end(line)
+
+    def _end(self, line: bytes) -> None:
+        """Send a line that has ended, in place of its progress."""
+        shown, self._shown = self._shown, b""
+        found = visible(line)
+        if found or b"\r" not in line:
+            self._send(found)
+        elif shown:
+            self._send(b"\r")
+
+    def _show(self, state: bytes) -> None:
+        """Send the state of a line that has not ended, if it is time."""
+        before, self._asked_at = self._asked_at, time.monotonic()
+        self._allowed = min(BURST, self._allowed + (self._asked_at - before) / OFTEN)
+        if state != self._shown and self._allowed >= 1:
+            self._allowed -= 1
+            self._shown = state
+            self._send(state + b"\r")
 
     def _send(self, line: bytes) -> None:
         self._channel.send(Log(current.task, self._stream, line))

@@ -204,3 +204,31 @@ def test_the_loop_may_close_first(monkeypatch: pytest.MonkeyPatch) -> None:
     console._thread.join(20)
     assert not console._thread.is_alive()
     assert terminal.getvalue() == "late\n"
+
+
+class Notebook(io.StringIO):
+    """Stands for a notebook's stream, which is known by the module of its class."""
+
+
+Notebook.__module__ = "ipykernel.iostream"
+
+
+async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook, errors = Notebook(), Notebook()
+    monkeypatch.setattr(sys, "stdout", notebook)
+    monkeypatch.setattr(sys, "stderr", errors)
+    console, source = console_of_this_loop(), PaperSource()
+    for stream, line in (
+        (1, "10%\r"),
+        (1, "20%\r"),
+        (1, "done"),
+        (1, "30%\r"),
+        (1, "\r"),
+        (1, "40%\r"),
+        (2, "an error"),
+    ):
+        console.write(stream, line, source)
+        await console.drain(20)
+    await end(console)
+    assert notebook.getvalue() == ("10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \r")
+    assert errors.getvalue() == "an error\n"

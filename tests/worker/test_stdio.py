@@ -11,7 +11,7 @@ from aiogpu.wire.messages import Message
 from aiogpu.wire.printing import Log
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
-from aiogpu.worker.stdio import LONGEST, LineSender, Stdio
+from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio
 from tests.program import run
 
 
@@ -78,6 +78,40 @@ def test_a_long_line_is_cut_once() -> None:
     sender.write(b"one\n" + bytes(8 * LONGEST + 3))
     assert left == [3] * 9
     assert channel.lines == [b"one", *[bytes(LONGEST)] * 8]
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ([b"\r1", b"\r2", b"\r3\n"], [b"1\r", b"2\r", b"3"]),
+        ([b"1\r", b"2\r", b"3\r", b"\n"], [b"1\r", b"2\r", b"3\r", b"3"]),
+        ([b"before\n\r1", b"\r1", b"\r2"], [b"before", b"1\r", b"2\r"]),
+        ([b"\r1", b"\r   \r"], [b"1\r", b"\r"]),
+        ([b"\r1", b"\r   \n", b"\n"], [b"1\r", b"\r", b""]),
+        ([b"a line\r\n", b"\r\n"], [b"a line"]),
+    ],
+)
+def test_states_are_sent_before_their_line_has_ended(
+    written: list[bytes], sent: list[bytes]
+) -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 2)
+    for data in written:
+        sender.write(data)
+    assert channel.lines == sent
+
+
+def test_many_states_are_few_lines_and_the_last_one_ends_it() -> None:
+    channel = PaperChannel()
+    sender = LineSender(channel, 2)
+    for number in range(10_000):
+        sender.write(b"\r%d" % number)
+    assert BURST <= len(channel.lines) <= 1000
+    assert len(sender.partial) < 10
+    sender.end_line()
+    sender.end_line()
+    assert channel.lines[-1] == b"9999"
+    assert sender.partial == b""
 
 
 def test_threads_do_not_tear_each_others_lines() -> None:

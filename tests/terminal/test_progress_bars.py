@@ -1,0 +1,174 @@
+"""Progress bars of tasks: seen while they move, one line at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.box import box
+from tests.program import run, start
+from tests.terminal.screens import PROMPT, Screen, screen
+
+PROGRAM = """
+import asyncio, os, sys
+import aiogpu
+
+@aiogpu.remote(max_retries=0)
+def train(paths, how):
+    for step, path in enumerate(paths, start=1):
+        state = f"step {step}/{len(paths)}" + "#" * 200 * (how == "wide")
+        if how == "behind":
+            print(state, end="\\r", flush=True)
+        else:
+            sys.stderr.write("\\r" + state)
+            sys.stderr.flush()
+        with open(path):  # a fifo: until the test goes on
+            pass
+    if how == "dies":
+        os._exit(1)
+    if how == "vanishes":
+        sys.stderr.write("\\r" + " " * 30 + "\\r")
+    elif how != "unfinished":
+        print(file=sys.stdout if how == "behind" else sys.stderr)
+
+@aiogpu.remote
+def quick(steps):
+    for step in range(steps):
+        sys.stderr.write(f"\\rquick {step + 1}/{steps}")
+    sys.stderr.write("\\n")
+
+@aiogpu.remote
+def talk(text):
+    print(text)
+
+async def main(how, *paths):
+    async with aiogpu.init(**OPTIONS):
+        if how == "quick":
+            await quick.remote(200_000)
+            return
+        training = train.remote(paths, how)
+        if how == "beside":
+            await talk.remote("another task")
+        await asyncio.gather(training, return_exceptions=True)
+        print("all done")
+
+if __name__ == "__main__":
+    aiogpu.run(main(*sys.argv[1:]))
+"""
+ALONE = PROGRAM.replace("OPTIONS", "dict(num_cpus=2)")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Screen]:
+    with screen(tmp_path) as found:
+        yield found
+
+
+def fifos(place: Path, count: int) -> list[Path]:
+    """A task that opens one to read waits until a test opens it to write."""
+    paths = [place / f"{number}" for number in range(count)]
+    for path in paths:
+        os.mkfifo(path)
+    return paths
+
+
+def release(path: Path) -> None:
+    with path.open("w"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "how", ["before", "behind", "unfinished", "vanishes", "dies", "beside"]
+)
+def test_progress_is_seen_while_it_moves(
+    how: str, terminal: Screen, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(ALONE)
+    paths = fifos(tmp_path, 3)
+    arguments = " ".join(map(str, [tmp_path / "program.py", how, *paths]))
+    terminal.send(f"clear; $python {arguments}", "Enter")
+    for step, path in enumerate(paths, start=1):
+        lines = terminal.has(f"step {step}/3")
+        assert sum("step" in line for line in lines) == 1, lines
+        release(path)
+    lines = terminal.has("all done")
+    shown = [line for line in lines if "pid=" in line]
+    bars = [line for line in shown if "step" in line]
+    if how == "vanishes":
+        assert shown == []
+    else:
+        assert len(bars) == 1, lines
+        assert re.fullmatch(r"\(train pid=\d+\) step 3/3", bars[0].rstrip())
+    if how == "beside":
+        assert re.fullmatch(r"\(talk pid=\d+\) another task", shown[0].rstrip())
+    assert lines[-1].startswith(PROMPT) or terminal.has(PROMPT)
+
+
+def test_progress_wider_than_the_terminal_takes_one_line(
+    terminal: Screen, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(ALONE)
+    paths = fifos(tmp_path, 2)
+    arguments = " ".join(map(str, [tmp_path / "program.py", "wide", *paths]))
+    terminal.send(f"clear; $python {arguments}", "Enter")
+    for step, path in enumerate(paths, start=1):
+        lines = terminal.has(f"step {step}/2")
+        assert sum("##" in line for line in lines) == 1, lines
+        release(path)
+    terminal.has("all done")
+
+
+def test_elsewhere_it_is_one_line_at_the_end() -> None:
+    source = ALONE.replace('"__main__"', "__name__")
+    program = start(source, "quick")
+    out, err = program.communicate(timeout=120)
+    assert (program.returncode, out) == (0, "")
+    assert re.fullmatch(r"\(quick pid=\d+\) quick 200000/200000\n", err)
+
+
+def test_the_log_of_a_node_has_one_line_and_its_program_sees_it_move(
+    terminal: Screen, tmp_path: Path
+) -> None:
+    paths = fifos(tmp_path, 2)
+    with box() as here:
+        here.run("start", "--head", "--num-cpus=2")
+        (tmp_path / "program.py").write_text(
+            PROGRAM.replace("OPTIONS", f"dict(address={here.place.socket!r})")
+        )
+        arguments = " ".join(map(str, [tmp_path / "program.py", "before", *paths]))
+        terminal.send(f"clear; $python {arguments}", "Enter")
+        for step, path in enumerate(paths, start=1):
+            terminal.has(f"step {step}/2")
+            release(path)
+        terminal.has("all done")
+        logged, _ = here.run("logs")
+        assert logged.count("step") == 1
+        assert logged.rstrip().endswith("step 2/2")
+
+
+def test_lines_of_programs_that_end_them_otherwise() -> None:
+    """Carriage returns within a line that was written at once, or by a child."""
+    told = run(
+        """
+        import os, subprocess, sys
+        import aiogpu
+
+        @aiogpu.remote
+        def talk():
+            print("hidden\\rshown")
+            print("from elsewhere\\r")
+            sys.stdout.flush()
+            subprocess.run(["printf", "10%%\\r20%%\\n"], check=True)
+
+        async def main():
+            async with aiogpu.init(num_cpus=1):
+                await talk.remote()
+
+        aiogpu.run(main())
+        """
+    )
+    assert re.findall(r"\) (.*)\n", told) == ["shown", "from elsewhere", "20%"]
