@@ -122,6 +122,79 @@ async def test_what_no_node_has_is_refused(joined, options, told):
     assert "1 x {CPU: 2}" in str(caught.value), caught.value
 
 
+async def seen(resource: str) -> None:
+    """Until the program has seen a node with that; it looks every two seconds."""
+    async with asyncio.timeout(60):
+        while resource not in await aiogpu.cluster_resources():
+            await asyncio.sleep(0)
+
+
+async def test_to_refuse_what_no_node_has_is_not_to_wait(joined, monkeypatch):
+    """[B2] The cluster answers nothing meanwhile."""
+    from aiogpu.engines import ray
+
+    answered = threading.Event()
+
+    def nodes() -> list[object]:
+        answered.wait(60)
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "nodes", nodes)
+        try:
+            with pytest.raises(aiogpu.InfeasibleError):
+                spread_tasks.node.options(num_gpus=3).remote()
+        finally:
+            answered.set()
+
+
+async def test_calls_whose_only_node_has_left_say_so_and_fail(
+    joined, gate, caplog, monkeypatch
+):
+    from aiogpu.engines.cluster import infeasible
+
+    monkeypatch.setattr(infeasible, "GIVE_UP_AFTER", 3.0)
+    spot = f"spot{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
+    on_it = {"resources": {spot: 1}, "num_cpus": 0}
+    asking = spread_tasks.gated_node.options(**on_it)
+    running = asking.remote(gate.path, "running")
+    await gate.entered("running")
+    waiting = [asking.remote(gate.path, "waiting") for _ in range(3)]
+    actor = actor_classes.Counter.options(**on_it).remote()
+    call = actor.add.remote(1)
+    await asyncio.to_thread(joined.kill, node)
+    for handle in (running, *waiting):
+        with pytest.raises(aiogpu.InfeasibleError, match=spot):
+            await handle
+    # Ray itself ends it where it had a place in the queue of the node that died.
+    with pytest.raises(aiogpu.ActorDiedError):
+        await call
+    assert caplog.text.count("gated_node asks for") == 1, caplog.text
+    assert "has left" in caplog.text
+    with pytest.raises(aiogpu.InfeasibleError, match=spot):
+        asking.remote(gate.path, "never")
+
+
+async def test_a_node_that_comes_back_runs_what_waits_for_it(joined, gate, caplog):
+    spot = f"spot{len(joined.nodes)}"
+    node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
+    asking = spread_tasks.gated_node.options(resources={spot: 1}, num_cpus=0)
+    running = asking.remote(gate.path, "first")
+    await gate.entered("first")
+    gate.forget("first")
+    await asyncio.to_thread(joined.kill, node)
+    async with asyncio.timeout(60):
+        while "unless such a node joins" not in caplog.text:
+            await asyncio.sleep(0)
+    again = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await gate.entered("first")
+    gate.release("first")
+    assert await running == again
+
+
 async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobody(
     joined, gate
 ):
@@ -130,6 +203,7 @@ async def test_a_node_that_has_come_is_seen_and_one_that_goes_is_missed_by_nobod
     with pytest.raises(aiogpu.InfeasibleError):
         asking.remote(gate.path, "never")
     doomed = await asyncio.to_thread(joined.add, num_cpus=4, resources={spot: 4})
+    await seen(spot)
     lost = asking.options(max_retries=0).remote(gate.path, "lost")
     saved = [spread_tasks.told_node.remote(gate.path, str(i)) for i in range(CPUS + 4)]
     await gate.holds(len(saved) + 1)
@@ -215,6 +289,7 @@ async def test_where_an_actor_is_need_not_be_known(joined, gate, elsewhere):
 async def test_a_node_that_dies_holds_up_no_cancels(joined, gate, monkeypatch):
     spot = f"doomed{len(joined.nodes)}"
     node = await asyncio.to_thread(joined.add, num_cpus=1, resources={spot: 1})
+    await seen(spot)
     on_it = actor_classes.Counter.options(num_cpus=0, resources={spot: 1})
     doomed, living = await on_it.remote(), actor_classes.Counter.options(num_cpus=0)
     living = await living.options(resources={"license": 0.1}).remote()

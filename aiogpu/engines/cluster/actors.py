@@ -180,6 +180,11 @@ class ClusterActors:
             name = actor.site.spec.name
             actor.evict(_death(name, removed(gang.name, name, REMOVED)))
 
+    def give_up(self, actor: int, error: Exception) -> None:
+        """One waits for a place that the cluster does not have any more."""
+        waiting = self.known(actor)
+        waiting.evict(_death(waiting.name, error))
+
     def lose(self, failed: Failed) -> None:
         """The cluster has gone: who calls one of them is told so, and Ray nothing."""
         for actor in self._actors.values():

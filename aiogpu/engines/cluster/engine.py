@@ -17,11 +17,12 @@ from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Calls, Live
 from aiogpu.engines.cluster.failure import packed
 from aiogpu.engines.cluster.functions import Functions
+from aiogpu.engines.cluster.infeasible import InfeasibleCalls
 from aiogpu.engines.cluster.membership import Membership
 from aiogpu.engines.cluster.overview import Overview
 from aiogpu.engines.cluster.payload import kept_in, stored
 from aiogpu.engines.cluster.placements import Placements
-from aiogpu.engines.cluster.pulse import LOST_AFTER, Pulse
+from aiogpu.engines.cluster.pulse import BEAT, LOST_AFTER, Pulse
 from aiogpu.engines.cluster.questions import Questions
 from aiogpu.engines.cluster.shared import outlive
 from aiogpu.engines.cluster.streams import Inflow
@@ -69,6 +70,7 @@ class RayEngine(Questions):
         self._functions = Functions(self.placements, self.overview)
         self._actors: ClusterActors | None = None
         self._is_hasty = False
+        self._infeasible = InfeasibleCalls(self)
 
     @classmethod
     def inside(cls, loop: asyncio.AbstractEventLoop) -> RayEngine:
@@ -117,7 +119,7 @@ class RayEngine(Questions):
         except BaseException:
             await self._membership.leave()
             raise
-        self.pulse = Pulse(*self._membership.place(), self._lose)
+        self.pulse = Pulse(*self._membership.place(), self._lose, self._look)
         self.pulse.begin()
         self.is_open = True
 
@@ -295,6 +297,16 @@ class RayEngine(Questions):
             await self._stopped()
             self.placements.close()
         await self._membership.leave()
+
+    async def _look(self) -> None:
+        """Look at the nodes: what has left may have been the last one that fits."""
+        try:
+            has_lost = await self.overview.look(BEAT)
+        except NodeDiedError:
+            return  # the next look at the head tells whether it has gone
+        if has_lost:
+            self._mark = object()
+        self._infeasible.check(has_lost=has_lost)
 
     def _lose(self) -> None:
         """The cluster has gone: nothing of it will ever end."""

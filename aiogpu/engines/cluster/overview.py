@@ -1,7 +1,7 @@
 """What a cluster has, what of it is free, what waits, and what can never run on it.
 
-Nothing here is asked while calls are sent, but where one asks for what no node that
-was seen has.
+Nothing here is asked while a program sends calls: it decides by the nodes that it has
+seen last. A task asks, where one of its calls needs what no node that it has seen has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.engines import ray
-from aiogpu.engines.cluster.asking import asked, begun
+from aiogpu.engines.cluster.asking import PATIENCE, asked, begun
 from aiogpu.engines.cluster.capacity import (
     DEVICES,
     amounts,
@@ -37,22 +37,50 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
 
 AT_ONCE: Final = 1.0
-"""Seconds for which `.remote()` waits to learn whether a node has what it asks for."""
+"""Seconds for which `.remote()` inside a task waits to learn what nodes there are."""
 
 
 class Overview:
-    """See above."""
+    """See above.
+
+    Attributes:
+        grows: whether nodes may come as they are needed, as far as was seen.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._nodes: Sequence[Node] = ()
+        self.grows = False
+        self._is_watched = False
 
     def __repr__(self) -> str:
         return f"<Overview of {len(self._nodes)} nodes>"
 
     async def open(self) -> None:
-        """Learn what nodes there are, so that the first calls need not ask."""
-        self._nodes = await asked(ray.nodes)
+        """Learn what nodes there are; `look` is called every few seconds from now on.
+
+        So `.remote()` on the program's event loop never has to ask, and to wait.
+        """
+        await self.look()
+        self._is_watched = True
+
+    async def look(self, seconds: float = PATIENCE) -> bool:
+        """Learn what nodes there are; whether one has left since the last time.
+
+        Raises:
+            NodeDiedError: the cluster does not answer in so many seconds.
+        """
+        before = {node.id for node in self._nodes}
+        self._nodes, self.grows = await asked(_nodes_and_growth, seconds)
+        return not before <= {node.id for node in self._nodes}
+
+    def fits(self, request: Request) -> bool:
+        """Whether a node that was seen has all of it, be it in use now."""
+        return fits_one(self._nodes, amounts(request))
+
+    def lacking(self, request: Request) -> str:
+        """What no node has of it, in words."""
+        return lacking(self._nodes, amounts(request))
 
     def check_feasible(self, site: Site) -> None:
         """Refuse what no node of the cluster could ever give.
@@ -125,14 +153,17 @@ class Overview:
 
     def _looks_again(self) -> bool:
         """Learn what nodes there are; whether others may come, as far as is known."""
+        if self._is_watched:
+            return self.grows
         try:
-            self._nodes, grows = begun(_nodes_and_growth).result(AT_ONCE)
+            self._nodes, self.grows = begun(_nodes_and_growth).result(AT_ONCE)
         except (NotYetError, ray.RayError, ConnectionError, RuntimeError):
             return True
-        return grows
+        return self.grows
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""
+        await self.look()
         return told(await asked(ray.total))
 
     async def available(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ the program. So the head is looked for, and a cluster that has lost it is left i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from aiogpu.engines.cluster.reach import answers
@@ -28,10 +28,17 @@ class Pulse:
         is_missed: whether it did not answer when it was looked for last.
     """
 
-    def __init__(self, host: str, port: int, on_lost: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_lost: Callable[[], object],
+        on_beat: Callable[[], Awaitable[object]],
+    ) -> None:
         self._host = host
         self._port = port
         self._on_lost = on_lost
+        self._on_beat = on_beat
         self._task: asyncio.Task[None] | None = None
         self.is_missed = False
 
@@ -55,6 +62,7 @@ class Pulse:
             self.is_missed = said is not None
             if not self.is_missed:
                 seen = loop.time()
+                await self._on_beat()
             await asyncio.sleep(BEAT)
         self._task = None
         self._on_lost()
