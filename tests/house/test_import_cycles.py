@@ -10,7 +10,7 @@ from tests.house.code_metrics import code_lines, cycles, imports, package_of, si
 ALLOWED: Final = {
     "api": 41,
     "core": 36,
-    "engines": 49,
+    "engines": 50,
     "runtime": 21,
     "wire": 3,
     "worker": 11,
