@@ -12,9 +12,12 @@ import io
 import logging
 import os
 import select
+import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
@@ -35,6 +38,8 @@ WIDE: Final = 200
 """Characters of progress that are shown where the width is not known."""
 IDLE: Final = 0.5
 """Seconds after which it is asked whether a loop that has not turned runs at all."""
+MOMENT: Final = 3e-3
+"""Seconds that the loop waits for a terminal to take the rest of a line."""
 
 
 class Source(Protocol):
@@ -199,7 +204,8 @@ class ProgressLine:
         blank = f"{' ' * self._length}\r"
         if shown_on is file:
             return blank
-        _print(shown_on, blank)
+        with suppress(OSError, ValueError):  # it may be closed by now
+            _print(shown_on, blank)
         return ""
 
 
@@ -225,20 +231,20 @@ class UnbufferedWriter:
     """Writes to an unbuffered stream between two steps of the program's event loop.
 
     The thread waits until the stream takes bytes; the loop, whose `print` must not be
-    torn, then writes no more than is taken at once. A loop that does not run prints
-    nothing, so the thread writes by itself.
+    torn, then writes what is taken at once. A loop that does not run prints nothing, so
+    the thread writes by itself; so it does where a write may block (a socket).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, file: io.FileIO) -> None:
         self._loop = loop
         self._file = file
-        self._poll = select.poll()
-        self._poll.register(file.fileno(), select.POLLOUT)
         self._data = b""
         self._written = 0
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._has_turned = threading.Event()
+        self._poll = select.poll()
+        self._descriptor = -1
 
     def write(self, data: bytes) -> None:
         """Write all of it; called by the thread.
@@ -247,41 +253,84 @@ class UnbufferedWriter:
             OSError: the stream takes no more.
         """
         self._data, self._written = data, 0
-        while self._written < len(data) and self._error is None:
+        self._descriptor = _that_never_blocks(self._file.fileno())
+        try:
+            if self._descriptor >= 0:
+                self._poll.register(self._descriptor, select.POLLOUT)
+                self._write_by_turns()
+            with self._lock:  # a turn that comes late finds nothing to do
+                if self._error is not None:
+                    raise self._error
+                while self._written < len(data):
+                    self._written += self._file.write(data[self._written :]) or 0
+        finally:
+            with self._lock:
+                self._data = b""
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    def _write_by_turns(self) -> None:
+        """Have the loop write all, unless it has ended or does not run."""
+        while self._written < len(self._data) and self._error is None:
             self._poll.poll()
             self._has_turned.clear()
             try:
                 self._loop.call_soon_threadsafe(self._turn)
-                has_turned = self._has_turned.wait(IDLE)
-                while not has_turned and self._loop.is_running():
-                    has_turned = self._has_turned.wait(IDLE)
             except RuntimeError:
-                has_turned = False  # the loop is closed
-            if not has_turned:
-                with self._lock:  # a turn that comes late leaves the rest to us
-                    while self._written < len(data):
-                        self._write_some()
-        if self._error is not None:
-            raise self._error
+                return  # it is closed
+            while not self._has_turned.wait(IDLE):
+                if not self._loop.is_running():
+                    return
 
     def _turn(self) -> None:
         """On the loop: write while that does not block."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            while self._written < len(self._data) and self._poll.poll(0):
-                self._write_some()
+            until = time.monotonic() + MOMENT
+            while self._written < len(self._data) and self._write_some(until):
+                pass
         except Exception as error:  # noqa: BLE001 - it is the thread's
             self._error = error
         finally:
             self._lock.release()
         self._has_turned.set()
 
-    def _write_some(self) -> None:
-        """Write whole lines, as many bytes as a pipe that takes some takes at once."""
+    def _write_some(self, until: float) -> bool:
+        """Write whole lines, as many bytes as a pipe takes all of or none.
+
+        Returns:
+            False if the thread is to wait until more is taken. Within a line, of which
+            a terminal may take a part, this waits here until then at most.
+        """
         start, most = self._written, self._written + select.PIPE_BUF
         end = self._data.rfind(b"\n", start, most) + 1 or most
-        self._written += self._file.write(self._data[start:end]) or 0
+        try:
+            self._written += os.write(self._descriptor, self._data[start:end])
+        except BlockingIOError:
+            left = until - time.monotonic()
+            if left <= 0 or start == 0 or self._data.endswith(b"\n", 0, start):
+                return False
+            return bool(self._poll.poll(left * 1000))
+        return True
+
+
+def _that_never_blocks(descriptor: int) -> int:
+    """Another descriptor of the same file, which the caller closes; -1 if none can be.
+
+    `O_NONBLOCK` belongs to an open file, which other processes may share, so a terminal
+    or a pipe is opened anew. A file on a disk is not: it has a position.
+    """
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return os.dup(descriptor)
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            return os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError as error:
+        _log.debug("! no descriptor of its own for %d: %s", descriptor, error)
+    return -1
 
 
 def _finish(future: asyncio.Future[None]) -> None:
