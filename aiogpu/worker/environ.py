@@ -10,8 +10,9 @@ from typing import Final
 from aiogpu.wire.messages import Bind
 from aiogpu.worker.context import current
 
-_bound: Final[dict[bytes, bytes]] = {}
 _given: Final[set[str]] = set()
+_found: Final[dict[bytes, bytes]] = {}
+"""The variables that each task finds; see `restore`."""
 
 
 def bind(message: Bind) -> None:
@@ -48,26 +49,35 @@ def is_given(names: Iterable[str]) -> bool:
 def keep(name: str, value: str) -> None:
     """Set a variable that tasks find unchanged, whatever one of them does to it."""
     os.environ[name] = value
-    _bound[os.fsencode(name)] = os.fsencode(value)
+    _found[os.fsencode(name)] = os.fsencode(value)
 
 
 def drop(name: str) -> None:
-    """Forget a bound variable, and unset it."""
-    _bound.pop(os.fsencode(name), None)
+    """Forget a variable that was kept, and unset it."""
+    _found.pop(os.fsencode(name), None)
     os.environ.pop(name, None)
 
 
+def find() -> None:
+    """Note the variables that tasks find, before the worker's first task begins."""
+    _found.update(os.environb)
+
+
 def restore() -> None:
-    """Undo what a task did to the bound variables; the next one relies on them."""
-    # As bytes, since `os.environ` would encode and decode at each look.
+    """Give the next task the variables that this one found.
+
+    What a task has changed or removed is put back. What it has added stays: libraries
+    set variables as they are imported, once in a process, and read them later.
+    """
+    # One comparison of dicts of bytes, as the process has them; through the mapping
+    # itself each entry would cost a call.
+    now: dict[bytes, bytes] | None = getattr(os.environ, "_data", None)
+    if now == _found:
+        return
     environ = os.environb
-    for name, value in _bound.items():
-        try:
-            if environ[name] == value:
-                continue
-        except KeyError:
-            pass
-        environ[name] = value
+    for name, value in _found.items():
+        if environ.get(name) != value:
+            environ[name] = value
 
 
 def seeds() -> list[Callable[[], object]]:

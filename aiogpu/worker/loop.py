@@ -15,7 +15,7 @@ from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.environ import bind, restore
+from aiogpu.worker.environ import bind, find, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.footing import Footing
 from aiogpu.worker.imports import Imports
@@ -85,6 +85,7 @@ class Worker:
                 self._executor.define(message)
             elif type(message) is Bind:
                 bind(message)
+                find()
             elif type(message) is Create:
                 if self._be_actor(message):
                     return

@@ -68,6 +68,20 @@ async def test_the_next_task_of_a_worker_finds_its_footing(
         assert await tasks.pid.remote() == before["pid"]
 
 
+async def test_the_next_task_of_a_worker_finds_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were there are put back; what is new stays, as libraries rely on."""
+    monkeypatch.setenv("LOGNAME_OF_TEST", "a")
+    monkeypatch.setenv("OTHER_OF_TEST", "b")
+    names = "PATH", "HOME", "LOGNAME_OF_TEST", "OTHER_OF_TEST"
+    async with node():
+        before = await wild_tasks.variables.remote(*names)
+        assert before["OTHER_OF_TEST"] == "b"
+        await wild_tasks.change_variables.remote()
+        assert await wild_tasks.variables.remote(*names) == before
+
+
 async def test_a_removed_directory_is_left(tmp_path: Path) -> None:
     async with node():
         before = await wild_tasks.footing.remote()

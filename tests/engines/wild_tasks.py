@@ -76,6 +76,19 @@ def change_locale() -> None:
 
 
 @aiogpu.remote
+def change_variables() -> None:
+    os.environ["PATH"] = "/nowhere"
+    os.environ["HOME"] = "changed"
+    del os.environ["LOGNAME_OF_TEST"]
+    os.environb.pop(b"OTHER_OF_TEST")
+
+
+@aiogpu.remote
+def variables(*names: str) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+@aiogpu.remote
 def lower_limit(name: str, soft: int) -> None:
     number = getattr(resource, name)
     resource.setrlimit(number, (soft, resource.getrlimit(number)[1]))

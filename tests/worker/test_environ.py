@@ -15,7 +15,7 @@ from aiogpu.worker.context import Context
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, context: Context) -> None:
-    monkeypatch.setattr(environ, "_bound", {})
+    monkeypatch.setattr(environ, "_found", {})
     monkeypatch.setenv("AIOGPU_TEST_A", "before")
     monkeypatch.setenv("AIOGPU_TEST_B", "before")
 

@@ -239,7 +239,7 @@ def test_where_all_gpus_are_seen_its_own_are_limited(context: Context) -> None:
 def test_a_binding_without_limits_watches_nothing(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environ, "_bound", {})
+    monkeypatch.setattr(environ, "_found", {})
     environ.bind(Bind({}, {"GPU": (0,)}))
     assert not is_watched()
     environ.bind(Bind({}, {"GPU": (0, 1)}, (40 * GIB, 8 * GIB)))

@@ -47,7 +47,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, context: Context) -> Machine:
     """No library is loaded, no variable set, and nothing is left behind."""
     machine = Machine()
-    monkeypatch.setattr(environ, "_bound", {})
+    monkeypatch.setattr(environ, "_found", {})
     monkeypatch.setattr(environ, "_given", set())
     for name in (OWN, *threads_module.OF_LIBRARY.values()):
         monkeypatch.setenv(name, "")
@@ -99,7 +99,7 @@ def test_the_programs_or_the_tasks_word_goes_first(
     for cpus in (1.0, 8.0):
         threads.adapt(cpus)
     assert (os.environ[OWN], openblas.sets) == ("3", [3])
-    assert environ._bound == {}, "it is none of ours"
+    assert environ._found == {}, "it is none of ours"
 
 
 def test_a_librarys_own_variable_goes_before(
