@@ -111,7 +111,7 @@ print(await a.pid.remote(), flush=True)
 await asyncio.to_thread(sys.stdin.readline)
 """
 USES = """
-a = aiogpu.get_actor("shared")
+a = await aiogpu.get_actor("shared")
 print(await a.add.remote(), flush=True)
 await asyncio.to_thread(sys.stdin.readline)
 try:
@@ -119,7 +119,7 @@ try:
 except aiogpu.ActorDiedError as error:
     print(error, flush=True)
 try:
-    aiogpu.get_actor("shared")
+    await aiogpu.get_actor("shared")
 except aiogpu.ActorNameError as error:
     print(error, flush=True)
 """
