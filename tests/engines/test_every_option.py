@@ -539,7 +539,7 @@ async def test_an_option_is_honoured_or_refused_in_words(
             if kind == "method":
                 given = {}
             with pytest.raises(aiogpu.AiogpuError, match=option):
-                remotes[kind].options(**given).remote()
+                remotes[kind].options(**given).remote(*[1] * (kind == "task"))
     elif option in NOTHING_TO_DO.get(address, {}).get(kind, ()):
         assert f"`{option}`" in Path("docs/testing.md").read_text()
     else:
