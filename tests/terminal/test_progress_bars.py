@@ -51,8 +51,6 @@ async def main(how, *paths):
             await quick.remote(200_000)
             return
         training = train.remote(paths, how)
-        if how == "beside":
-            await talk.remote("another task")
         await asyncio.gather(training, return_exceptions=True)
         print("all done")
 
@@ -81,9 +79,7 @@ def release(path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "how", ["before", "behind", "unfinished", "vanishes", "dies", "beside"]
-)
+@pytest.mark.parametrize("how", ["before", "behind", "unfinished", "vanishes", "dies"])
 def test_progress_is_seen_while_it_moves(
     how: str, terminal: Screen, tmp_path: Path
 ) -> None:
@@ -103,8 +99,6 @@ def test_progress_is_seen_while_it_moves(
     else:
         assert len(bars) == 1, lines
         assert re.fullmatch(r"\(train pid=\d+\) step 3/3", bars[0].rstrip())
-    if how == "beside":
-        assert re.fullmatch(r"\(talk pid=\d+\) another task", shown[0].rstrip())
     assert lines[-1].startswith(PROMPT) or terminal.has(PROMPT)
 
 
