@@ -9,6 +9,7 @@ from aiogpu.core.family import end_deadlocks, stop
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
+from aiogpu.core.outage import retry_outages
 from aiogpu.core.retry import go_on_waiting
 from aiogpu.core.stopping import go_on_stopping
 from aiogpu.core.timers import Alarm, AlarmKind
@@ -24,6 +25,8 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
             refill_spares(node, effects)
     elif alarm.kind is AlarmKind.ROOM:
         node.grow(now)
+    elif alarm.kind is AlarmKind.OUTAGE:
+        retry_outages(node, now)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

@@ -64,6 +64,8 @@ def _find_worker(
         if worker is None:
             worker = workers.create(environment)
             effects.append(Spawn(worker.id, environment))
+            if node.outages and environment in node.outages:
+                node.outages[environment].worker = worker.id
         move_task(record, TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
         lease.holder = worker
@@ -79,7 +81,7 @@ def _find_worker(
 def refill_spares(node: Node, effects: list[Effect]) -> None:
     """Have clean workers forked until there are as many as are wanted."""
     node.spares.note_refill()
-    if node.room.refused and node.ready.by_shape:
+    if () in node.outages or (node.room.refused and node.ready.by_shape):
         return
     missing = node.spares.missing(node.workers.spares(()))
     for _ in range(min(missing, node.room.now - len(node.workers))):
@@ -93,7 +95,7 @@ def welcome(
 ) -> None:
     """A forked worker has connected: it begins with its task, or waits for one."""
     node.spares.note_start(True)
-    node.room.vain = 0
+    node.room.note_change()
     record, lease = worker.task, worker.lease
     if record is not None and lease is not None:
         record.starts_failed = 0

@@ -29,7 +29,9 @@ class Patience(NamedTuple):
             its worker dies.
         restarts_in_a_row: how often it begins anew that does not live so long.
         alone_within: for how long others are held up for a task that is to run alone.
-        crowded_for: after a worker could not be had, until more are tried again.
+        crowded_for: after a worker could not be started, until the next is tried;
+            after each later failure in a row, twice as long as before.
+        crowded_at_last: the longest such pause.
     """
 
     cancel_grace: float = 2.0
@@ -47,9 +49,15 @@ class Patience(NamedTuple):
     restarts_in_a_row: int = 12
     alone_within: float = 30.0
     crowded_for: float = 0.05
+    crowded_at_last: float = 5.0
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""
         if retries <= 1:
             return 0.0
         return min(self.retry_after * 2.0 ** min(retries - 2, 30), self.retry_at_last)
+
+    def crowded_delay(self, failures: int) -> float:
+        """How long no worker is tried after so many failed starts in a row."""
+        pause = self.crowded_for * 2.0 ** min(max(failures - 1, 0), 30)
+        return min(pause, self.crowded_at_last)

@@ -288,8 +288,11 @@ class Scheduler(Node):
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
         effects: list[Effect] = []
+        had_outage = self.outages.pop(worker.environment, None) is not None
         welcome(self, worker, now, effects)
-        return effects or self._place(now, effects)
+        if effects and not had_outage:
+            return effects
+        return self._place(now, effects)
 
     def _on_worker_gone(self, event: events.WorkerGone, now: float) -> Sequence[Effect]:
         worker = self.workers.get(event.worker)

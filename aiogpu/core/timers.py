@@ -39,6 +39,8 @@ class AlarmKind(Enum):
     """A task that is to run alone has waited for long enough."""
     ROOM = "room"
     """There may be room for more workers than lately."""
+    OUTAGE = "outage"
+    """Workers may be tried again for an environment for which they could not start."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 

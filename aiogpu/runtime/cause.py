@@ -18,6 +18,8 @@ DISCONNECTED: Final = "disconnected"
 ENDED: Final = "ended"
 CROWDED: Final = "crowded"
 """There is no room for it now: its task waits. No user is told this one."""
+UNAVAILABLE: Final = "unavailable"
+"""There is no zygote for it now: its task waits. No user is told this one."""
 
 
 class Told(NamedTuple):

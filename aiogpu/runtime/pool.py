@@ -236,7 +236,10 @@ class Pool:
                 worker.cause = cause.KEEPER_DIED
             elif not worker.reason:
                 problem = slot.zygote.problem
-                worker.reason = str(problem or "the keeper process of its slot died")
+                if problem is not None:
+                    worker.fail(problem)
+                else:
+                    worker.reason = "the keeper process of its slot died"
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
@@ -324,7 +327,7 @@ class Pool:
         try:
             slot = self.slots.add(self._zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
-            worker.reason = f"no slot can be made: {error}"
+            worker.fail(error)
             self._check_gone(worker, is_certain=True)
         else:
             worker.slot.worker = None

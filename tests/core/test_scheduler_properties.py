@@ -86,6 +86,14 @@ PATIENCE = st.builds(
     refill_after=st.sampled_from([0.0, 0.1]),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
+    crowded_for=st.sampled_from([0.05, 1.0]),
+    crowded_at_last=st.sampled_from([0.05, 5.0]),
+    # Any float would be drawn otherwise; of a pause of 1e-130 seconds there is no end.
+    long=st.sampled_from([0.01, 0.1]),
+    unheard=st.sampled_from([0.1, 1.0]),
+    retry_at_last=st.just(10.0),
+    sound_after=st.sampled_from([0.0, 60.0]),
+    restarts_in_a_row=st.sampled_from([0, 2, 12]),
 )
 LIMITS = [
     Limits(),
@@ -159,8 +167,10 @@ class Judge(GangWorld):
         return begun is not None and self.now - begun < SLICE
 
     def _may_hold(self, record: TaskRecord) -> bool:
-        """Whether its program's limits let it run."""
+        """Whether its program's limits let it run, and its worker could be started."""
         clients = self.scheduler.clients
+        if self.scheduler.has_outage(record):
+            return False
         return clients is None or not clients.bars(record)
 
     def _check_shares(self, begun: list[TaskRecord], still: list[TaskRecord]) -> None:
@@ -357,11 +367,12 @@ class NodeMachine(RuleBasedStateMachine):
         self.w.start(data.draw(st.sampled_from(forked)))
 
     @precondition(lambda self: any(not w.has_started for w in self.w.workers.values()))
-    @rule(data=st.data())
-    def find_no_room(self, data):
+    @rule(data=st.data(), is_crowded=st.booleans())
+    def find_no_room(self, data, is_crowded):
         forked = [w.id for w in self.w.workers.values() if not w.has_started]
         worker = data.draw(st.sampled_from(forked))
-        self.w.tell(events.WorkerGone(worker, is_crowded=True))
+        gone = events.WorkerGone(worker, is_crowded=is_crowded, outage="no process")
+        self.w.tell(gone)
 
     @rule(
         count=st.integers(2, 12),
