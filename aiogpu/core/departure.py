@@ -16,7 +16,6 @@ from aiogpu.core.ids import WorkerId
 from aiogpu.core.lease import Lease
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
-from aiogpu.core.outage import note_outage
 from aiogpu.core.policy import STARTS_ALLOWED
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
 from aiogpu.core.restart import note_death
@@ -42,7 +41,7 @@ def depart(
     begun = count_begun(inflight, event.began)
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
-        node.spares.note_start(False)
+        node.spares.note_start(worker.environment, False)
     if is_new and (event.is_crowded or event.outage):
         _stand_back(node, worker, event, now)
         return
@@ -102,6 +101,8 @@ def _stand_back(
     if event.is_crowded:
         node.note_crowded(event.outage, now)
     else:
+        from aiogpu.core.outage import note_outage  # few nodes have any
+
         note_outage(node, worker.environment, event.outage, now)
     if record is not None:
         node.wait_again(record)

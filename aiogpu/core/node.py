@@ -85,8 +85,9 @@ class Node:
         self.solitude = Solitude()
         self.room = Room()
         self.outages: dict[Environment, Outage] = {}
-        self.spares = Spares(self.patience.spare_workers)
-        self.most_idle = self.patience.idle_workers + self.spares.target
+        patient = self.patience
+        self.spares = Spares(patient.spare_workers, patient.spares_for, self.timers)
+        self.most_idle = patient.idle_workers + self.spares.target
 
     @property
     def holders(self) -> Iterable[WorkerRecord]:
@@ -127,6 +128,10 @@ class Node:
         else:
             self.room.refused += 1
         return None
+
+    def note_spares(self) -> None:
+        """Spares are wanted for more environments than before, or for fewer."""
+        self.most_idle = self.patience.idle_workers + self.spares.total
 
     def has_outage(self, record: TaskRecord) -> bool:
         """Whether no worker may be started for a task's environment now."""

@@ -15,8 +15,10 @@ class Patience(NamedTuple):
         exit_grace: what a worker gets for its `atexit` functions.
         idle_workers: workers that may wait for work; above it, the one that
             has waited longest is retired.
-        spare_workers: clean ones kept ready beside them, once a task has taken a
-            process of its own.
+        spare_workers: clean ones kept ready beside them, for each environment of which
+            a task has taken a process of its own.
+        spares_for: for how long those are kept that no task has used and that are not
+            for the node's own program.
         refill_after: from the moment when one of them is taken until it is replaced.
         long: a task that runs longer is not one to queue behind.
         unheard: a worker that has not begun its task by then is given up.
@@ -39,6 +41,7 @@ class Patience(NamedTuple):
     exit_grace: float = 5.0
     idle_workers: int = 8
     spare_workers: int = 0
+    spares_for: float = 60.0
     refill_after: float = 0.0
     long: float = 0.01
     unheard: float = 1.0

@@ -308,8 +308,13 @@ class Scheduler(Node):
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
         retire_clean(self, event.environment, now, effects)
-        if not self.is_closing:
-            refill_spares(self, effects)
+        if self.is_closing:
+            return effects
+        if event.environment:
+            # Its zygote may have made way for another's, to which it would do the same.
+            self.spares.forget(event.environment)
+            self.note_spares()
+        refill_spares(self, effects)
         return effects
 
     def _on_time_passed(self, _: events.TimePassed, now: float) -> Sequence[Effect]:

@@ -35,6 +35,8 @@ class AlarmKind(Enum):
     """A task that has failed is to be tried again."""
     REFILL = "refill"
     """Spares that were taken are to be replaced."""
+    SPARES = "spares"
+    """Spares may not have been used for a while."""
     ALONE = "alone"
     """A task that is to run alone has waited for long enough."""
     ROOM = "room"

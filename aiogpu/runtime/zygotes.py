@@ -44,7 +44,7 @@ class Zygotes:
         on_death: told of a zygote that has died; keepers that have not come from it
             must be asked for again, unless it has a problem.
         on_superseded: told of a zygote in whose place another serves.
-        is_busy: says whether a zygote has workers.
+        is_busy: says whether a zygote has workers that have work.
         wants: says whether something of a program lives that has gone.
     """
 
@@ -148,13 +148,20 @@ class Zygotes:
         return lineage
 
     def _begin(self, environment: Environment) -> Lineage:
-        """Note one more environment that needs a zygote."""
+        """Note one more environment that needs a zygote.
+
+        Raises:
+            NodeStartError: it is that of a program that has left, and is forgotten.
+        """
         others = [each for each in self._others() if not self._is_joined(each)]
         if len(others) >= MOST_OTHERS:
             self._give_up(min(others, key=lambda lineage: lineage.used_at))
         learning = self.plain.learning
         learnt = (name for name in learning.modules if name in learning.proven)
-        program = self._surroundings.programs.get(program_of(environment))
+        key = program_of(environment)
+        program = self._surroundings.programs.get(key)
+        if key and program is None:
+            raise NodeStartError("the program for which it was to be has left the node")
         own = () if program is None else program.preload
         lineage = self._add(environment, tuple(learnt), own)
         if self._timer is None:

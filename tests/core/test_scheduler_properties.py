@@ -84,6 +84,7 @@ PATIENCE = st.builds(
     reserve_after=st.sampled_from([0, 0.3, 1.0]),
     spare_workers=st.integers(0, 3),
     refill_after=st.sampled_from([0.0, 0.1]),
+    spares_for=st.sampled_from([0.5, 20.0]),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
     crowded_for=st.sampled_from([0.05, 1.0]),
@@ -673,7 +674,8 @@ class NodeMachine(RuleBasedStateMachine):
     def no_more_workers_idle_than_are_wanted(self):
         scheduler = self.w.scheduler
         patience = scheduler.patience
-        wanted = patience.idle_workers + patience.spare_workers
+        environments = max(1, len(scheduler.spares.wanted))
+        wanted = patience.idle_workers + patience.spare_workers * environments
         assert scheduler.workers.idle <= (0 if scheduler.is_closing else wanted)
 
     def teardown(self):
