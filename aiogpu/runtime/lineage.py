@@ -282,8 +282,8 @@ class Lineage:
             status = zygote.status
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
-            words = "".join(f"\n  {line}" for line in zygote.last)
-            text = f"the zygote ended with status {zygote.status}:{words}"
+            said = "".join(f"\n  {line}" for line in zygote.last)
+            text = f"the zygote ended with status {zygote.status}:{said}"
             problem = NodeStartError(text)
             is_from_outside = zygote.status in FROM_OUTSIDE
         if problem is None:
@@ -291,8 +291,8 @@ class Lineage:
         elif self.has_served or is_from_outside:
             # In one line, which is shown wherever a task waits.
             first, *words = str(problem).splitlines()
-            said = f" {words[-1].strip()}" if words else ""
-            self._fail(zygote, UnavailableError(f"{first}{said}".rstrip(":")))
+            last = f" {words[-1].strip()}" if words else ""
+            self._fail(zygote, UnavailableError(f"{first}{last}".rstrip(":")))
         else:
             self._fail(zygote, problem)
 
