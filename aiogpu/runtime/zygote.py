@@ -46,6 +46,7 @@ class Zygote:
         proven: those of them that need no probe.
         slots: those whose keepers it was asked for, until they are forgotten.
         ready: what it said when it could be forked, None before.
+        ready_at: when that was, on the loop's clock.
         unfit: what it said before it gave up, None if it did not.
         status: its wait status, once it has ended.
         last: its last lines of output, once it has ended.
@@ -74,6 +75,7 @@ class Zygote:
         self.proven: tuple[str, ...] = ()
         self.slots: set[int] = set()
         self.ready: Ready | None = None
+        self.ready_at: float | None = None
         self.unfit: Unfit | None = None
         self.status = 0
         self.last: tuple[str, ...] = ()
@@ -208,7 +210,7 @@ class Zygote:
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
             if isinstance(message, Ready):
-                self.ready = message
+                self.ready, self.ready_at = message, self._loop.time()
                 self._stop_killer()
                 slots, self._waiting = self._waiting, []
                 for slot in slots:

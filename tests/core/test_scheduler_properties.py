@@ -170,8 +170,11 @@ class Judge(GangWorld):
     def _may_hold(self, record: TaskRecord) -> bool:
         """Whether its program's limits let it run, and its worker could be started."""
         clients = self.scheduler.clients
-        if self.scheduler.has_outage(record):
-            return False
+        if record.state is TaskState.WAITING:
+            # A lease needs no worker, but stands in line with tasks that ask the same.
+            first = self.scheduler.ready.bucket_of(record).head()
+            if self.scheduler.has_outage(first):
+                return False
         return clients is None or not clients.bars(record)
 
     def _check_shares(self, begun: list[TaskRecord], still: list[TaskRecord]) -> None:

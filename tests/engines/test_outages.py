@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
+import gc
 from pathlib import Path
+from types import TracebackType
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import aiogpu
 from aiogpu.core.outage import OutageStatus
 from tests.engines import tasks
+from tests.gate import Gate
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -120,15 +122,41 @@ async def test_a_cancelled_task_leaves_the_queue_of_an_outage(doom: Path) -> Non
                 await asyncio.sleep(0)
 
 
+def tracebacks() -> int:
+    """How many traceback objects there are, each of which keeps a frame."""
+    gc.collect()
+    return sum(isinstance(each, TracebackType) for each in gc.get_objects())
+
+
 async def test_an_interpreter_that_fails_by_itself_is_an_error_each_time() -> None:
     """Each error is a new one: one that is raised again and again keeps all frames."""
     nowhere = {"env_vars": {"PYTHONHOME": "/nonexistent"}}
     broken = tasks.add.options(runtime_env=nowhere, max_retries=0)
+
+    async def fail() -> int:
+        with pytest.raises(aiogpu.WorkerDiedError, match="the zygote ended with st"):
+            await broken.remote(1)
+        return tracebacks()
+
     async with aiogpu.init(num_cpus=1, num_gpus=0):
-        lengths = []
-        for _ in range(3):
-            with pytest.raises(aiogpu.WorkerDiedError, match="the zygote ended") as e:
-                await broken.remote(1)
-            lengths.append(len(traceback.extract_tb(e.value.__traceback__)))
-        assert lengths[-1] == lengths[0]
+        kept = [await fail() for _ in range(12)]
+        assert kept[-1] <= kept[2], kept
         assert await tasks.add.remote(1) == 2
+
+
+async def test_a_worker_waits_for_as_long_as_its_zygote_imports(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import has a limit of its own, which is longer than that of a start."""
+    limit = 0.2
+    monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", limit)
+    held = tasks.add.options(runtime_env={"env_vars": {"HOLD": gate.path}})
+    preload = ["tests.engines.held_zygote"]
+    async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
+        waiting = held.remote(1)
+        await gate.entered("import")
+        done, _ = await asyncio.wait({waiting}, timeout=5 * limit)
+        assert not done
+        monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", 60.0)
+        gate.release("import")
+        assert await waiting == 2
