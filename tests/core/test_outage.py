@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.events import WorkerGone
+from aiogpu.core.events import MemoryShort, WorkerGone
 from aiogpu.core.ids import PROGRAM, TaskId
 from aiogpu.core.policy import Patience
 from aiogpu.core.snapshot import snapshot
@@ -208,3 +208,37 @@ def test_how_it_is_told():
     fail(w, "a")
     (again,) = snapshot(w.scheduler, {}, w.now).outages
     assert "(2 tries have failed in 0.1 s; next try in 0.1 s)" in str(again)
+
+
+def test_two_programs_that_ask_for_the_same_are_both_passed_over():
+    w = World(cpus=1, starts=False)
+    w.join(1)
+    w.join(2)
+    w.submit("a", environment=BROKEN, client=1)
+    fail(w, "a")
+    w.submit("b", environment=BROKEN, client=2)
+    w.submit("c", client=2)
+    assert (w.starting, w.waiting) == ({"c"}, {"a", "b"})
+    w.start("c")
+    w.finish("c")
+    w.advance(0.05)
+    (first,) = w.starting
+    w.start(first)
+    w.finish(first)
+    assert w.running == {"a", "b"} - {first}
+
+
+def test_what_is_to_run_alone_waits_as_well():
+    w = World(cpus=4, starts=False)
+    w.submit("a", environment=BROKEN)
+    w.start("a")
+    w.submit("b", environment=BROKEN)
+    w.submit("other")
+    w.start("other")
+    fail(w, "b")
+    w.tell(MemoryShort(w.worker_of("a")))
+    w.finish("other")
+    assert "a" not in w.starting | w.running
+    assert w.retired == [], "nobody has to make way: there is room"
+    w.advance(6.0)
+    assert w.starting == {"a"}

@@ -251,3 +251,24 @@ def test_no_spares_are_wanted_where_none_are_to_be():
     w.submit("a", max_calls=1, environment=dict(X))
     assert len(w.workers) == 1
     assert w.scheduler.spares.wanted == {}
+
+
+def test_the_alarm_rings_for_the_one_that_was_used_first():
+    w = World(cpus=9, patience=Patience(spare_workers=1, spares_for=10.0))
+    for n in range(3):
+        w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
+        w.advance(2)
+    w.submit("again", max_calls=1, environment={"N": "0"})
+    left = []
+    for _ in range(6):
+        w.advance(2)
+        left.append([n for n in range(3) if spares_of(w, (("N", str(n)),))])
+    assert left == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
+
+
+def test_spares_of_a_node_that_closes_are_left_to_it():
+    w = World(cpus=1, exits=False, patience=Patience(spare_workers=1, spares_for=1.0))
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.close()
+    w.advance(2)
+    assert w.scheduler.spares.wanted
