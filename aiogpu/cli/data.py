@@ -14,6 +14,7 @@ from aiogpu.core.actor_status import ActorStatus
 from aiogpu.core.client_status import ClientStatus
 from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
+from aiogpu.core.outage import OutageStatus
 from aiogpu.core.placement_status import PlacementStatus
 from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus
@@ -49,15 +50,19 @@ def status_data(status: aiogpu.NodeStatus) -> Data:
         "failures": [failure_data(one) for one in status.failures],
         "draining": status.draining,
         "placements": [placement_data(one) for one in status.placements],
+        "outages": [outage_data(one) for one in status.outages],
     }
 
 
 def problems(status: aiogpu.NodeStatus) -> list[str]:
-    """What is not well: the devices that are set aside, each with the reason."""
+    """What is not well: devices that are set aside, and workers that do not start."""
     return [
-        f"{device.kind} {device.id} is set aside: {device.aside}"
-        for device in status.devices
-        if device.aside is not None
+        *(
+            f"{device.kind} {device.id} is set aside: {device.aside}"
+            for device in status.devices
+            if device.aside is not None
+        ),
+        *map(str, status.outages),
     ]
 
 
@@ -227,4 +232,16 @@ def placement_data(placement: PlacementStatus) -> Data:
         "pid": placement.pid or None,
         "reason": placement.reason,
         "detached": placement.is_detached,
+    }
+
+
+def outage_data(outage: OutageStatus) -> Data:
+    """Why no worker can be started."""
+    return {
+        "reason": outage.reason,
+        "failures": outage.failures,
+        "seconds": outage.seconds,
+        "retry_in": outage.retry_in,
+        "variables": list(outage.variables),
+        "joined": outage.is_joined,
     }

@@ -10,7 +10,7 @@ from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.node import Node
 from aiogpu.core.retry import go_on_waiting
-from aiogpu.core.stopping import go_on_stopping
+from aiogpu.core.stopping import go_on_stopping, retire_spares
 from aiogpu.core.timers import Alarm, AlarmKind
 from aiogpu.core.watch import look
 
@@ -22,8 +22,15 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
     elif alarm.kind is AlarmKind.REFILL:
         if not node.is_closing:
             refill_spares(node, effects)
+    elif alarm.kind is AlarmKind.SPARES:
+        if not node.is_closing:
+            retire_spares(node, now, effects)
     elif alarm.kind is AlarmKind.ROOM:
         node.grow(now)
+    elif alarm.kind is AlarmKind.OUTAGE:
+        from aiogpu.core.outage import retry_outages  # few nodes have any
+
+        retry_outages(node, now)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

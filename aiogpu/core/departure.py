@@ -20,7 +20,6 @@ from aiogpu.core.policy import STARTS_ALLOWED
 from aiogpu.core.records import TaskRecord, WorkerRecord, move_worker
 from aiogpu.core.restart import note_death
 from aiogpu.core.retry import may_retry, retry
-from aiogpu.core.room import VAIN
 from aiogpu.core.stopping import doom
 from aiogpu.core.watch import count_begun, return_task
 
@@ -42,9 +41,9 @@ def depart(
     begun = count_begun(inflight, event.began)
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
-        node.spares.note_start(False)
-    if is_new and event.is_crowded and _may_hope(node):
-        _stand_back(node, worker, now)
+        node.spares.note_start(worker.environment, False)
+    if is_new and (event.is_crowded or event.outage):
+        _stand_back(node, worker, event, now)
         return
     worker.task = None
     worker.queue.clear()
@@ -93,19 +92,18 @@ def _has_exclusive_run(node: Node, record: TaskRecord) -> bool:
     return is_wanted and try_exclusively(node, record)
 
 
-def _may_hope(node: Node) -> bool:
-    """Whether there may be room for a worker soon, although there was none."""
-    # What has gone may be leaving yet; so it is tried for a while in any case.
-    return node.room.vain < VAIN or any(
-        worker.state is not WorkerState.STARTING for worker in node.workers
-    )
-
-
-def _stand_back(node: Node, worker: WorkerRecord, now: float) -> None:
-    """There was no room for a worker: its task waits again, which is no failure."""
+def _stand_back(
+    node: Node, worker: WorkerRecord, event: WorkerGone, now: float
+) -> None:
+    """A worker could not be started: its task waits again, which is no failure."""
     record, worker.task = worker.task, None
     _remove(node, worker)
-    node.note_crowded(now)
+    if event.is_crowded:
+        node.note_crowded(event.outage, now)
+    else:
+        from aiogpu.core.outage import note_outage  # few nodes have any
+
+        note_outage(node, worker.environment, event.outage, now)
     if record is not None:
         node.wait_again(record)
 
@@ -115,7 +113,11 @@ def _remove(node: Node, worker: WorkerRecord) -> Lease | None:
     if lease is not None:
         node.ledger.give_back(lease)
     if worker.state is not WorkerState.STARTING:
-        node.room.vain = 0
+        node.room.note_change()
+    if node.outages:
+        outage = node.outages.get(worker.environment)
+        if outage is not None and outage.worker == worker.id:
+            outage.worker = None
     if node.granted.pop(worker.id, None) is None:
         node.workers.remove(worker)
     node.room.leaving.discard(worker.id)

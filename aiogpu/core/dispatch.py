@@ -49,8 +49,8 @@ def _find_worker(
 ) -> None:
     spec, workers = record.spec, node.workers
     environment = spec.shape.environment
-    if spec.max_calls:
-        node.spares.want()
+    if spec.max_calls and node.spares.want(environment, now):
+        node.note_spares()
     if spec.max_calls != 1:
         worker = workers.take_bound(binding_of(spec, lease))
         if worker is not None:
@@ -64,10 +64,12 @@ def _find_worker(
         if worker is None:
             worker = workers.create(environment)
             effects.append(Spawn(worker.id, environment))
+            if node.outages and environment in node.outages:
+                node.outages[environment].worker = worker.id
         move_task(record, TaskState.STARTING)
         record.worker, worker.task, worker.lease = worker, record, lease
         lease.holder = worker
-    if node.spares.missing(workers.spares(())):
+    if node.spares.missing(environment, workers.spares(environment)):
         later = node.patience.refill_after
         if not later:
             refill_spares(node, effects)
@@ -81,19 +83,23 @@ def refill_spares(node: Node, effects: list[Effect]) -> None:
     node.spares.note_refill()
     if node.room.refused and node.ready.by_shape:
         return
-    missing = node.spares.missing(node.workers.spares(()))
-    for _ in range(min(missing, node.room.now - len(node.workers))):
-        spare = node.workers.create(())
-        node.workers.put_unclaimed(spare)
-        effects.append(Spawn(spare.id))
+    for environment in node.spares.wanted:
+        if environment in node.outages:
+            continue
+        there = node.workers.spares(environment)
+        missing = node.spares.missing(environment, there)
+        for _ in range(min(missing, node.room.now - len(node.workers))):
+            spare = node.workers.create(environment)
+            node.workers.put_unclaimed(spare)
+            effects.append(Spawn(spare.id, environment))
 
 
 def welcome(
     node: Node, worker: WorkerRecord, now: float, effects: list[Effect]
 ) -> None:
     """A forked worker has connected: it begins with its task, or waits for one."""
-    node.spares.note_start(True)
-    node.room.vain = 0
+    node.spares.note_start(worker.environment, True)
+    node.room.note_change()
     record, lease = worker.task, worker.lease
     if record is not None and lease is not None:
         record.starts_failed = 0

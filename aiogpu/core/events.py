@@ -127,14 +127,16 @@ class WorkerGone:
 
     `began` is the last of its tasks that it had begun, None if none of those whose
     answer has not come. `settles`: whether its devices are free is still to be seen;
-    one of `Settled` and `SetAside` follows. `is_crowded`: it never was, for want of
-    descriptors or processes.
+    one of `Settled` and `SetAside` follows. `is_crowded`: it was never started, for
+    want of descriptors or processes. `outage`: why it could not be started; the same is
+    likely for others of its environment or, if `is_crowded`, for all.
     """
 
     worker: WorkerId
     began: TaskId | None = None
     settles: bool = False
     is_crowded: bool = False
+    outage: str = ""
 
 
 class MemoryShort(AboutWorker):

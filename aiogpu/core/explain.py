@@ -105,6 +105,10 @@ def _waiting(why: Why) -> Iterator[str]:
     if why.limit:
         yield f"{begin} for its program's own limit: it holds {why.limit}"
         return
+    if why.outage is not None:
+        yield f"{begin} for a worker"
+        yield f"  {why.outage}"
+        return
     if not why.reasons:
         before = (why.position or 1) - 1
         yield f"{begin} for its turn: {before} before it"

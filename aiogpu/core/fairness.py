@@ -44,19 +44,26 @@ def place_fairly(
     assert isinstance(queue, SharedQueue), queue
     assert clients is not None, node
     node.room.refused = 0
+    queue.unserved.clear()
     round_ = Round(node, queue, clients)
     if not round_.stands():
         node.reservation = None
     while (one := round_.next()) is not None:
         group = one.turns[0][2]
-        first = group.first()
-        assert first is not None, group
+        first = queue.first(group)
+        if first is None:
+            # Another program's task of the same shape could not have a worker.
+            round_.leave_out(one)
+            continue
         _, record, bucket = first
         if clients.bars(record):
             round_.leave_out(one)
             continue
         refused = node.room.refused
         lease = node.take(record)
+        if lease is None and bucket.shape in queue.unserved:
+            round_.go_on(one)
+            continue
         if lease is None:
             round_.leave_out(one)
             if refused == node.room.refused:
@@ -134,7 +141,7 @@ class Round:
     def go_on(self, one: Candidate) -> None:
         """The first task of a program has begun."""
         _, number, group = one.turns[0]
-        after = group.first()
+        after = self._queue.first(group)
         if after is None:
             heappop(one.turns)
         else:
@@ -174,9 +181,8 @@ class Round:
         return self._fairest(candidates)
 
     def _fits(self, one: Candidate) -> bool:
-        first = one.turns[0][2].first()
-        assert first is not None, one
-        return self._node.fits(first[1])
+        first = self._queue.first(one.turns[0][2])
+        return first is not None and self._node.fits(first[1])
 
     def _fairest(self, candidates: list[Candidate]) -> Candidate:
         kept = self._node.reservation
@@ -201,7 +207,7 @@ def _reserve(node: Node, queue: SharedQueue, group: Group, now: float) -> None:
 
     What is kept already stays so, unless it is for a lower priority.
     """
-    first, kept, clients = group.first(), node.reservation, node.clients
+    first, kept, clients = queue.first(group), node.reservation, node.clients
     assert first is not None, group
     assert clients is not None, node
     record = first[1]

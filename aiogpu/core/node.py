@@ -14,7 +14,7 @@ from aiogpu.core.devices import COLD
 from aiogpu.core.ids import TaskId, WorkerId
 from aiogpu.core.lease import Lease
 from aiogpu.core.ledger import Ledger
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.lifecycle import TaskState, WorkerState
 from aiogpu.core.policy import Patience
 from aiogpu.core.ready import ReadyQueue
 from aiogpu.core.records import (
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from aiogpu.core.clients import Clients
     from aiogpu.core.gangs import GangRecord
     from aiogpu.core.ids import ClientId
+    from aiogpu.core.outage import Outage
     from aiogpu.core.reservation import Reservation
     from aiogpu.core.resources import Request
+    from aiogpu.core.specs import Environment
 
 _ENDED: Final = TaskState.ENDED
 
@@ -58,6 +60,7 @@ class Node:
         reservation: what is kept for a task that has waited long, None for none.
         solitude: who is to run alone.
         spares: how many clean workers are kept ready.
+        outages: environments for which no worker can be started now.
         most_idle: workers that may wait for work.
         room: how many workers there may be.
         clients: the programs that share the node, None while it is one's alone.
@@ -81,8 +84,10 @@ class Node:
         self.restarts: dict[TaskId, Restarts] = {}
         self.solitude = Solitude()
         self.room = Room()
-        self.spares = Spares(self.patience.spare_workers)
-        self.most_idle = self.patience.idle_workers + self.spares.target
+        self.outages: dict[Environment, Outage] = {}
+        patient = self.patience
+        self.spares = Spares(patient.spare_workers, patient.spares_for, self.timers)
+        self.most_idle = patient.idle_workers + self.spares.target
 
     @property
     def holders(self) -> Iterable[WorkerRecord]:
@@ -118,8 +123,20 @@ class Node:
         if lease is None or self.has_worker(record, lease):
             return lease
         self.ledger.give_back(lease)
-        self.room.refused += 1
+        if self.outages and self.has_outage(record):
+            self.ready.unserved.add(record.spec.shape)
+        else:
+            self.room.refused += 1
         return None
+
+    def note_spares(self) -> None:
+        """Spares are wanted for more environments than before, or for fewer."""
+        self.most_idle = self.patience.idle_workers + self.spares.total
+
+    def has_outage(self, record: TaskRecord) -> bool:
+        """Whether no worker may be started for a task's environment now."""
+        outage = self.outages.get(record.spec.shape.environment)
+        return outage is not None and outage.bars and not record.spec.is_lease
 
     def fits(self, record: TaskRecord) -> bool:
         """Whether a task could take what it asks for now, had it a worker."""
@@ -160,7 +177,8 @@ class Node:
 
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
         """Whether there is a worker for a task with this lease, or room for one."""
-        if len(self.workers) < self.room.now:
+        is_barred = bool(self.outages) and self.has_outage(record)
+        if len(self.workers) < self.room.now and not is_barred:
             return True
         spec = record.spec
         if spec.is_lease:
@@ -169,15 +187,22 @@ class Node:
             return True
         return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
 
-    def note_crowded(self, now: float) -> None:
+    def note_crowded(self, reason: str, now: float) -> None:
         """There was no room for a worker: do with those that are there, for a while."""
-        if self.room.shrink(len(self.workers)):
-            self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
+        if self.room.shrink(len(self.workers), reason, now):
+            self._grow_later(now)
 
     def grow(self, now: float) -> None:
         """Try whether there is room for a few more than lately."""
-        if self.room.grow():
-            self.timers.set(now + self.patience.crowded_for, AlarmKind.ROOM, 0)
+        starting = WorkerState.STARTING
+        is_quiet = not any(worker.state is starting for worker in self.workers)
+        if self.room.grow(is_quiet):
+            self._grow_later(now)
+
+    def _grow_later(self, now: float) -> None:
+        room = self.room
+        room.retry_at = now + self.patience.crowded_delay(room.failures)
+        self.timers.set(room.retry_at, AlarmKind.ROOM, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
         """Seconds from the first interrupt of a task to the kill of its worker.

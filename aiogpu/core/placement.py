@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiogpu.core.effects import Effect
 from aiogpu.core.lease import Lease
 from aiogpu.core.node import Node
-from aiogpu.core.ready import Group, Precedence
+from aiogpu.core.ready import Bucket, Group, Precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.stopping import make_way
 
@@ -34,6 +34,7 @@ def place(
     before, node.reservation = node.reservation, None
     node.room.refused = 0
     ready = node.ready
+    ready.unserved.clear()
     turns: list[tuple[Precedence, int, Group]] = []
     for number, group in enumerate(ready.by_request.values()):
         first = group.first()
@@ -41,11 +42,14 @@ def place(
         turns.append((first[0], number, group))
     heapify(turns)
     while turns:
-        _, number, group = turns[0]
-        first = group.first()
+        group = turns[0][2]
+        first = ready.first(group)
         assert first is not None, group
         _, record, bucket = first
         lease = node.take(record)
+        if lease is None and bucket.shape in ready.unserved:
+            _go_on(turns, ready.first(group))
+            continue
         if lease is None:
             heappop(turns)
             make_way(node, now, effects)
@@ -54,11 +58,18 @@ def place(
             continue
         ready.pop(bucket)
         yield record, lease
-        after = group.first()
-        if after is None:
-            heappop(turns)
-        else:
-            heapreplace(turns, (after[0], number, group))
+        _go_on(turns, ready.first(group))
+
+
+def _go_on(
+    turns: list[tuple[Precedence, int, Group]],
+    after: tuple[Precedence, TaskRecord, Bucket] | None,
+) -> None:
+    """The first task of the first group has been looked at; another is its first."""
+    if after is None:
+        heappop(turns)
+    else:
+        heapreplace(turns, (after[0], *turns[0][1:]))
 
 
 def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
@@ -67,7 +78,7 @@ def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
     is_shared = node.clients is not None
     group = node.ready.by_request[(record.client, request) if is_shared else request]
     if group.stuck is not record:
-        first = group.first()
+        first = node.ready.first(group)
         if first is not None and first[1] is record:
             group.stuck = record
             group.reserve_at = now + node.patience.reserve_after
@@ -84,11 +95,11 @@ def keep_for(
     One that has only stood behind others of its kind is held up by nobody: where a
     million wait, each is soon on its way once it comes first.
     """
-    first = group.first()
+    first = node.ready.first(group)
     assert first is not None, group
     record = first[1]
     note_stuck(node, record, now)
-    if now < group.reserve_at:
+    if now < group.reserve_at or (node.outages and node.has_outage(record)):
         return None
     from aiogpu.core.reservation import STANDS, reserve, stands  # who waits, waits
 

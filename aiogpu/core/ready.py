@@ -223,9 +223,13 @@ class ReadyQueue:
     Attributes:
         by_shape: the buckets that hold a task; empty when nothing waits.
         by_request: the groups that hold one.
+        unserved: shapes whose tasks are passed over, since no worker can be started
+            for their environments and none is idle; known since all that waits was
+            last looked at.
     """
 
     def __init__(self) -> None:
+        self.unserved: set[Shape] = set()
         self.by_shape: dict[Line, Bucket] = {}
         self.by_request: dict[Ask, Group] = {}
 
@@ -277,6 +281,15 @@ class ReadyQueue:
         """Where a waiting task stands."""
         return self.by_shape[record.spec.shape]
 
+    def first(self, group: Group) -> tuple[Precedence, TaskRecord, Bucket] | None:
+        """The task of a group whose turn it is, None if all are passed over."""
+        if not self.unserved:
+            return group.first()
+        for turn in group.in_turn():
+            if turn[2].shape not in self.unserved:
+                return turn
+        return None
+
     def _drop(self, bucket: Bucket) -> None:
         bucket.turn = None
         del self.by_shape[bucket.line]
@@ -297,7 +310,7 @@ class ReadyQueue:
         assert head is not None, bucket
         mine = precedence(head)
         for group in self.by_request.values():
-            first = group.first()
+            first = self.first(group)
             if first is not None and first[0] < mine and concerns(group.request):
                 return False
         return True

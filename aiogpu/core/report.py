@@ -35,7 +35,9 @@ def summary(status: NodeStatus) -> str:
         for name, free, total in _worth_telling(status)
     )
     drain = "" if status.draining is None else f"{drain_told(status.draining)}; "
-    return f"{drain}{resources}; {len(status.workers)} workers; {_counts(status)}"
+    outage = "no worker can be started; " if status.outages else ""
+    workers = f"{len(status.workers)} workers"
+    return f"{drain}{outage}{resources}; {workers}; {_counts(status)}"
 
 
 def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
@@ -85,6 +87,7 @@ def overview(status: NodeStatus) -> Iterator[str]:
     rows.append(("workers", told or "none"))
     rows.append(("tasks", _counts(status)))
     yield from aligned(rows)
+    yield from map(str, status.outages)
 
 
 def drain_told(seconds: float) -> str:

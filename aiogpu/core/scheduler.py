@@ -288,8 +288,11 @@ class Scheduler(Node):
         if worker is None or worker.state is not WorkerState.STARTING:
             return NOTHING
         effects: list[Effect] = []
+        had_outage = self.outages.pop(worker.environment, None) is not None
         welcome(self, worker, now, effects)
-        return effects or self._place(now, effects)
+        if effects and not had_outage:
+            return effects
+        return self._place(now, effects)
 
     def _on_worker_gone(self, event: events.WorkerGone, now: float) -> Sequence[Effect]:
         worker = self.workers.get(event.worker)
@@ -305,8 +308,13 @@ class Scheduler(Node):
     def _on_outdated(self, event: events.Outdated, now: float) -> Sequence[Effect]:
         effects: list[Effect] = []
         retire_clean(self, event.environment, now, effects)
-        if not self.is_closing:
-            refill_spares(self, effects)
+        if self.is_closing:
+            return effects
+        if event.environment:
+            # Its zygote may have made way for another's, to which it would do the same.
+            self.spares.forget(event.environment)
+            self.note_spares()
+        refill_spares(self, effects)
         return effects
 
     def _on_time_passed(self, _: events.TimePassed, now: float) -> Sequence[Effect]:

@@ -100,7 +100,7 @@ class SharedQueue(ReadyQueue):
         assert head is not None, bucket
         mine = precedence(head)
         for group in self.of_client[bucket.group.client].values():
-            first = group.first()
+            first = self.first(group)
             if first is not None and first[0] < mine and concerns(group.request):
                 return False
         return True

@@ -18,6 +18,7 @@ from aiogpu.core.gang import Gang, Within
 from aiogpu.core.holding import DeviceStatus, Holder, Holdings
 from aiogpu.core.ledger import Ledger
 from aiogpu.core.node import Node
+from aiogpu.core.outage import find_outage
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.reservation import Reservation
 from aiogpu.core.resources import (
@@ -234,12 +235,15 @@ def find_shortages(
         )
 
 
-def why_waiting(node: Node, record: TaskRecord) -> str:
+def why_waiting(node: Node, record: TaskRecord, now: float) -> str:
     """In one line what a waiting task waits for."""
     if node.solitude.bars(record):
         return "waits until another has run alone, for which memory ran out before"
     if node.clients is not None and (limit := node.clients.why_barred(record)):
         return f"waits for its program's own limit: it holds {limit}"
+    outage = find_outage(node, record.spec.shape.environment, now)
+    if outage is not None and not record.spec.is_lease:
+        return str(outage)
     if lacks := tell_lacks(node, record):
         within = record.spec.shape.request.gang
         return lacks + (f" in {within}" if isinstance(within, Within) else "")

@@ -20,6 +20,7 @@ from aiogpu.core.ledger import Ledger
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
 from aiogpu.core.observed import Observations
+from aiogpu.core.outage import OutageStatus, find_outages
 from aiogpu.core.pausing import why_not_running
 from aiogpu.core.placement_status import PlacementStatus, placement_status
 from aiogpu.core.records import TaskRecord, WorkerRecord
@@ -28,6 +29,7 @@ from aiogpu.core.reservation import Reservation
 from aiogpu.core.resources import CPU, Request
 from aiogpu.core.shape_status import ShapeStatus, shape_status
 from aiogpu.core.shortage import ReservationStatus, describe, rival_of, why_waiting
+from aiogpu.core.specs import Shape
 
 DELAYED: Final = "has failed before, and is tried again in a while"
 EXPECTING: Final = "waits for results that are its arguments"
@@ -117,6 +119,8 @@ class NodeStatus:
         draining: seconds that what runs still has where the node is being stopped, and
             takes no new work; None where it is not.
         placements: all of them, in the order in which they were asked for.
+        outages: why no worker can be started now, for which tasks, and when the next
+            try is; empty where workers start.
     """
 
     total: Mapping[str, float]
@@ -133,6 +137,7 @@ class NodeStatus:
     failures: tuple[FailureStatus, ...] = ()
     draining: float | None = None
     placements: tuple[PlacementStatus, ...] = ()
+    outages: tuple[OutageStatus, ...] = ()
 
     @property
     def waiting(self) -> tuple[TaskStatus, ...]:
@@ -165,6 +170,7 @@ class Queue:
     reservation: ReservationStatus | None = None
     clients: tuple[ClientStatus, ...] = ()
     placements: tuple[PlacementStatus, ...] = ()
+    outages: tuple[OutageStatus, ...] = ()
 
 
 def snapshot(
@@ -229,6 +235,7 @@ def picture(
         reservation=queue.reservation,
         clients=queue.clients,
         placements=queue.placements,
+        outages=queue.outages,
     )
 
 
@@ -238,7 +245,7 @@ def _queue_of(
     pids: Mapping[int, int],
     programs: Mapping[int, Program],
 ) -> Queue:
-    ready, reasons = node.ready, _Reasons(node)
+    ready, reasons = node.ready, _Reasons(node, now)
     held = [record for holder in node.holders for record in _tasks_of(holder)]
     return Queue(
         count=len(node.tasks) - len(held),
@@ -261,22 +268,27 @@ def _queue_of(
             )
             for gang in node.gangs.values()
         ),
+        outages=find_outages(node, now),
     )
 
 
 class _Reasons:
     """Why tasks wait; said once for all that ask for the same."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, now: float) -> None:
         self._node = node
-        self._known: dict[tuple[int, Request, Reservation | None], str] = {}
+        self._now = now
+        self._known: dict[tuple[int, Shape, Reservation | None], str] = {}
 
     def of(self, record: TaskRecord) -> str:
-        request = record.spec.shape.request
-        key = record.client, request, rival_of(self._node, record)
+        # Environments matter only where workers cannot be started for some of them.
+        shape = record.spec.shape
+        if not self._node.outages and shape.environment:
+            shape = Shape(shape.request)
+        key = record.client, shape, rival_of(self._node, record)
         reason = self._known.get(key)
         if reason is None:
-            reason = self._known[key] = why_waiting(self._node, record)
+            reason = self._known[key] = why_waiting(self._node, record, self._now)
         return reason
 
 

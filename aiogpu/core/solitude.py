@@ -66,7 +66,8 @@ class Solitude:
             return None
         if not node.has_worker(record, lease):
             node.ledger.give_back(lease)
-            node.room.refused = max(node.room.refused, 1)
+            if not node.has_outage(record):
+                node.room.refused = max(node.room.refused, 1)
             return None
         self._current = self._waiting.popleft()
         del node.delayed[record.id]

@@ -105,7 +105,7 @@ def doom(worker: WorkerRecord, effects: list[Effect]) -> None:
 def retire_idle(node: Node, now: float, effects: list[Effect]) -> None:
     """Retire those that have been idle longest, if there are too many."""
     while node.workers.idle > node.most_idle:
-        worker = node.workers.pop_idle(node.spares.target)
+        worker = node.workers.pop_idle(node.spares.kept)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))
 
@@ -114,10 +114,22 @@ def make_way(node: Node, now: float, effects: list[Effect]) -> None:
     """Retire an idle worker for each task that lacks nothing but a worker."""
     room = node.room
     while len(room.leaving) < room.refused and node.workers.idle:
-        worker = node.workers.pop_idle(0)
+        worker = node.workers.pop_idle(_none)
         room.leaving.add(worker.id)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))
+
+
+def _none(_: Environment) -> int:
+    """No clean workers are kept where there is no room."""
+    return 0
+
+
+def retire_spares(node: Node, now: float, effects: list[Effect]) -> None:
+    """Retire the spares of environments that nobody has used for long."""
+    for environment in node.spares.unwanted(now):
+        retire_clean(node, environment, now, effects)
+    node.note_spares()
 
 
 def retire_clean(

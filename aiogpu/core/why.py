@@ -17,6 +17,7 @@ from aiogpu.core.explain import explain
 from aiogpu.core.holding import Holdings
 from aiogpu.core.lifecycle import TaskState
 from aiogpu.core.node import Node
+from aiogpu.core.outage import OutageStatus, find_outage
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.reservation import Reservation, reserve
 from aiogpu.core.shortage import (
@@ -83,6 +84,7 @@ class Why:
         is_lease: whether it is a lease, which processes hold that are no workers.
         placement: name of the placement in which it is to run, while that waits.
         notes: what else a cluster tells, a line each.
+        outage: why no worker can be started for it, if that is why it waits.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Why:
     is_lease: bool = False
     placement: str = ""
     notes: tuple[str, ...] = ()
+    outage: OutageStatus | None = None
 
     def __str__(self) -> str:
         return explain(self)
@@ -168,6 +171,7 @@ def _expecting(node: Node, record: TaskRecord, now: float) -> Why:
 def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
     bucket = node.ready.bucket_of(record)
     reasons = tuple(find_shortages(node, record, holdings))
+    outage = find_outage(node, record.spec.shape.environment, holdings.now)
     bound = 0 if reasons else find_bound(node)
     # A device that is set aside comes back some time, though nobody knows when.
     is_endless = bool(reasons) and not any(
@@ -189,6 +193,7 @@ def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
         is_held_endlessly=(is_endless and reserve(node, record, holdings.now) is None)
         or (bound > 0 and all(map(_is_endless, node.workers))),
         placement=awaited_gang(node, record),
+        outage=None if record.spec.is_lease else outage,
     )
 
 

@@ -135,17 +135,20 @@ class Workers:
         """Remember that a starting worker has no task."""
         self._unclaimed.setdefault(record.environment, {})[record.id] = record
 
-    def pop_idle(self, spares: int) -> WorkerRecord:
+    def pop_idle(self, kept: Callable[[Environment], int]) -> WorkerRecord:
         """Remove the idle worker that will be missed least.
 
-        That is a clean one where there are more than `spares` of its environment,
-        else the one that has been idle longest.
+        That is a clean one where there are more of its environment than are kept, else
+        the one that has been idle longest.
+
+        Args:
+            kept: gives how many clean workers of an environment are kept.
 
         Raises:
             KeyError: none is idle.
         """
         for environment, clean in self._clean.items():
-            if environment or len(clean) > spares or not self._bound:
+            if len(clean) > kept(environment) or not self._bound:
                 record = next(iter(clean.values()))
                 break
         else:

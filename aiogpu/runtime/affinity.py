@@ -62,7 +62,7 @@ def _local(device: Device, root: Path) -> frozenset[int]:
 def _given(root: Path) -> frozenset[int]:
     """The CPUs that a process here may use which nobody has pinned."""
     online = _cpus_in(root / "sys/devices/system/cpu/online")
-    for folder in cgroup_folders(root / "proc", root / "sys/fs/cgroup", "cpuset"):
+    for folder in cgroup_folders(root / "proc", "cpuset"):
         for file in _CPUSETS:
             if found := _cpus_in(folder / file):
                 return online & found if online else found

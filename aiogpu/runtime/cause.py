@@ -19,6 +19,8 @@ ENDED: Final = "ended"
 INTERNAL: Final = "internal"
 CROWDED: Final = "crowded"
 """There is no room for it now: its task waits. No user is told this one."""
+UNAVAILABLE: Final = "unavailable"
+"""There is no zygote for it now: its task waits. No user is told this one."""
 
 
 class Told(NamedTuple):

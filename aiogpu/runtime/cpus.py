@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from aiogpu.runtime.hierarchy import PROC, UNIFIED, find_hierarchy
 
-def usable_cpus(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> float:
+
+def usable_cpus(proc: Path = PROC) -> float:
     """CPUs by affinity, or by the tightest cgroup quota where that is less.
 
     A quota may be a fraction, 1.5; it is never answered below 1, since a task asks
@@ -16,35 +16,25 @@ def usable_cpus(
     cgroup-v2 (`cpu.max`) and cgroup-v1 (`cpu.cfs_quota_us`) documentation.
     """
     limits = [float(len(os.sched_getaffinity(0)))]
-    for folder in cgroup_folders(proc, cgroups, "cpu"):
+    for folder in cgroup_folders(proc, "cpu"):
         quota = _quota_v2(folder) or _quota_v1(folder)
         if quota is not None:
             limits.append(quota)
     return max(1.0, min(limits))
 
 
-def cgroup_folders(proc: Path, cgroups: Path, controller: str) -> list[Path]:
-    """This process's cgroups and their parents, of either version."""
-    try:
-        text = os.fsdecode((proc / "self/cgroup").read_bytes())
-    except OSError:
-        return []
-    folders = []
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots = [cgroups, cgroups / "unified"]
-        elif controller in controllers.split(","):
-            roots = [cgroups / controllers, cgroups / controller]
-        else:
-            continue
-        for root in roots:
-            folder = root / path.lstrip("/")
-            while folder != root:
-                folders.append(folder)
-                folder = folder.parent
-            folders.append(root)
-    return folders
+def cgroup_folders(proc: Path, controller: str) -> list[Path]:
+    """This process's cgroups and their parents, of either version.
+
+    They are where `/proc/self/mountinfo` says that their hierarchies are mounted.
+    """
+    found = (find_hierarchy(name, proc) for name in (UNIFIED, controller))
+    return [
+        folder
+        for hierarchy in found
+        if hierarchy is not None
+        for folder in hierarchy.groups
+    ]
 
 
 def _quota_v2(folder: Path) -> float | None:

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 from aiogpu.core.sizes import size
 from aiogpu.errors import ActorDiedError, OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
-from aiogpu.runtime.cause import CROWDED, find_cause, tell
-from aiogpu.runtime.crowd import CrowdedError
+from aiogpu.runtime.cause import CROWDED, UNAVAILABLE, find_cause, tell
+from aiogpu.runtime.crowd import CrowdedError, UnavailableError
 
 QUOTED: Final = 500
 """Characters of a line that an error's text quotes; `last_output` has all of it."""
@@ -42,6 +42,8 @@ def stillbirth(error: Exception) -> Death:
     """The death of a worker for which there is no slot, or no zygote."""
     if isinstance(error, CrowdedError):
         return Death(reason=str(error), known=CROWDED)
+    if isinstance(error, UnavailableError):
+        return Death(reason=str(error), known=UNAVAILABLE)
     told = "no slot can be made: " if isinstance(error, OSError) else ""
     return Death(reason=f"{told}{error}")
 

@@ -35,7 +35,7 @@ from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.runtime.cause import CROWDED
+from aiogpu.runtime.cause import CROWDED, UNAVAILABLE
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.gpu_shortage import Shortages
 from aiogpu.runtime.memory_guard import MemoryGuard
@@ -414,7 +414,8 @@ class Driver:
         self.telling.deaths[gone] = death
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
-        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED))
+        outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
+        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED, outage))
         del self.telling.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)

@@ -5,6 +5,7 @@ Little is imported here: the interpreter is to start while the driver imports th
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
+from aiogpu.runtime.descriptors import soft_limit
 from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.process import fitting, start_interpreter
@@ -20,6 +22,8 @@ from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.wire.setup import Setup, socket_path
 
 BACKLOG: Final = 64
+PER_ZYGOTE: Final = 6
+"""Descriptors that a zygote takes beside its pipe: two for good, four for its start."""
 
 
 class Modules(NamedTuple):
@@ -68,10 +72,7 @@ def launch(
     own = dict(environment)
     program = around.programs.get(program_of(environment)) or around.own
     setup = _setup(around, generation, _path(program, own), modules)
-    try:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-    except OSError as error:
-        raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
+    reading, writing = _open_pipe()
     variables = {**program.environ, **own}
     try:
         child = start_interpreter(
@@ -89,6 +90,23 @@ def launch(
     finally:
         os.close(writing)
     return Launched(child, reading)
+
+
+def _open_pipe() -> tuple[int, int]:
+    """A pipe for a zygote's output, if there are descriptors for the rest as well.
+
+    One that has started and whose connection cannot be accepted would stand still.
+    """
+    try:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        # The kernel gives the lowest numbers that are free.
+        if writing + PER_ZYGOTE >= soft_limit():
+            os.close(reading)
+            os.close(writing)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    except OSError as error:
+        raise NodeStartError(f"no pipe for the zygote's output: {error}") from error
+    return reading, writing
 
 
 def _path(program: Program, own: Mapping[str, str]) -> list[str]:

@@ -1,20 +1,27 @@
 """The zygotes of one environment: who serves, who follows, who ends.
 
-A generation that has died is followed by another, a few times in a short while at
-most; after that whatever still needs a new worker fails, and says why. A generation
-that has learnt is followed by one that has more: while that one imports, the old one
-serves, and ends when its last worker has.
+A generation that has died is followed by another at once, a few times in a short
+while at most. After that the next one is started when a worker is wanted, and whoever
+wants one is told that it cannot be had now: the core waits longer and longer between
+two tries (`core.outage`). Only an environment that has never served, and whose
+interpreter fails by itself, is broken: its tasks fail, and say why.
+
+A generation that has learnt is followed by one that has more: while that one imports,
+the old one serves, and ends when its last worker has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from aiogpu.errors import NodeStartError, PreloadError
+from aiogpu.runtime.crowd import UnavailableError, is_scarcity
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.learning import Learning
 from aiogpu.runtime.zygote import IMPORT_LIMIT, Zygote
@@ -30,7 +37,10 @@ DEBOUNCE: Final = 0.2
 """Seconds for which what is learnt is gathered before a generation is started."""
 INTENSITY: Final = 3
 PERIOD: Final = 10.0
-"""At most `INTENSITY` restarts in `PERIOD` seconds."""
+"""At most `INTENSITY` restarts at once in `PERIOD` seconds."""
+FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, os.EX_TEMPFAIL)
+"""Statuses of a zygote whose end is no fault of its environment: somebody has killed
+it, or it says itself that descriptors, processes or memory ran out."""
 
 Environment = tuple[tuple[str, str], ...]
 
@@ -41,7 +51,8 @@ class Lineage:
     Attributes:
         environment: variables that they are exec'd with.
         current: the one that serves, or is the first to do so.
-        problem: why there is none any more, None while there is or will be.
+        problem: why it is broken, None unless it is.
+        has_served: whether a generation could be forked, now or before.
         learning: what the next one will import.
         used_at: when a worker was wanted of it last, on the loop's clock.
         on_death: told of a zygote that has died unasked; what follows is there.
@@ -57,7 +68,7 @@ class Lineage:
         learnt: tuple[str, ...] = (),
     ) -> None:
         self.environment = environment
-        self.problem: Exception | None = None
+        self.problem: NodeStartError | None = None
         self.learning = Learning(preload, learnt)
         self.used_at = loop.time()
         self.on_death: Callable[[Zygote], None]
@@ -70,7 +81,12 @@ class Lineage:
         self._timer: asyncio.TimerHandle | None = None
         self._is_ended = False
         self._restarts: deque[float] = deque()
-        self._ready = loop.create_future()
+        self._is_started = False
+        self._is_failing = False
+        self.has_served = False
+        self._said = Ready((), ())
+        # Ends with None, or with why the first generation has ended before.
+        self._ready: asyncio.Future[NodeStartError | None] = loop.create_future()
         self.current = self._make_zygote()
 
     def __repr__(self) -> str:
@@ -79,6 +95,32 @@ class Lineage:
     def start(self, launched: Launched | None = None) -> None:
         """Start the first generation, or listen to it; see `Zygote.start`."""
         self.current.start(launched)
+        self._is_started = True
+
+    def serving(self) -> Zygote:
+        """The zygote to fork the next worker from; it is started unless it lives.
+
+        Raises:
+            PreloadError: a module to preload cannot be imported.
+            UnavailableError: there is none now; there may be one later.
+            NodeStartError: there is none, and another try would not help.
+        """
+        if self.problem is not None:
+            raise renewed(self.problem)
+        if self.current.is_over:
+            self.current, self._is_started = self._make_zygote(), False
+        if not self._is_started:
+            if self._ready.done() and not self.has_served:
+                self._ready = self._loop.create_future()
+            try:
+                self.start()
+            except NodeStartError as error:
+                if not self.has_served and not is_scarcity(error.__cause__):
+                    self.problem = renewed(error)
+                    raise
+                self._note_failing(str(error))
+                raise UnavailableError(str(error)) from error
+        return self.current
 
     async def ready(self) -> None:
         """Wait until the first generation may be asked to fork.
@@ -87,12 +129,14 @@ class Lineage:
             PreloadError: a module to preload cannot be imported.
             NodeStartError: the process ended before.
         """
-        await asyncio.shield(self._ready)
+        problem = await asyncio.shield(self._ready)
+        if problem is not None:
+            raise renewed(problem)
 
     @property
     def said(self) -> Ready:
-        """What the zygote that serves has said of itself, empty before it has."""
-        return self.current.ready or Ready((), ())
+        """What the zygote that served last has said of itself, empty before one has."""
+        return self._said
 
     def hear(self, imported: Imported) -> None:
         """Learn from what a worker has imported."""
@@ -140,6 +184,11 @@ class Lineage:
 
     def _on_ready(self, zygote: Zygote) -> None:
         self.learning.prove(zygote.learnt)
+        if self._is_failing:
+            _log.warning("workers can be started again: zygote %d", zygote.generation)
+        self.has_served, self._is_failing = True, False
+        if zygote.ready is not None:
+            self._said = zygote.ready
         if zygote is self._next:
             self._next = None
             self._follow(zygote)
@@ -152,7 +201,8 @@ class Lineage:
         """Let it serve in the place of the old one, if there is anything in it."""
         old = self.current
         gained = set(zygote.learnt) - set(old.learnt) - set(self.learning.left_out)
-        if not gained and old.ready is not None and not old.is_stale:
+        is_sound = old.ready is not None and not old.is_stale and not old.is_over
+        if is_sound and not gained:
             zygote.end()
             return
         self.current = zygote
@@ -220,26 +270,33 @@ class Lineage:
 
     def _succeed(self, zygote: Zygote) -> None:
         """Put another in the place of the one that has died, if that may help."""
-        problem: Exception | None = None
+        problem: NodeStartError | None = None
+        is_from_outside = False
         if zygote.unfit is not None:
             problem = self._do_without(zygote.unfit)
         elif zygote.ready is None and zygote.learnt:
             self._leave_out_all(zygote.learnt, zygote)
         elif zygote.is_late:
             problem = endless_import(zygote)
-        elif self._ready.done() and self._may_restart():
+        elif self.has_served and not self._is_failing and self._may_restart():
             status = zygote.status
             _log.warning("! the zygote ended with status %d; starting another", status)
         else:
-            words = "".join(f"\n  {line}" for line in zygote.last)
-            text = f"the zygote ended with status {zygote.status}:{words}"
+            said = "".join(f"\n  {line}" for line in zygote.last)
+            text = f"the zygote ended with status {zygote.status}:{said}"
             problem = NodeStartError(text)
+            is_from_outside = zygote.status in FROM_OUTSIDE
         if problem is None:
             self._start_again(zygote)
+        elif self.has_served or is_from_outside:
+            # In one line, which is shown wherever a task waits.
+            first, *words = str(problem).splitlines()
+            last = f" {words[-1].strip()}" if words else ""
+            self._fail(zygote, UnavailableError(f"{first}{last}".rstrip(":")))
         else:
-            self._break(zygote, problem)
+            self._fail(zygote, problem)
 
-    def _do_without(self, unfit: Unfit) -> Exception | None:
+    def _do_without(self, unfit: Unfit) -> NodeStartError | None:
         """Have the next one not import a module; gives the problem if it must."""
         if unfit.module in self.learning.modules:
             self._leave_out(unfit.module, unfit.reason)
@@ -261,13 +318,10 @@ class Lineage:
         return None
 
     def _start_again(self, zygote: Zygote) -> None:
-        follower = self._make_zygote()
         try:
-            follower.start()
+            self.serving()
         except NodeStartError as error:
-            self._break(zygote, error)
-        else:
-            self.current = follower
+            self._fail(zygote, error)
 
     def _may_restart(self) -> bool:
         now = self._loop.time()
@@ -276,11 +330,31 @@ class Lineage:
         self._restarts.append(now)
         return len(self._restarts) <= INTENSITY
 
-    def _break(self, zygote: Zygote, problem: Exception) -> None:
-        self.problem = zygote.problem = problem
+    def _fail(self, zygote: Zygote, problem: NodeStartError) -> None:
+        """None follows a zygote now or, unless that may help, ever."""
+        zygote.problem = problem
+        if not isinstance(problem, UnavailableError):
+            self.problem = problem
+        else:
+            self._note_failing(str(problem))
         if not self._ready.done():
-            self._ready.set_exception(problem)
-            self._ready.exception()
+            self._ready.set_result(problem)
+
+    def _note_failing(self, reason: str) -> None:
+        """Say once that no worker can be started; the next that starts is told, too."""
+        if not self._is_failing:
+            self._is_failing = True
+            _log.warning(
+                "! no worker can be started: %s. Tasks wait in the queue, and it is "
+                "tried again for them",
+                reason,
+            )
+
+
+def renewed(problem: NodeStartError) -> NodeStartError:
+    """The same error without a traceback: one that is raised again keeps all frames."""
+    kind = NodeStartError if isinstance(problem, UnavailableError) else type(problem)
+    return kind(*problem.args)
 
 
 def missing_module(unfit: Unfit) -> PreloadError:

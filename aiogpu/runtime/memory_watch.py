@@ -1,13 +1,15 @@
 """The memory guard's eyes: looks how full memory is, and names who is to go first.
 
 It looks the more often the less room there is, only while tasks run, and at single
-workers only when the safe limit is passed. It ends nobody.
+workers only when the safe limit is passed. A thousand workers take 50 ms to weigh:
+that is spread over turns of the loop. It ends nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
@@ -22,8 +24,9 @@ RATE: Final = 4 << 30
 PATIENCE: Final = 2.0
 """Seconds that a worker to be ended gets before another look at who is to go."""
 DEAREST: Final = 4
-"""Pauses are at least so many times as long as the look before: a thousand workers
-take 50 ms to weigh."""
+"""Pauses are at least so many times as long as the look before."""
+SLICE: Final = 0.002
+"""Seconds for which workers are weighed in one turn of the loop."""
 WORTH: Final = 64
 """Who uses less than this part of the limit is not ended: it would not help."""
 
@@ -58,7 +61,7 @@ class MemoryWatch:
 
     Attributes:
         usage: what was seen last, None before the first look.
-        cost: seconds that the last look took.
+        cost: seconds that the last look took of the loop's time, in all its turns.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class MemoryWatch:
         self._on_over = on_over
         self._bounds = bounds or MemoryBounds()
         self._timer: asyncio.TimerHandle | None = None
+        self._unweighed: deque[Running] = deque()
+        self._weighed: list[Weighed] = []
         self._victim = 0
         self._told_at = 0.0
 
@@ -99,18 +104,47 @@ class MemoryWatch:
             return
         began = time.perf_counter()
         self.usage = usage = self._bounds.tightest()
-        victim = None
+        self._weighed.clear()
+        self._unweighed.clear()
         if usage.room < 0 and not self._is_one_ending():
-            weighed = [
-                Weighed(each, self._bounds.used_by(each.pids)) for each in running
-            ]
-            victim = choose_victim(weighed, usage.limit)
-        self.cost = time.perf_counter() - began
+            self._unweighed.extend(running)
+        self.cost = 0.0
+        self._weigh(usage, began, is_first=True)
+
+    def _weigh(self, usage: Usage, began: float, is_first: bool = False) -> None:
+        """Weigh workers for a moment; go on in the next turn, or name who is to go."""
+        while self._unweighed:
+            running = self._unweighed.popleft()
+            used = self._bounds.used_by(running.pids)
+            self._weighed.append(Weighed(running, used))
+            if self._unweighed and time.perf_counter() - began >= SLICE:
+                self.cost += time.perf_counter() - began
+                self._timer = self._loop.call_later(0.0, self._weigh_on, usage)
+                return
+        victim = choose_victim(self._weighed, usage.limit)
+        if victim is not None and not is_first:
+            victim = self._weigh_again(victim)
+        self._weighed.clear()
+        self.cost += time.perf_counter() - began
         pause = max(pause_for(usage.room), DEAREST * self.cost)
         self._timer = self._loop.call_later(pause, self._look)
         if victim is not None:
             self._victim, self._told_at = victim.running.pids[0], self._loop.time()
             self._on_over(victim.running.worker, victim.used, usage.safe_limit())
+
+    def _weigh_on(self, usage: Usage) -> None:
+        self._weigh(usage, time.perf_counter())
+
+    def _weigh_again(self, victim: Weighed) -> Weighed | None:
+        """The same as it is now; None if it need not go any more.
+
+        Since it was weighed its task may have ended, or memory may have become free.
+        """
+        self.usage = usage = self._bounds.tightest()
+        if usage.room >= 0 or victim.running not in self._workers():
+            return None
+        now = Weighed(victim.running, self._bounds.used_by(victim.running.pids))
+        return choose_victim([now], usage.limit)
 
     def _is_one_ending(self) -> bool:
         """Whether the last victim has its memory still; it may have been spared."""

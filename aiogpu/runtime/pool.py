@@ -48,7 +48,7 @@ from aiogpu.wire.messages import (
 LINGER: Final = 0.1
 """Seconds between the end of a worker's connection and that of the worker itself."""
 START_LIMIT: Final = 60.0
-"""Seconds from the wish for a worker until it must have connected."""
+"""Seconds from the moment when a worker can be forked until it must have connected."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds in which none of the keepers ends until those that are left are killed."""
 
@@ -128,7 +128,7 @@ class Pool:
             # Later, not now: the core is told of events one at a time.
             self._loop.call_soon(self.on_gone, worker_id, stillbirth(error))
             return
-        timer = self._loop.call_later(START_LIMIT, self._on_late_start, worker_id)
+        timer = self._time_start(worker_id, START_LIMIT)
         worker = LiveWorker(worker_id, slot, timer, environment, store=self._store)
         slot.worker = self.workers[worker_id] = worker
         slot.output.last.clear()
@@ -136,8 +136,18 @@ class Pool:
         if slot.keeper is not None:
             slot.keeper.send(Fork(worker_id))
 
+    def _time_start(self, worker_id: int, seconds: float) -> asyncio.TimerHandle:
+        return self._loop.call_later(seconds, self._on_late_start, worker_id)
+
     def _on_late_start(self, worker_id: int) -> None:
         worker = self.workers[worker_id]
+        began, left = worker.slot.zygote.ready_at, START_LIMIT
+        if began is not None:
+            left = began + START_LIMIT - self._loop.time()
+        if left > 0:
+            # Its zygote imports, which has a limit of its own, or did so until lately.
+            worker.start_timer = self._time_start(worker_id, left)
+            return
         worker.reason = f"it did not connect within {START_LIMIT:g} s"
         worker.cause = cause.NOT_STARTED
         if worker.slot.keeper is not None:
@@ -252,7 +262,10 @@ class Pool:
                 worker.cause = cause.KEEPER_DIED
             elif not worker.reason:
                 problem = slot.zygote.problem
-                worker.reason = str(problem or "the keeper process of its slot died")
+                if problem is not None:
+                    worker.fail(problem)
+                else:
+                    worker.reason = "the keeper process of its slot died"
             if worker.peer is not None:
                 worker.peer.cut_off()
             self._check_gone(worker, is_certain=True)
@@ -340,11 +353,13 @@ class Pool:
         try:
             slot = self.slots.add(self._zygotes.serving(worker.environment))
         except (NodeError, OSError) as error:
-            worker.reason = f"no slot can be made: {error}"
+            worker.fail(error)
             self._check_gone(worker, is_certain=True)
         else:
             worker.slot.worker = None
             worker.slot, slot.worker = slot, worker
+            worker.start_timer.cancel()
+            worker.start_timer = self._time_start(worker.id, START_LIMIT)
 
     async def close(self) -> None:
         """End all keepers, and with them whatever is left; wait for it."""

@@ -103,8 +103,9 @@ def start_interpreter(  # noqa: PLR0917 - what starts it
     executable = executable or sys.executable
     if not executable:
         raise NodeStartError(_EMBEDS)
-    source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
+    source = -1
     try:
+        source = os.memfd_create("aiogpu-setup", os.MFD_CLOEXEC)
         os.write(source, marshal.dumps(fields))
         os.lseek(source, 0, os.SEEK_SET)
         return subprocess.Popen(
@@ -120,7 +121,8 @@ def start_interpreter(  # noqa: PLR0917 - what starts it
     except OSError as error:
         raise NodeStartError(f"{executable} cannot be started: {error}") from error
     finally:
-        os.close(source)
+        if source >= 0:
+            os.close(source)
 
 
 def interpreter_flags() -> Sequence[str]:

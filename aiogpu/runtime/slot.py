@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.runtime.autopsy import Autopsy, Findings
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.cause import is_kernels
-from aiogpu.runtime.death import Death
+from aiogpu.runtime.death import Death, stillbirth
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.program import program_of
 from aiogpu.runtime.transport import Peer
@@ -50,6 +50,11 @@ class LiveWorker(Caller):
 
     def __post_init__(self) -> None:
         self.program = program_of(self.environment)
+
+    def fail(self, error: Exception) -> None:
+        """Note why it cannot be started."""
+        told = stillbirth(error)
+        self.reason, self.cause = told.reason, told.known
 
     def death(self, begun: int, autopsy: Autopsy) -> Death:
         """How it ended, with what the kernel has to say where it may have had a hand.

@@ -81,9 +81,14 @@ class Slots:
         return self._slots.get(slot.index) is slot
 
     def is_busy(self, zygote: Zygote) -> bool:
-        """Whether a worker is in a slot of this zygote."""
+        """Whether a worker starts, or has had work, in a slot of this zygote.
+
+        One that stands ready as a spare does not keep its zygote.
+        """
         return any(
-            slot.zygote is zygote and slot.worker is not None
+            slot.zygote is zygote
+            and slot.worker is not None
+            and (slot.worker.peer is None or bool(slot.worker.sites))
             for slot in self._slots.values()
         )
 

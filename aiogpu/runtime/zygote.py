@@ -6,10 +6,12 @@ What follows from its end is not decided here; see `runtime.lineage`.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from aiogpu.errors import NodeStartError
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.descriptors import descriptor_limit
 from aiogpu.runtime.launch import Launched, Modules, launch
@@ -44,13 +46,14 @@ class Zygote:
         proven: those of them that need no probe.
         slots: those whose keepers it was asked for, until they are forgotten.
         ready: what it said when it could be forked, None before.
+        ready_at: when that was, on the loop's clock.
         unfit: what it said before it gave up, None if it did not.
         status: its wait status, once it has ended.
         last: its last lines of output, once it has ended.
         is_over: it has ended, and all that it said was read.
         is_late: it was killed since its imports did not end.
         is_stale: something that it has imported was edited since.
-        problem: why none follows it, None while it lives or one does.
+        problem: why none has followed it, None while it lives or one does.
         on_ready, on_end: told of it.
         on_lost_slot: told of a slot whose keeper has died, with all below it, or
             was not forked, and then why.
@@ -72,6 +75,7 @@ class Zygote:
         self.proven: tuple[str, ...] = ()
         self.slots: set[int] = set()
         self.ready: Ready | None = None
+        self.ready_at: float | None = None
         self.unfit: Unfit | None = None
         self.status = 0
         self.last: tuple[str, ...] = ()
@@ -115,7 +119,8 @@ class Zygote:
         """Listen to the process, which is started unless it is on its way already.
 
         Raises:
-            NodeStartError: there is no interpreter, or it cannot be started.
+            NodeStartError: there is no interpreter, or it cannot be started. It may be
+                tried again.
         """
         child, output = launched or launch(
             self._surroundings,
@@ -125,8 +130,14 @@ class Zygote:
         )
         # Before it is asked for the first fork: workers inherit what it has then.
         descriptor_limit.hand_down(child.pid)
+        try:
+            self._process = Process(self._loop, child, self._on_process_end)
+        except OSError as error:
+            child.kill()
+            child.wait()
+            os.close(output)
+            raise NodeStartError(f"a zygote cannot be watched: {error}") from error
         self._output = ZygoteOutput(self._loop, self._console, output, child.pid)
-        self._process = Process(self._loop, child, self._on_process_end)
         # What is learnt may be imported twice, once by a probe.
         count = 1 + len(self.preload) + 2 * len(self.learnt)
         self._killer = self._loop.call_later(count * IMPORT_LIMIT, self._on_late)
@@ -199,7 +210,7 @@ class Zygote:
     def _on_messages(self, messages: list[Message]) -> None:
         for message in messages:
             if isinstance(message, Ready):
-                self.ready = message
+                self.ready, self.ready_at = message, self._loop.time()
                 self._stop_killer()
                 slots, self._waiting = self._waiting, []
                 for slot in slots:

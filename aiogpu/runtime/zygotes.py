@@ -16,6 +16,7 @@ from aiogpu.core.specs import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console
+from aiogpu.runtime.crowd import UnavailableError
 from aiogpu.runtime.early import early_variables
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.lineage import Lineage
@@ -43,7 +44,7 @@ class Zygotes:
         on_death: told of a zygote that has died; keepers that have not come from it
             must be asked for again, unless it has a problem.
         on_superseded: told of a zygote in whose place another serves.
-        is_busy: says whether a zygote has workers.
+        is_busy: says whether a zygote has workers that have work.
         wants: says whether something of a program lives that has gone.
     """
 
@@ -92,16 +93,16 @@ class Zygotes:
         """The zygote for tasks with these variables; it may not be ready yet.
 
         Raises:
+            UnavailableError: there is none now; there may be one later.
             NodeError: there is none, and will be none.
         """
         said = self.plain.said
         early = early_variables(environment, said.modules, said.variables)
         lineage = self._lineages.get(early) or self._begin(early)
-        if lineage.problem is not None:
-            raise lineage.problem
+        zygote = lineage.serving()
         lineage.used_at = self._loop.time()
-        lineage.current.check()
-        return lineage.current
+        zygote.check()
+        return zygote
 
     def greeted(self, peer: Peer, hello: Hello) -> None:
         """Take over the connection of a zygote that has greeted."""
@@ -147,19 +148,22 @@ class Zygotes:
         return lineage
 
     def _begin(self, environment: Environment) -> Lineage:
-        """Have a zygote started for one more environment."""
+        """Note one more environment that needs a zygote.
+
+        Raises:
+            NodeStartError: it is that of a program that has left, and is forgotten.
+        """
         others = [each for each in self._others() if not self._is_joined(each)]
         if len(others) >= MOST_OTHERS:
             self._give_up(min(others, key=lambda lineage: lineage.used_at))
         learning = self.plain.learning
         learnt = (name for name in learning.modules if name in learning.proven)
-        program = self._surroundings.programs.get(program_of(environment))
+        key = program_of(environment)
+        program = self._surroundings.programs.get(key)
+        if key and program is None:
+            raise NodeStartError("the program for which it was to be has left the node")
         own = () if program is None else program.preload
         lineage = self._add(environment, tuple(learnt), own)
-        try:
-            lineage.start()
-        except NodeStartError as error:
-            lineage.problem = error
         if self._timer is None:
             self._timer = self._loop.call_later(UNUSED, self._give_up_unused)
         return lineage
@@ -183,14 +187,23 @@ class Zygotes:
         self._joined[key] = self._joined.get(key, 0) + 1
 
     async def joined(self, key: str) -> None:
-        """Wait until the zygote of a program that has joined can be forked.
+        """Wait until the first zygote of a program that has joined can be forked.
+
+        If that has died since, the program may join; its tasks wait for another one.
 
         Raises:
             PreloadError: a module that it preloads cannot be imported.
-            NodeError: there is no zygote for it, and will be none.
+            NodeError: there is no zygote for it.
         """
-        self.serving(((PROGRAM, key),))
-        await self._lineages[((PROGRAM, key),)].ready()
+        environment = ((PROGRAM, key),)
+        lineage = self._lineages.get(environment)
+        if lineage is not None and lineage.has_served:
+            return
+        try:
+            self.serving(environment)
+        except UnavailableError as error:
+            raise NodeStartError(*error.args) from error
+        await self._lineages[environment].ready()
 
     def leave(self, key: str) -> None:
         """A client of that program has gone."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from aiogpu.wire.setup import Setup
 from aiogpu.worker.zygote import Zygote
+
+SCARCE: Final = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the kernel says where something is used up that others may give back."""
 
 
 def main(fields: dict[str, object]) -> None:
@@ -17,11 +21,19 @@ def main(fields: dict[str, object]) -> None:
     Args:
         fields: the values of `Setup`, by name.
     """
-    Zygote(Setup(**fields)).run()  # type: ignore[arg-type]
-    _leave()
+    status = 0
+    try:
+        Zygote(Setup(**fields)).run()  # type: ignore[arg-type]
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno not in SCARCE:
+            raise
+        # The driver tries again later: another try may have what this one lacked.
+        sys.excepthook(*sys.exc_info())
+        status = os.EX_TEMPFAIL
+    _leave(status)
 
 
-def _leave() -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """End this process: exit functions of what was imported, a flush, no more.
 
     The interpreter's own finalisation frees nothing that is frozen, and some libraries
@@ -32,4 +44,4 @@ def _leave() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(0)
+        os._exit(status)

@@ -47,7 +47,7 @@ def test_json_is_one_object_with_the_keys_in_their_order() -> None:
     assert list(told) == [
         *("version", "aiogpu", "healthy", "problems", "resources", "devices"),
         *("workers", "tasks", "waiting", "reservation", "clients", "actors"),
-        *("failures", "draining", "placements"),
+        *("failures", "draining", "placements", "outages"),
     ]
     assert told["version"] == 1
     assert told["resources"]["GPU"] == {"total": 3.0, "free": 0.25}

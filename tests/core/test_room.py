@@ -1,12 +1,14 @@
 """A node that may have so many workers and no more: who waits, who makes way."""
 
+from itertools import pairwise
+
 import pytest
 
 from aiogpu.core.dispatch import refill_spares
 from aiogpu.core.events import WorkerGone
 from aiogpu.core.ids import TaskId
 from aiogpu.core.policy import STARTS_ALLOWED, Patience
-from aiogpu.core.room import VAIN, Room
+from aiogpu.core.room import Room
 from aiogpu.core.snapshot import snapshot
 from aiogpu.core.why import why
 from aiogpu.testing import World
@@ -196,7 +198,8 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
         w.submit(f"c{len(w.tasks)}")
         assert len(w.workers) == 1, "there is no room now"
         w.cancel(f"c{len(w.tasks) - 1}")
-        w.advance(CROWDED_FOR)
+        while not w.starting:
+            w.advance(CROWDED_FOR)
         assert w.starting == {"b"}, "there may be by now"
     w.start("b")
     w.finish("a")
@@ -214,24 +217,58 @@ def test_what_could_not_be_had_is_taken_where_another_worker_ends():
     assert w.running == {"b"}
 
 
-def test_alone_it_fails_after_a_while():
-    w = World(cpus=100, starts=False)
+def test_alone_it_waits_and_is_tried_again_for_ever():
+    """No worker is there that could make room: once, this failed after 40 tries."""
+    patience = Patience(crowded_for=0.5, crowded_at_last=3.0)
+    w = World(cpus=100, starts=False, patience=patience)
     w.submit("a")
     w.submit("b")
-    for _ in range(VAIN):
+    tried = [w.now]
+    for _ in range(100):
         while w.starting:
-            w.tell(WorkerGone(min(w.workers), is_crowded=True))
+            w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
         assert w.waiting == {"a", "b"}
-        w.advance(CROWDED_FOR)
+        while not w.starting:
+            w.advance(0.125)
+        tried.append(w.now)
+    pauses = [after - before for before, after in pairwise(tried)]
+    assert sorted(set(pauses)) == [0.5, 1.0, 2.0, 3.0]
+    assert pauses == sorted(pauses), "longer and longer, up to a bound"
     while w.starting:
-        w.tell(WorkerGone(min(w.workers), is_crowded=True))
-        w.advance(CROWDED_FOR)
-    assert w.told == {"a": "lost", "b": "lost"}
-    assert w.now < VAIN * CROWDED_FOR + 1
-    w.submit("c")
-    w.start("c")
-    w.finish("c")
-    assert w.scheduler.room.vain == 0
+        w.start(min(w.starting))
+        w.advance(6.0)
+    assert w.running == {"a", "b"}
+    assert w.scheduler.room.failures == 0
+
+
+def test_why_nothing_starts_where_there_is_no_worker():
+    w = World(cpus=100, starts=False)
+    w.submit("a")
+    w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
+    told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
+    assert told in told_why(w, "a")
+    seen = snapshot(w.scheduler, {}, w.now)
+    assert [told in str(one) for one in seen.outages] == [True]
+    assert told in seen.shapes[0].reason
+    assert told in str(seen)
+    assert repr(seen).startswith("<NodeStatus no worker can be started; CPU 100/100")
+    w.advance(CROWDED_FOR)
+    w.start("a")
+    w.submit("b")
+    w.advance(6.0)
+    w.tell(WorkerGone(w.worker_of("b"), is_crowded=True, outage="no process"))
+    assert snapshot(w.scheduler, {}, w.now).outages == (), "b waits for a's worker"
+
+
+def test_failures_are_forgotten_when_nothing_fails_any_more():
+    w = World(cpus=100, starts=False)
+    w.scheduler.room.bound(1)
+    w.submit("a")
+    w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
+    w.cancel("a")
+    w.advance(10)
+    assert w.scheduler.room.failures == 0
+    assert w.scheduler.deadline() is None
 
 
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
@@ -248,17 +285,16 @@ def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
 def test_the_bound_comes_back_step_by_step():
     room = Room()
     room.bound(20)
-    assert room.shrink(10)
-    assert not room.shrink(12), "it is lowered already"
+    assert room.shrink(10, "", 0.0)
+    assert not room.shrink(12, "", 0.0), "it is lowered already"
     assert repr(room) == "<Room for 10 of 20>"
     seen = []
     while room.grow():
         seen.append(room.now)
     assert seen == [11, 13, 17]
     assert room.now == 20
-    assert room.shrink(0)
+    assert room.shrink(0, "", 0.0)
     assert room.now == 0
-    assert not Room().shrink(1 << 31)
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -84,8 +84,17 @@ PATIENCE = st.builds(
     reserve_after=st.sampled_from([0, 0.3, 1.0]),
     spare_workers=st.integers(0, 3),
     refill_after=st.sampled_from([0.0, 0.1]),
+    spares_for=st.sampled_from([0.5, 20.0]),
     retry_after=st.sampled_from([0.0, 0.1, 1.0]),
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
+    crowded_for=st.sampled_from([0.05, 1.0]),
+    crowded_at_last=st.sampled_from([0.05, 5.0]),
+    # Any float would be drawn otherwise; of a pause of 1e-130 seconds there is no end.
+    long=st.sampled_from([0.01, 0.1]),
+    unheard=st.sampled_from([0.1, 1.0]),
+    retry_at_last=st.just(10.0),
+    sound_after=st.sampled_from([0.0, 60.0]),
+    restarts_in_a_row=st.sampled_from([0, 2, 12]),
 )
 LIMITS = [
     Limits(),
@@ -159,8 +168,13 @@ class Judge(GangWorld):
         return begun is not None and self.now - begun < SLICE
 
     def _may_hold(self, record: TaskRecord) -> bool:
-        """Whether its program's limits let it run."""
+        """Whether its program's limits let it run, and its worker could be started."""
         clients = self.scheduler.clients
+        if record.state is TaskState.WAITING:
+            # A lease needs no worker, but stands in line with tasks that ask the same.
+            first = self.scheduler.ready.bucket_of(record).head()
+            if self.scheduler.has_outage(first):
+                return False
         return clients is None or not clients.bars(record)
 
     def _check_shares(self, begun: list[TaskRecord], still: list[TaskRecord]) -> None:
@@ -357,11 +371,12 @@ class NodeMachine(RuleBasedStateMachine):
         self.w.start(data.draw(st.sampled_from(forked)))
 
     @precondition(lambda self: any(not w.has_started for w in self.w.workers.values()))
-    @rule(data=st.data())
-    def find_no_room(self, data):
+    @rule(data=st.data(), is_crowded=st.booleans())
+    def find_no_room(self, data, is_crowded):
         forked = [w.id for w in self.w.workers.values() if not w.has_started]
         worker = data.draw(st.sampled_from(forked))
-        self.w.tell(events.WorkerGone(worker, is_crowded=True))
+        gone = events.WorkerGone(worker, is_crowded=is_crowded, outage="no process")
+        self.w.tell(gone)
 
     @rule(
         count=st.integers(2, 12),
@@ -662,7 +677,8 @@ class NodeMachine(RuleBasedStateMachine):
     def no_more_workers_idle_than_are_wanted(self):
         scheduler = self.w.scheduler
         patience = scheduler.patience
-        wanted = patience.idle_workers + patience.spare_workers
+        environments = max(1, len(scheduler.spares.wanted))
+        wanted = patience.idle_workers + patience.spare_workers * environments
         assert scheduler.workers.idle <= (0 if scheduler.is_closing else wanted)
 
     def teardown(self):

@@ -2,7 +2,9 @@
 
 from aiogpu.core import events
 from aiogpu.core.effects import Assign, Retire, Spawn
+from aiogpu.core.events import WorkerGone
 from aiogpu.core.policy import Patience
+from aiogpu.core.spares import MOST
 from aiogpu.testing import World
 
 
@@ -161,6 +163,112 @@ def test_outdated_ones_are_not_replaced_where_the_node_closes():
 
 def test_the_spares_say_what_they_are():
     w = world()
-    assert repr(w.scheduler.spares) == "<Spares 2 unwanted>"
+    assert repr(w.scheduler.spares) == "<Spares 2 for nobody>"
     w.submit("a", max_calls=1)
-    assert repr(w.scheduler.spares) == "<Spares 2 wanted>"
+    assert repr(w.scheduler.spares) == "<Spares 2 for 1 environments>"
+
+
+X = (("X", "1"),)
+
+
+def spares_of(w: World, environment=X) -> int:
+    return w.scheduler.workers.spares(environment)
+
+
+def test_tasks_with_variables_of_their_own_have_spares_too():
+    w = world()
+    w.submit("a", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2
+    assert spares_of(w, ()) == 0
+    spares = set(w.workers) - {w.worker_of("a")}
+    w.submit("b", max_calls=1, environment=dict(X))
+    assert kinds(w)[:2] == [Assign, Spawn]
+    assert w.worker_of("b") in spares
+    w.submit("c", max_calls=1)
+    assert (spares_of(w), spares_of(w, ())) == (2, 2)
+    w.finish("a")
+    assert (spares_of(w), spares_of(w, ())) == (2, 2), "they are no idle ones too many"
+
+
+def test_spares_that_nobody_uses_any_more_go():
+    patience = Patience(spare_workers=2, spares_for=10.0)
+    w = World(cpus=4, patience=patience)
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.submit("own", max_calls=1)
+    w.advance(6)
+    w.submit("b", max_calls=1, environment=dict(X))
+    w.advance(6)
+    assert spares_of(w) == 2, "one was used six seconds ago"
+    w.submit("y", max_calls=1, environment={"Y": "1"})
+    w.advance(5)
+    assert spares_of(w) == 0
+    assert spares_of(w, (("Y", "1"),)) == 2
+    assert len(w.retired) == 2
+    w.advance(100)
+    assert spares_of(w, (("Y", "1"),)) == 0
+    assert spares_of(w, ()) == 2, "those of the node's own program stay"
+    assert w.scheduler.deadline() is None
+    assert w.scheduler.most_idle == patience.idle_workers + 2
+
+
+def test_so_many_environments_have_spares_and_no_more():
+    w = World(cpus=100, patience=Patience(spare_workers=1, spares_for=10.0))
+    for n in range(MOST + 2):
+        w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
+    having = [n for n in range(MOST + 2) if spares_of(w, (("N", str(n)),))]
+    assert having == list(range(MOST))
+    w.advance(10)
+    w.submit("later", max_calls=1, environment={"N": str(MOST)})
+    assert spares_of(w, (("N", str(MOST)),)) == 1
+
+
+def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
+    """Or two environments would give up each other's zygotes for ever."""
+    w = world()
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.tell(events.Outdated(X))
+    assert spares_of(w) == 0
+    assert not [e for e in w.effects if isinstance(e, Spawn)]
+    w.submit("b", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2
+
+
+def test_a_spare_that_fails_concerns_its_own_environment():
+    w = world(starts=False)
+    w.submit("a", max_calls=1, environment=dict(X))
+    for worker in set(w.workers) - {w.worker_of("a")}:
+        w.die(worker)
+    w.submit("b", max_calls=1)
+    assert (spares_of(w), spares_of(w, ())) == (0, 2)
+    w.tell(WorkerGone(w.worker_of("b"), outage="no zygote"))
+    w.start("a")
+    w.submit("c", max_calls=1, environment=dict(X))
+    assert spares_of(w) == 2
+
+
+def test_no_spares_are_wanted_where_none_are_to_be():
+    w = world(spares=0)
+    w.submit("a", max_calls=1, environment=dict(X))
+    assert len(w.workers) == 1
+    assert w.scheduler.spares.wanted == {}
+
+
+def test_the_alarm_rings_for_the_one_that_was_used_first():
+    w = World(cpus=9, patience=Patience(spare_workers=1, spares_for=10.0))
+    for n in range(3):
+        w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
+        w.advance(2)
+    w.submit("again", max_calls=1, environment={"N": "0"})
+    left = []
+    for _ in range(6):
+        w.advance(2)
+        left.append([n for n in range(3) if spares_of(w, (("N", str(n)),))])
+    assert left == [[0, 1, 2], [0, 1, 2], [0, 2], [0], [], []]
+
+
+def test_spares_of_a_node_that_closes_are_left_to_it():
+    w = World(cpus=1, exits=False, patience=Patience(spare_workers=1, spares_for=1.0))
+    w.submit("a", max_calls=1, environment=dict(X))
+    w.close()
+    w.advance(2)
+    assert w.scheduler.spares.wanted

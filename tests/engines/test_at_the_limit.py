@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import textwrap
 
 import pytest
@@ -157,24 +158,61 @@ def test_no_more_processes_than_there_may_be(loop: str) -> None:
 
 
 @pytest.mark.parametrize("most", ["0", "1"])
-def test_no_process_at_all_is_an_error_that_says_so(most: str) -> None:
+def test_no_process_at_all_keeps_tasks_queued(most: str) -> None:
     body = """
-        for error in await asyncio.gather(pid.remote(), pid.remote(),
-                                          return_exceptions=True):
-            assert isinstance(error, aiogpu.WorkerDiedError)
-            print(error)
+        handles = [pid.remote(), pid.remote()]
+        while not (found := (await aiogpu.status()).outages) or found[0].failures < 8:
+            await asyncio.sleep(0)
+        print(found[0].reason)
+        print(str(await handles[0].why()).splitlines()[1].partition("fork")[0])
+        assert not any(handle.done() for handle in handles)
+        open(os.environ["MORE_ROOM"], "w").close()
+        assert len(set(await asyncio.gather(*handles))) >= 1
+        assert (await aiogpu.status()).outages == ()
     """
-    first, second, ok = program(body, "1024 4096", SCARCE=most).splitlines()
-    assert (
-        first
-        == second
-        == (
-            "no worker could be started for pid: no process can be forked: Resource "
-            "temporarily unavailable; what bounds them is `ulimit -u`, a cgroup's "
-            "pids.max, or memory"
-        )
-    )
-    assert ok == "ok"
+    with tempfile.TemporaryDirectory() as directory:
+        said = program(
+            body, "1024 4096", SCARCE=most, MORE_ROOM=f"{directory}/more"
+        ).splitlines()
+    assert said == [
+        "no process can be forked: Resource temporarily unavailable; what bounds them "
+        "is `ulimit -u`, a cgroup's pids.max, or memory",
+        "  no worker can be started: no process can be ",
+        "ok",
+    ]
+
+
+def test_no_descriptor_for_the_next_zygote() -> None:
+    """It once was never started; each task then waited a minute and failed."""
+    body = """
+        handle = pid.remote()
+        await handle.why(), await aiogpu.status(), await handle  # import what they need
+        await aiogpu.shutdown()
+        await aiogpu.init(num_cpus=4, num_gpus=0)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            (zygote,) = map(int, file.read().split())
+        taken = []
+        while True:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+        os.kill(zygote, 9)
+        handle = pid.options(max_calls=1, max_retries=0).remote()
+        while not (found := (await aiogpu.status()).outages) or found[0].failures < 3:
+            await asyncio.sleep(0)
+        print(found[0].reason)
+        assert not handle.done()
+        while taken:
+            os.close(taken.pop())
+        assert (await handle)[0]
+        assert (await aiogpu.status()).outages == ()
+        await aiogpu.shutdown()
+    """
+    for loop in ("asyncio.run", "aiogpu.run"):
+        reason, ok = program(body, "128 128", loop).splitlines()
+        assert "Too many open files" in reason
+        assert ok == "ok"
 
 
 def test_no_room_for_a_node() -> None:

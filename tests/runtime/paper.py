@@ -184,6 +184,7 @@ class PaperZygote:
         self.problem: Exception | None = None
         self.takes_work = True
         self.is_over = False
+        self.ready_at: float | None = 0.0
         self.kept: list[int] = [] if kept is None else kept
         self.released: list[int] = []
 

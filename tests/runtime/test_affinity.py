@@ -95,7 +95,13 @@ def test_a_cpuset_is_not_a_choice_of_the_users(
     machine: Machine, cpus: set[int], line: str, file: str
 ) -> None:
     cpus -= {0, 1, 5, 6, 7}
+    groups = machine.root / "sys/fs/cgroup"
     machine.has("proc/self/cgroup", f"9:other:/\n{line}\n")
+    machine.has(
+        "proc/self/mountinfo",
+        f"1 2 0:1 / {groups} rw - cgroup2 x rw\n"
+        f"1 2 0:1 / {groups}/cpuset rw - cgroup x rw,cpuset\n",
+    )
     assert machine.near(0) == ()
     machine.has(f"sys/fs/cgroup/{file}", "2-4\n")
     assert machine.near(0) == (2, 4)

@@ -18,9 +18,25 @@ class Machine:
         (self.proc / "self").mkdir(parents=True)
         self.cgroups.mkdir()
 
-    def belongs_to(self, *lines: str) -> None:
+    def belongs_to(self, *lines: str, root: str = "/") -> None:
+        """Say which groups it is in, by lines of `/proc/self/cgroup`, and mount them.
+
+        Args:
+            lines: one for each hierarchy.
+            root: the directory of each hierarchy that is seen at its mount point.
+        """
         text = "".join(f"{line}\n" for line in lines)
         (self.proc / "self/cgroup").write_text(text)
+        mounts = ""
+        for line in lines:
+            kind, controllers = "cgroup", line.split(":")[1]
+            place = self.cgroups / controllers
+            if not controllers:
+                kind, place = "cgroup2", self.cgroups
+                if len(lines) > 1:
+                    place /= "unified"
+            mounts += f"1 2 0:1 {root} {place} rw - {kind} x rw,{controllers}\n"
+        (self.proc / "self/mountinfo").write_text(mounts)
 
     def has(self, files: Mapping[str, str]) -> None:
         for name, text in files.items():
@@ -30,7 +46,7 @@ class Machine:
 
     @property
     def cpus(self) -> float:
-        return usable_cpus(self.proc, self.cgroups)
+        return usable_cpus(self.proc)
 
 
 @pytest.fixture
@@ -106,9 +122,33 @@ def test_a_quota_of_version_1(
 
 def test_a_container_sees_its_own_group_at_the_root(machine: Machine) -> None:
     """The path is the host's, while the mounted tree begins at the container."""
-    machine.belongs_to("4:cpu,cpuacct:/docker/abc")
-    machine.has({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"})
+    machine.belongs_to("4:cpu,cpuacct:/docker/abc", root="/docker/abc")
+    folder = "cpu,cpuacct"
+    machine.has(
+        {
+            f"{folder}/cpu.cfs_quota_us": "400000",
+            f"{folder}/cpu.cfs_period_us": "100000",
+        }
+    )
     assert machine.cpus == 4.0
+
+
+def test_a_hierarchy_is_where_it_is_mounted(machine: Machine) -> None:
+    """It once was taken to be at /sys/fs/cgroup, and a quota elsewhere was not seen."""
+    machine.belongs_to("0::/mine")
+    text = (machine.proc / "self/mountinfo").read_text()
+    moved = text.replace(str(machine.cgroups), f"{machine.cgroups}/else\\040where")
+    (machine.proc / "self/mountinfo").write_text(moved)
+    machine.has({"mine/cpu.max": "100000 100000"})
+    machine.has({"else where/mine/cpu.max": "300000 100000"})
+    assert machine.cpus == 3.0
+
+
+def test_a_hierarchy_that_is_not_mounted_limits_nothing(machine: Machine) -> None:
+    machine.belongs_to("0::/mine")
+    (machine.proc / "self/mountinfo").write_text("")
+    machine.has({"mine/cpu.max": "200000 100000"})
+    assert machine.cpus == 8.0
 
 
 def test_a_hybrid_machine_has_both(machine: Machine) -> None:
@@ -124,6 +164,7 @@ def test_a_hybrid_machine_has_both(machine: Machine) -> None:
 
 
 def test_a_path_that_is_no_utf8(machine: Machine) -> None:
+    machine.belongs_to("0::/")
     (machine.proc / "self/cgroup").write_bytes(b"0::/caf\xe9:with:colons\n")
     folder = machine.cgroups / "caf\udce9:with:colons"
     folder.mkdir()

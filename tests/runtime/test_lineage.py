@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from aiogpu.errors import NodeStartError, PreloadError
+from aiogpu.runtime.crowd import UnavailableError
 from aiogpu.runtime.learning import DEAR
 from aiogpu.runtime.lineage import INTENSITY, Lineage
 from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
@@ -61,7 +65,7 @@ class PaperProcess:
 class Family:
     """A lineage and the paper zygotes that it makes."""
 
-    def __init__(self, preload: tuple[str, ...] = ()) -> None:
+    def __init__(self, preload: tuple[str, ...] = (), starts: bool = True) -> None:
         self.made: list[PaperProcess] = []
         self.told: list[tuple[str, int]] = []
         self.fault: Exception | None = None
@@ -74,7 +78,8 @@ class Family:
         self.lineage.on_superseded = lambda zygote: self.told.append(
             ("superseded", zygote.generation)
         )
-        self.lineage.start()
+        if starts:
+            self.lineage.start()
 
     def make(self, environment: object) -> Any:
         assert environment == (("A", "1"),)
@@ -283,19 +288,99 @@ async def test_a_death_while_the_next_one_imports(family: Family) -> None:
     assert family.current == 1
 
 
-async def test_too_many_deaths(family: Family) -> None:
+async def test_too_many_deaths(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    lineage = family.lineage
     for _ in range(INTENSITY):
         family.last.die()
-        assert family.lineage.problem is None
         family.last.become_ready()
     last = family.last
     last.die()
-    assert len(family.made) == INTENSITY + 1
-    problem = family.lineage.problem
-    assert isinstance(problem, NodeStartError)
-    assert str(problem) == "the zygote ended with status -9:\n  last words"
-    assert last.problem is problem
+    assert len(family.made) == INTENSITY + 1, "the next one is started when wanted"
+    assert lineage.problem is None
+    assert isinstance(last.problem, UnavailableError)
+    assert str(last.problem) == "the zygote ended with status -9: last words"
     assert family.told[-1] == ("death", last.generation)
+    for _ in range(10):
+        made = len(family.made)
+        assert lineage.serving() is lineage.current is family.last
+        assert lineage.serving() is family.last
+        assert len(family.made) == made + 1
+        family.last.die()
+        assert isinstance(family.last.problem, UnavailableError)
+    lineage.serving()
+    family.last.become_ready()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == INTENSITY + 2, "what goes on is not told again and again"
+    assert "no worker can be started: the zygote ended with stat" in warnings[INTENSITY]
+    assert warnings[-1].startswith("workers can be started again: zygote ")
+
+
+async def test_one_that_cannot_be_started_is_tried_again(family: Family) -> None:
+    lineage = family.lineage
+    family.fault = NodeStartError("python cannot be started: no file")
+    family.last.die()
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="no file"):
+            lineage.serving()
+    assert lineage.problem is None
+    family.last.fault = None
+    assert lineage.serving() is family.last
+    assert len(family.made) == 2, "the same one"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOENT])
+async def test_a_first_one_that_cannot_be_started(number: int) -> None:
+    family = Family(starts=False)
+    error = NodeStartError("python cannot be started")
+    error.__cause__ = OSError(number, os.strerror(number))
+    family.last.fault = error
+    if number != errno.ENOENT:
+        with pytest.raises(UnavailableError):
+            family.lineage.serving()
+        family.last.fault = None
+        assert family.lineage.serving() is family.last
+        return
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(NodeStartError) as caught:
+            family.lineage.serving()
+        assert not isinstance(caught.value, UnavailableError)
+        lengths.append(len(caught.traceback))
+    assert lengths[1] == lengths[2], "each is a new one"
+    assert family.lineage.problem is not None
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, os.EX_TEMPFAIL])
+async def test_a_first_one_that_is_ended_from_outside(status: int) -> None:
+    family = Family()
+    family.last.die(status)
+    with pytest.raises(NodeStartError) as caught:
+        await family.lineage.ready()
+    assert not isinstance(caught.value, UnavailableError), "a user is told of this one"
+    assert family.lineage.problem is None
+    assert family.lineage.serving() is family.last
+    waiting = asyncio.ensure_future(family.lineage.ready())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    family.last.become_ready()
+    await waiting
+    family.lineage.end()
+
+
+async def test_what_serves_in_the_place_of_one_that_has_died(family: Family) -> None:
+    """It may add nothing; there is no other."""
+    family.lineage.hear(SLOW)
+    follower = await family.follower()
+    for _ in range(INTENSITY + 1):
+        family.lineage.current.die()
+        if family.lineage.current.is_over:
+            break
+        family.lineage.current.become_ready()
+    follower.on_message(follower, LeftOut("slow", "it left 1 threads running"))
+    follower.become_ready()
+    assert family.lineage.serving() is follower
 
 
 async def test_a_first_one_that_dies_is_an_error() -> None:

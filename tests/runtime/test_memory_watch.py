@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from aiogpu.runtime.memory_bounds import Usage
@@ -10,6 +13,7 @@ from aiogpu.runtime.memory_watch import (
     LATEST,
     PATIENCE,
     RATE,
+    SLICE,
     SOONEST,
     MemoryWatch,
     Running,
@@ -70,8 +74,10 @@ class PaperLoop:
     def time(self) -> float:
         return self.now
 
-    def call_later(self, delay: float, action: object) -> PaperTimer:
-        timer = PaperTimer(self, action)
+    def call_later(
+        self, delay: float, action: Callable[..., object], *arguments: object
+    ) -> PaperTimer:
+        timer = PaperTimer(self, partial(action, *arguments))
         self.due.append((self.now + delay, timer))
         return timer
 
@@ -214,3 +220,68 @@ def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
     house.loop.run()
     assert house.watch.cost == pytest.approx(0.05)
     assert house.loop.run() == pytest.approx(0.05 * DEAREST)
+
+
+COST = 50e-6
+"""Seconds that a worker takes to be weighed."""
+
+
+@pytest.fixture
+def crowded(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
+    """A thousand workers, each of which takes a while to be weighed."""
+    now = [0.0]
+
+    def used_by(pids: tuple[int, ...]) -> int:
+        now[0] += COST
+        return PaperBounds.used_by(house.bounds, pids)
+
+    monkeypatch.setattr("aiogpu.runtime.memory_watch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(house.bounds, "used_by", used_by)
+    for worker in range(1000):
+        house.start(worker, 20 + worker)
+    house.bounds.used = 2000
+    return house
+
+
+def turns_of(house: House) -> list[int]:
+    """Run until the look is over; gives how many were weighed in each turn."""
+    turns = []
+    while not turns or house.watch._unweighed:
+        before = house.bounds.weighings
+        house.loop.run()
+        turns.append(house.bounds.weighings - before)
+    return turns
+
+
+def test_many_are_weighed_in_many_turns(crowded: House) -> None:
+    """They once held the loop for 50 ms, all at once."""
+    turns = turns_of(crowded)
+    assert sum(turns) == 1000 + 1, "who is to go is weighed again"
+    assert max(turns) <= SLICE / COST + 1
+    assert [worker for worker, _, _ in crowded.told] == [999]
+    assert crowded.watch.cost == pytest.approx(1001 * COST)
+    assert crowded.loop.run() == pytest.approx(1001 * COST * DEAREST)
+
+
+@pytest.mark.parametrize("what", ["task", "memory", "weight"])
+def test_what_has_become_needless_meanwhile(crowded: House, what: str) -> None:
+    crowded.loop.run()
+    if what == "task":
+        crowded.running[999] = crowded.running[999]._replace(asked=1)
+    elif what == "memory":
+        crowded.bounds.used = 100
+    else:
+        for pid in crowded.bounds.of_worker:
+            crowded.bounds.of_worker[pid] = 1
+        crowded.bounds.of_worker[100] = 900
+    turns_of(crowded)
+    assert crowded.told == []
+
+
+def test_it_can_be_closed_amid_a_look(crowded: House) -> None:
+    crowded.loop.run()
+    crowded.watch.close()
+    assert crowded.loop.due == []
+    crowded.watch.wake()
+    turns_of(crowded)
+    assert len(crowded.told) == 1

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,12 @@ async def test_a_slot_serves_its_own_zygote_alone(slots: Slots) -> None:
     mine, another = slots.take(ZYGOTE), slots.take(other)
     assert other.kept == [another.index]
     assert not slots.is_busy(other)
-    another.worker = object()  # type: ignore[assignment]
+    worker: Any = SimpleNamespace(peer=None, sites=set())
+    another.worker = worker
+    assert slots.is_busy(other), "it starts"
+    worker.peer = object()
+    assert not slots.is_busy(other), "it stands ready"
+    worker.sites.add(1)
     assert slots.is_busy(other)
     assert not slots.is_busy(ZYGOTE)
     another.worker = None
