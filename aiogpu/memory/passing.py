@@ -148,7 +148,7 @@ class DescriptorReceiver:
         self._fds: deque[int] = deque()
         self._is_out_of_step = False
 
-    def read(self, flags: int = 0) -> list[tuple[int, int]]:
+    def read(self, flags: int = 0, most: int = _READS) -> list[tuple[int, int]]:
         """Give the numbers and descriptors that have come, in order.
 
         Waits for the first message if the socket blocks, and for no other. It may give
@@ -158,6 +158,7 @@ class DescriptorReceiver:
 
         Args:
             flags: of recv(2), for the first message, as `socket.MSG_DONTWAIT`.
+            most: messages that are taken at most.
 
         Raises:
             EOFError: the peer is gone, and all that it sent whole has been given.
@@ -168,7 +169,7 @@ class DescriptorReceiver:
                 without numbers. Likewise.
         """
         pairs: list[tuple[int, int]] = []
-        for _ in range(_READS):
+        for _ in range(most):
             try:
                 is_open = self._receive(flags)
                 pairs += self._matched()

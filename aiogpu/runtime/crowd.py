@@ -7,10 +7,12 @@ from typing import Final
 
 from aiogpu.errors import NodeStartError
 
-SCARCE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What the kernel says where something is used up that others may give back."""
-NO_PROCESS: Final = (*SCARCE, errno.EAGAIN)
-"""The same where a process cannot be started (fork(2))."""
+_USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+SCARCE: Final = (*_USED_UP, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+"""What the kernel says where something is used up that others may give back, or where
+the node's directory is gone. The workers that are there can run what waits."""
+NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)
+"""Where a process cannot be started for want of something (fork(2))."""
 
 
 class CrowdedError(OSError):

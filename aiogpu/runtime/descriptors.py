@@ -41,6 +41,15 @@ def soft_limit() -> int:
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
+def values_limit() -> int:
+    """The number from which on no descriptor is kept for a value.
+
+    An eighth of them is left to workers that are still to come, and to the program.
+    """
+    soft = soft_limit()
+    return soft - RESERVE // 2 - soft // 8
+
+
 def raised(soft: int, hard: int, used: int) -> int:
     """What a node raises a soft limit to, by the hard one and what is in use."""
     wanted = used + RESERVE + PER_SLOT * SLOTS

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
-from aiogpu.runtime.segment import SharedSegment
+from aiogpu.runtime.segment import SharedSegment, discard, kept
 from aiogpu.wire.sharing import NUMBERS
 
 if TYPE_CHECKING:
+    import mmap
+
     from aiogpu.runtime.values import Value
 
 
@@ -46,7 +48,7 @@ class Lending:
         self._sender: DescriptorSender | None = None
         self._receiver: DescriptorReceiver | None = None
         self._unsent: dict[int, SharedSegment] = {}
-        self._arrived: dict[int, int] = {}
+        self._arrived: dict[int, int | mmap.mmap] = {}
 
     def __repr__(self) -> str:
         return f"<Lending {len(self._things)} things to worker {self.worker}>"
@@ -100,7 +102,7 @@ class Lending:
         try:
             while self._unsent:
                 segment = next(iter(self._unsent.values()))
-                sender.send(segment.id, segment.fd)
+                self._send_one(sender, segment)
                 del self._unsent[segment.id]
         except OSError as error:
             if error.errno in _SHORT_OF_DESCRIPTORS:
@@ -108,6 +110,16 @@ class Lending:
             return  # else it has ended, which is told elsewhere
         if sender.waiting or sender.is_refused:
             self._flush()
+
+    def _send_one(self, sender: DescriptorSender, segment: SharedSegment) -> None:
+        if segment.copy is None:
+            sender.send(segment.id, segment.fd)
+            return
+        descriptor = segment.share()
+        try:
+            sender.send(segment.id, descriptor)
+        finally:
+            os.close(descriptor)
 
     def _flush(self) -> None:
         assert self._sender is not None, self
@@ -128,8 +140,11 @@ class Lending:
         if self._socket is not None:
             self._flush()
 
-    def receive(self, segment: int) -> int:
-        """The descriptor of a segment that the worker has written; it was sent first.
+    def receive(self, segment: int) -> int | mmap.mmap:
+        """A segment that the worker has written; it was sent first.
+
+        Returns:
+            The descriptor; where few are left, a copy of the content.
 
         Raises:
             ProtocolError: it was not.
@@ -148,17 +163,20 @@ class Lending:
             pass
 
     def _read(self) -> bool:
-        """Read some; False where there is nothing."""
+        """Read one message; False where there is nothing.
+
+        One at a time, and each carries one descriptor: so there is room for it.
+        """
         if self._receiver is None:
             return False
         try:
-            found = self._receiver.read(socket.MSG_DONTWAIT)
+            found = self._receiver.read(socket.MSG_DONTWAIT, 1)
         except EOFError:
             return False
         for number, descriptor in found:
             if number in self._arrived:
-                os.close(self._arrived[number])
-            self._arrived[number] = descriptor
+                discard(self._arrived[number])
+            self._arrived[number] = kept(descriptor)
         return bool(found)
 
     def own_values(self) -> list[Value]:
@@ -175,8 +193,8 @@ class Lending:
         self._things.clear()
         self._counts.clear()
         self._unsent.clear()
-        for descriptor in self._arrived.values():
-            os.close(descriptor)
+        for content in self._arrived.values():
+            discard(content)
         self._arrived.clear()
         if self._receiver is not None:
             self._receiver.close()

@@ -7,6 +7,8 @@ one that may still have a keeper is not given to another.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from typing import Final
 
@@ -99,6 +101,9 @@ class Slots:
             CrowdedError: there is no room for another one now.
             OSError: none can be made.
         """
+        if not os.path.exists(self._directory):
+            # What is forked now could not connect.
+            raise CrowdedError(_removed(self._directory))
         for slot in reversed(self._free):
             if slot.zygote is zygote:
                 self._free.remove(slot)
@@ -141,7 +146,7 @@ class Slots:
             output = Output(self._loop, self._console, (out, err))
         except OSError as error:
             if error.errno in SCARCE:
-                raise CrowdedError(f"no pipe for another worker: {error}") from error
+                raise CrowdedError(_no_pipe(self._directory, error)) from error
             raise
         if self._is_short(output.descriptor):
             output.close()
@@ -214,3 +219,22 @@ class Slots:
     def reuse_index(self, slot: Slot) -> None:
         """A forgotten slot's pipes are closed: another may have its index."""
         self._free_indices.append(slot.index)
+
+
+def _no_pipe(directory: str, error: OSError) -> str:
+    """What is told where the pipes of another worker cannot be made."""
+    if error.errno == errno.ENOENT:
+        return _removed(directory)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"no pipe for another worker: {directory}: {error.strerror}; free space or "
+            f"inodes there (`df -i`), or set TMPDIR to a directory with room"
+        )
+    return f"no pipe for another worker: {error}"
+
+
+def _removed(directory: str) -> str:
+    return (
+        f"the node's directory {directory} was removed while the node ran, and no "
+        f"new worker can connect; close the node and open it again"
+    )

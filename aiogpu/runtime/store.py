@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import weakref
 from collections import deque
@@ -21,10 +22,10 @@ from aiogpu.errors import ProtocolError
 from aiogpu.memory.mappings import Mappings, Shown
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
-from aiogpu.runtime.descriptors import RESERVE, soft_limit
+from aiogpu.runtime.descriptors import values_limit
 from aiogpu.runtime.lending import Lending
-from aiogpu.runtime.object_memory import ObjectMemory
-from aiogpu.runtime.segment import SharedSegment
+from aiogpu.runtime.object_memory import ObjectMemory, is_memory
+from aiogpu.runtime.segment import SharedSegment, copy_of, discard, is_short
 from aiogpu.runtime.values import Value, find, known
 from aiogpu.wire.outgoing import APART, Outgoing
 from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
     from aiogpu.runtime.caller import Caller
 
-MARGIN: Final = RESERVE // 2
-"""Descriptors of this process that values leave to others."""
 DEEPEST: Final = 4
 """Parcels in which one may lie: of several results each is one, of these none has any.
 What is within is copied at each level."""
@@ -150,7 +149,7 @@ class Store:
         try:
             spans = segment.write(buffers)
             descriptor = segment.share()
-            if descriptor >= soft_limit() - MARGIN:
+            if descriptor >= values_limit():
                 # Workers could not connect any more, to be given what there is.
                 os.close(descriptor)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -159,10 +158,16 @@ class Store:
             self._warm.discard(segment.id)
             raise
 
-    def _shared(self, identity: int, descriptor: int, size: int) -> SharedSegment:
-        counted = self.memory.take(descriptor, size)
-        on_free = partial(self._on_free, counted)
-        shared = SharedSegment(identity, descriptor, size, on_free)
+    def _shared(
+        self, identity: int, content: int | mmap.mmap, size: int
+    ) -> SharedSegment:
+        if isinstance(content, mmap.mmap):
+            counted = self.memory.take_copy(size)
+            on_free = partial(self._on_copy_free, counted)
+        else:
+            counted = self.memory.take(content, size)
+            on_free = partial(self._on_free, counted)
+        shared = SharedSegment(identity, content, size, on_free)
         self._segments[identity] = shared
         return shared
 
@@ -209,14 +214,20 @@ class Store:
         return parcel
 
     def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:
-        descriptor = self._received(caller, contents.segment)
-        if not 0 < contents.size <= os.fstat(descriptor).st_size:
-            os.close(descriptor)
+        content = self._received(caller, contents.segment)
+        if isinstance(content, mmap.mmap):
+            size = len(content)
+        else:
+            size = os.fstat(content).st_size
+        if not 0 < contents.size <= size:
+            discard(content)
             raise ProtocolError(f"the segment {contents.segment} is not of that size")
-        return self._shared(contents.segment, descriptor, contents.size)
+        if isinstance(content, mmap.mmap):
+            self._close_original(contents.segment)
+        return self._shared(contents.segment, content, contents.size)
 
-    def _received(self, caller: Caller, segment: int) -> int:
-        """The descriptor of what a worker has written; it was sent first."""
+    def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
+        """What a worker has written; it was sent first."""
         if (segment - SEGMENTS) >> OWNER != caller.id:
             raise ProtocolError(f"nobody has the segment {segment} any more")
         lending = self.lending(caller)
@@ -237,7 +248,7 @@ class Store:
             self.lending(caller).take_in()
         for strange in self.lending(caller).take_back(things, counts):
             with suppress(ProtocolError):  # it has not got as far as to send it
-                os.close(self._received(caller, strange))
+                discard(self._received(caller, strange))
 
     def dispatch(self, caller: Caller, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""
@@ -273,13 +284,41 @@ class Store:
     def views(self, contents: Contents) -> list[memoryview]:
         """The buffers of a parcel, for this process to read."""
         segment = self._segments[contents.segment]
-        self._mapped[segment.id] = segment
         flat = contents.spans
         spans = list(zip(flat[::2], flat[1::2], strict=True))
+        if segment.fd >= 0 and not self._mappings.is_mapped(segment.id) and is_short():
+            # A mapping has a descriptor of its own up to Python 3.12.
+            self._keep_copy(segment)
+        if segment.copy is not None:
+            return views_of(segment, spans)
+        self._mapped[segment.id] = segment
         found: list[memoryview] = self._mappings.views(
             segment.id, segment.fd, segment.size, spans
         )
         return found
+
+    def _keep_copy(self, segment: SharedSegment) -> None:
+        copy = copy_of(segment.fd)
+        if copy is None:
+            return
+        # Counted for the segment until now; on disk it was not.
+        in_memory = segment.size if is_memory(segment.fd) else 0
+        counted = in_memory or self.memory.take_copy(segment.size)
+        segment.keep_copy(copy, partial(self._on_copy_free, counted))
+        self._close_original(segment.id)
+
+    def _close_original(self, identity: int) -> None:
+        """Have the writer close a segment of which this process has a copy."""
+        owner = (identity - SEGMENTS) >> OWNER
+        writer = self.caller(owner) if owner else None
+        if not owner:
+            self._warm.discard(identity)
+        elif writer is not None and writer.peer is not None:
+            writer.peer.send(Recycle((-identity,)))
+
+    def _on_copy_free(self, counted: int, _: int) -> None:
+        self._unused.append(lambda: self.memory.give_back(counted))
+        self._look_soon()
 
     def _on_unmapped(self, identity: int) -> None:
         self._unused.append(lambda: self._forget_mapping(identity))
@@ -322,6 +361,20 @@ class Store:
         """Give up this process's hold on all of it; what is mapped stays until read."""
         self._look()
         self._warm.close()
+
+
+def views_of(segment: SharedSegment, spans: list[tuple[int, int]]) -> list[memoryview]:
+    """The buffers of a segment of which there is a copy.
+
+    Raises:
+        ValueError: one is outside of it.
+    """
+    assert segment.copy is not None
+    whole = memoryview(segment.copy).toreadonly()
+    for offset, length in spans:
+        if offset < 0 or length < 0 or offset + length > segment.size:
+            raise ValueError(f"span {(offset, length)} is outside of {segment!r}")
+    return [whole[offset : offset + length] for offset, length in spans]
 
 
 def filled(parcel: Parcel) -> Parcel:

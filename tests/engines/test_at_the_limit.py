@@ -215,6 +215,63 @@ def test_no_descriptor_for_the_next_zygote() -> None:
         assert ok == "ok"
 
 
+def test_more_large_results_than_there_may_be_descriptors() -> None:
+    """What has no descriptor left is copied; no worker ends, and no result is lost."""
+    body = """
+        import numpy as np
+        @aiogpu.remote
+        def large(number):
+            return os.getpid(), np.full(1 << 19, number % 256, np.uint8)
+        @aiogpu.remote
+        def total(several):
+            return int(several[1].sum())
+        @aiogpu.remote
+        def many(count):
+            return [np.full(1 << 19, number, np.uint8) for number in range(count)]
+
+        handles = [large.options(num_cpus=250).remote(i) for i in range(350)]
+        results = await asyncio.gather(*handles)
+        assert [int(array[-1]) for _, array in results] == [i % 256 for i in range(350)]
+        assert len({pid for pid, _ in results}) <= 4, "no worker had to be replaced"
+        assert len(os.listdir("/proc/self/fd")) < 256
+        for number in (0, 201, 349):
+            assert await total.remote(handles[number]) == number % 256 << 19
+        assert [int(array[0]) for array in await many.remote(60)] == list(range(60))
+        assert (await pid.options(max_calls=1).remote())[0], "there is room for others"
+    """
+    assert program(body, "256 256") == "ok\n"
+
+
+REMOVED = """
+    path = next(
+        line.split()[7] for line in open("/proc/net/unix")
+        if line.rstrip().endswith("/node.sock") and line.split()[6] in {
+            os.readlink(f"/proc/self/fd/{fd}")[8:-1]
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        }
+    )
+    shutil.rmtree(os.path.dirname(path))
+"""
+
+
+def test_tasks_take_turns_where_the_directory_of_the_node_was_removed() -> None:
+    body = f"""
+        import shutil
+        first, _ = await pid.remote()
+        {textwrap.indent(textwrap.dedent(REMOVED), " " * 8).strip()}
+        results = await asyncio.gather(*(pid.remote() for _ in range(20)))
+        assert first in {{pid for pid, _ in results}}
+        try:
+            await pid.options(max_calls=1).remote()
+        except aiogpu.WorkerDiedError as error:
+            print(error)
+    """
+    told, ok = program(body, "1024 4096").splitlines()
+    assert re.search(r"directory /\S+ was removed .*; close the node and open", told)
+    assert ok == "ok"
+
+
 def test_no_room_for_a_node() -> None:
     source = """
         import asyncio, resource
