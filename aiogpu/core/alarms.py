@@ -24,6 +24,10 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
             refill_spares(node, effects)
     elif alarm.kind is AlarmKind.ROOM:
         node.grow(now)
+    elif alarm.kind is AlarmKind.STALL:
+        from aiogpu.core.stalls import look_for_stalls  # where tasks wait for long
+
+        look_for_stalls(node, now, effects)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

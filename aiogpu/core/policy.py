@@ -30,6 +30,7 @@ class Patience(NamedTuple):
         restarts_in_a_row: how often it begins anew that does not live so long.
         alone_within: for how long others are held up for a task that is to run alone.
         crowded_for: after a worker could not be had, until more are tried again.
+        warn_after: what has waited so long for what is held without end is warned.
     """
 
     cancel_grace: float = 2.0
@@ -47,6 +48,7 @@ class Patience(NamedTuple):
     restarts_in_a_row: int = 12
     alone_within: float = 30.0
     crowded_for: float = 0.05
+    warn_after: float = 5.0
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""

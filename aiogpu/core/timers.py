@@ -39,6 +39,8 @@ class AlarmKind(Enum):
     """A task that is to run alone has waited for long enough."""
     ROOM = "room"
     """There may be room for more workers than lately."""
+    STALL = "stall"
+    """Somebody may have waited for long for what is held without end."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 
