@@ -31,6 +31,10 @@ def ring(node: Node, alarm: Alarm, now: float, effects: list[Effect]) -> None:
         from aiogpu.core.outage import retry_outages  # few nodes have any
 
         retry_outages(node, now)
+    elif alarm.kind is AlarmKind.STALL:
+        from aiogpu.core.stalls import look_for_stalls  # where tasks wait for long
+
+        look_for_stalls(node, now, effects)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):
         _ring_for_worker(node, alarm, now, effects)
     else:

@@ -257,7 +257,7 @@ def why_never(ledger: Ledger, request: Request) -> str | None:
     assert gang is not None, request
     if isinstance(gang, Within):
         parts = parts_for(ledger, gang)
-        if candidates(ledger, request):
+        if any(part.could_ever(request) for part in parts):
             return None
         if gang.key not in ledger.gangs:
             return None

@@ -153,6 +153,12 @@ class Deadlock(AboutReason):
     __slots__ = ()
 
 
+class Warn(AboutReason):
+    """The task waits for what is held without end; tell its program why, once."""
+
+    __slots__ = ()
+
+
 class Disown(AboutTask):
     """The task ends with the one that has started it; tell its owner."""
 
@@ -188,6 +194,7 @@ Effect = (
     | Expire
     | Lose
     | Deadlock
+    | Warn
     | Disown
     | Abandon
     | Forget

@@ -63,6 +63,7 @@ class Node:
         outages: environments for which no worker can be started now.
         most_idle: workers that may wait for work.
         room: how many workers there may be.
+        stalls_at: when those that wait are looked at next, None where none need be.
         clients: the programs that share the node, None while it is one's alone.
     """
 
@@ -79,6 +80,7 @@ class Node:
         self.timers = Timers()
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
+        self.stalls_at: float | None = None
         self.is_closing = False
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}

@@ -18,6 +18,7 @@ from aiogpu.core.node import Node
 from aiogpu.core.ready import Bucket, Group, Precedence
 from aiogpu.core.records import TaskRecord
 from aiogpu.core.stopping import make_way
+from aiogpu.core.timers import AlarmKind
 
 if TYPE_CHECKING:
     from aiogpu.core.reservation import Reservation
@@ -82,6 +83,9 @@ def note_stuck(node: Node, record: TaskRecord, now: float) -> None:
         if first is not None and first[1] is record:
             group.stuck = record
             group.reserve_at = now + node.patience.reserve_after
+            if node.stalls_at is None and not group.is_warned:
+                node.stalls_at = now + node.patience.warn_after
+                node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
 
 
 def keep_for(

@@ -34,6 +34,7 @@ class Patience(NamedTuple):
         crowded_for: after a worker could not be started, until the next is tried;
             after each later failure in a row, twice as long as before.
         crowded_at_last: the longest such pause.
+        warn_after: what has waited so long for what is held without end is warned.
     """
 
     cancel_grace: float = 2.0
@@ -53,6 +54,7 @@ class Patience(NamedTuple):
     alone_within: float = 30.0
     crowded_for: float = 0.05
     crowded_at_last: float = 5.0
+    warn_after: float = 5.0
 
     def retry_delay(self, retries: int) -> float:
         """How long a task waits before it is tried again for the n-th time."""

@@ -156,6 +156,7 @@ class Group:
         size: how many buckets there are.
         stuck: the first of its tasks, when it last did not fit.
         reserve_at: when something is to be kept for that one.
+        is_warned: whether one of them was warned; see `stalls`.
     """
 
     def __init__(self, request: Request, client: ClientId | None = None) -> None:
@@ -165,6 +166,7 @@ class Group:
         self.size = 0
         self.stuck: TaskRecord | None = None
         self.reserve_at = 0.0
+        self.is_warned = False
         self._turns: list[tuple[Precedence, Bucket]] = []
 
     def enter(self, bucket: Bucket, turn: Precedence) -> None:

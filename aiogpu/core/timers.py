@@ -43,6 +43,8 @@ class AlarmKind(Enum):
     """There may be room for more workers than lately."""
     OUTAGE = "outage"
     """Workers may be tried again for an environment for which they could not start."""
+    STALL = "stall"
+    """Somebody may have waited for long for what is held without end."""
     CLOSE = "close"
     """More of those that wait are to be told that the node closes."""
 

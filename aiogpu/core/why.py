@@ -147,7 +147,7 @@ def why(
     if record.state is TaskState.EXPECTING:
         return _expecting(node, record, now)
     if record.worker is None:
-        waiting = _waiting(node, record, Holdings(node.holders, pids, now))
+        waiting = why_waiting(node, record, Holdings(node.holders, pids, now))
         return (
             waiting if node.clients is None else _among(node, record, programs, waiting)
         )
@@ -168,7 +168,8 @@ def _expecting(node: Node, record: TaskRecord, now: float) -> Why:
     )
 
 
-def _waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
+def why_waiting(node: Node, record: TaskRecord, holdings: Holdings) -> Why:
+    """The same of a task that stands in the queue; says nothing of other programs."""
     bucket = node.ready.bucket_of(record)
     reasons = tuple(find_shortages(node, record, holdings))
     outage = find_outage(node, record.spec.shape.environment, holdings.now)

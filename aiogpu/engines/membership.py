@@ -6,6 +6,7 @@ Who waits for an answer is known here by a number, and told what has come for it
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from contextlib import suppress
@@ -43,7 +44,7 @@ from aiogpu.wire.messages import (
     Failed,
     Message,
 )
-from aiogpu.wire.printing import Printed
+from aiogpu.wire.printing import Printed, Warned
 from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
@@ -52,6 +53,8 @@ from aiogpu.worker.shares import Shares
 if TYPE_CHECKING:
     from aiogpu.core.ledger import Ledger
     from aiogpu.runtime.call import Receiver
+
+_log: Final = logging.getLogger(__name__)
 
 JOIN_LIMIT: Final = 30.0
 """Seconds in which a node lets a program join."""
@@ -246,6 +249,8 @@ class Membership:
             case Printed() if self._terminal is None:
                 self._terminal = Terminal(self.loop, self._line, self._take)
                 self._terminal.keeps(message)
+            case Warned(text):
+                _log.warning("! %s", text)
             case Departed():
                 if not self._departed.done():
                     self._departed.set_result(None)

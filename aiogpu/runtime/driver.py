@@ -143,6 +143,7 @@ class Driver:
             effects.Expire: self.telling.expire,
             effects.Lose: self.telling.lose,
             effects.Deadlock: self.telling.deadlock,
+            effects.Warn: self.telling.warn,
             effects.Disown: self.telling.disown,
             effects.Abandon: self.telling.abandon,
             effects.Forget: self.telling.forget,

@@ -16,7 +16,7 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.runtime.console import Source
 from aiogpu.runtime.task_log import TaskLog
 from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import PROGRESS, Printed
+from aiogpu.wire.printing import PROGRESS, Printed, Warned
 
 
 class Peer(Protocol):
@@ -95,6 +95,14 @@ class Routes:
         if reader.is_slow:
             self._paused.setdefault(client, set()).add(source)
             source.pause()
+        return True
+
+    def warn(self, client: int, text: str) -> bool:
+        """Have a program log a warning; False if it is the node itself, or has gone."""
+        reader = self._readers.get(client)
+        if reader is None or reader.peer is None:
+            return False
+        reader.peer.send_one(Warned(text))
         return True
 
     def _record(self, worker: int, task: int) -> TaskRecord | None:

@@ -233,6 +233,7 @@ class Supervisor:
         )
         self.clients.answers = answers
         routes = self._parts.console.routes = self.clients.routes
+        self.driver.telling.routes = routes
         routes.log = None if logs is None else TaskLog(logs)
         await self.clients.listen(listening, wakefulness.note)
         return self.clients

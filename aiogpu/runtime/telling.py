@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.failures import Failures
 from aiogpu.core.ids import OWN, TaskId, WorkerId
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
     from aiogpu.runtime.memory_guard import MemoryGuard
+    from aiogpu.runtime.routes import Routes
+
+_log: Final = logging.getLogger(__name__)
 
 
 class Telling:
@@ -28,12 +32,14 @@ class Telling:
         deaths: how workers have ended of which the core is being told.
         gpu_guard: knows whom it has ended for device memory; None until there is one.
         failures: the last that have failed.
+        routes: tells other programs; None where there are none.
     """
 
     def __init__(self, calls: Table[Call], guard: MemoryGuard) -> None:
         self.deaths: dict[WorkerId, Death] = {}
         self.gpu_guard: GpuMemoryGuard | None = None
         self.failures = Failures()
+        self.routes: Routes | None = None
         self._calls = calls
         self._guard = guard
 
@@ -89,6 +95,12 @@ class Telling:
         call = self._calls.pop(effect.task)
         self.note(effect.task, call, DeadlockError.__name__, effect.reason)
         call.tell_deadlock(effect.reason)
+
+    def warn(self, effect: effects.Warn) -> None:
+        """It waits for what is held without end: tell the program whose it is."""
+        client = self._calls[effect.task].client
+        if self.routes is None or not self.routes.warn(client, effect.reason):
+            _log.warning("! %s", effect.reason)
 
     def disown(self, effect: effects.Disown) -> None:
         """Who has started it has ended."""

@@ -26,6 +26,7 @@ class Stage(Onlooker):
         settles: whether the devices of a worker that has gone must be seen free.
         effects: what the scheduler answered to the last call, in order.
         retired, killed: ids of workers that were told to exit, or killed, in order.
+        warnings: the tasks whose programs were warned, each with the text, in order.
     """
 
     def __init__(self, scheduler: Scheduler, clock: HandClock) -> None:
@@ -36,6 +37,7 @@ class Stage(Onlooker):
         self.effects: list[effects.Effect] = []
         self.retired: list[WorkerId] = []
         self.killed: list[WorkerId] = []
+        self.warnings: list[tuple[str, str]] = []
         self._coming: deque[events.Event] = deque()
 
     @property
@@ -95,6 +97,9 @@ class Stage(Onlooker):
             case effects.Kill(worker):
                 self.killed.append(worker)
                 self._leave(self.workers[worker])
+            case effects.Warn(task, reason):
+                assert self._by_id[task].news is None, effect
+                self.warnings.append((self._by_id[task].spec.name, reason))
             case _:
                 self._tell(effect)
 

@@ -314,8 +314,11 @@ class World(Stage):
                 self.finish(running[0].spec.name)
             if self._end_one_holder():
                 continue
-            if (moment := self.scheduler.deadline()) is None:
+            moment, timers = self.scheduler.deadline(), self.scheduler.timers
+            if moment is None:
                 return
+            if self.scheduler.stalls_at and len(timers) == 1 and self.waiting:
+                return  # what waits now waits for a device that is set aside
             self._wake(moment)
 
     def _end_one_holder(self) -> bool:

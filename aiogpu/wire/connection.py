@@ -74,7 +74,7 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.printing import Log, Printed
+from aiogpu.wire.printing import Log, Printed, Warned
 from aiogpu.wire.sharing import (
     Discard,
     Fetch,
@@ -132,7 +132,7 @@ HEARS: Final[dict[str, frozenset[type[Message]]]] = {
     CLIENT: frozenset(
         {
             *(Refused, Welcome, Close, Departed, Carried, Recycle),
-            *(ChildDone, ChildFailed, ChildItems, Printed),
+            *(ChildDone, ChildFailed, ChildItems, Printed, Warned),
         }
     ),
 }

@@ -18,7 +18,7 @@ from aiogpu.wire.forking import (
     Unforked,
 )
 from aiogpu.wire.joining import Joining, Refused
-from aiogpu.wire.printing import Log, Printed
+from aiogpu.wire.printing import Log, Printed, Warned
 from aiogpu.wire.sharing import Sharing, Sync, Synced
 from aiogpu.wire.shortage import RanOut
 from aiogpu.wire.streaming import Streaming
@@ -292,6 +292,7 @@ Message = (
     | Printed
     | Sync
     | Synced
+    | Warned
 )
 
 TAGS: Final[dict[type[Message], int]] = {

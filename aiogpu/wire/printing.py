@@ -38,3 +38,9 @@ class Printed(NamedTuple):
 
     stream: int
     text: str
+
+
+class Warned(NamedTuple):
+    """Node to client: a warning about one of its tasks, for its log."""
+
+    text: str
