@@ -89,6 +89,7 @@ PATIENCE = st.builds(
     alone_within=st.sampled_from([0.0, 5.0, 30.0]),
     crowded_for=st.sampled_from([0.05, 1.0]),
     crowded_at_last=st.sampled_from([0.05, 5.0]),
+    warn_after=st.sampled_from([0.5, 5.0]),
     # Any float would be drawn otherwise; of a pause of 1e-130 seconds there is no end.
     long=st.sampled_from([0.01, 0.1]),
     unheard=st.sampled_from([0.1, 1.0]),

@@ -165,4 +165,7 @@ def test_lines_of_programs_that_end_them_otherwise() -> None:
         aiogpu.run(main())
         """
     )
-    assert re.findall(r"\) (.*)\n", told) == ["shown", "from elsewhere", "20%"]
+    # What a child writes comes another way, so it has no place among the task's own.
+    lines = re.findall(r"\) (.*)\n", told)
+    assert [line for line in lines if line != "20%"] == ["shown", "from elsewhere"]
+    assert "20%" in lines
