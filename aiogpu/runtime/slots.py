@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from typing import Final
@@ -21,6 +22,8 @@ from aiogpu.runtime.slot import Slot
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.wire.messages import Close
 from aiogpu.wire.setup import output_path
+
+_log: Final = logging.getLogger(__name__)
 
 SPARE_SLOTS: Final = 16
 """Keepers without a worker that are kept for the next one."""
@@ -58,6 +61,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
         self._next_index = 0
+        self._is_removal_logged = False
         self._free_indices: list[int] = []
         self._gone: asyncio.Future[None] | None = None
 
@@ -103,7 +107,11 @@ class Slots:
         """
         if not os.path.exists(self._directory):
             # What is forked now could not connect.
-            raise CrowdedError(_removed(self._directory))
+            removed = _removed(self._directory)
+            if not self._is_removal_logged:
+                self._is_removal_logged = True
+                _log.error("! %s", removed)
+            raise CrowdedError(removed)
         for slot in reversed(self._free):
             if slot.zygote is zygote:
                 self._free.remove(slot)

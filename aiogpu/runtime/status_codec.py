@@ -14,6 +14,7 @@ from aiogpu.core.failure_status import FailureStatus
 from aiogpu.core.holding import DeviceStatus, Holder
 from aiogpu.core.limits import Limits
 from aiogpu.core.observed import OtherProcess
+from aiogpu.core.outage import OutageStatus
 from aiogpu.core.placement_status import BundleStatus, PlacementStatus
 from aiogpu.core.shape_status import ShapeStatus
 from aiogpu.core.shortage import ReservationStatus, Shortage
@@ -24,6 +25,6 @@ from aiogpu.wire.frames import RecordCodec
 status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),
     *(ActorStatus, FailureStatus, PlacementStatus, BundleStatus, ReservationStatus),
-    *(DeviceStatus, Holder, OtherProcess, Why, Shortage),
+    *(DeviceStatus, Holder, OtherProcess, Why, Shortage, OutageStatus),
 )
 """Reads and writes the answers to `Inquire`; each class has the number of its place."""

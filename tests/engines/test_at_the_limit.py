@@ -262,10 +262,11 @@ def test_tasks_take_turns_where_the_directory_of_the_node_was_removed() -> None:
         {textwrap.indent(textwrap.dedent(REMOVED), " " * 8).strip()}
         results = await asyncio.gather(*(pid.remote() for _ in range(20)))
         assert first in {{pid for pid, _ in results}}
-        try:
-            await pid.options(max_calls=1).remote()
-        except aiogpu.WorkerDiedError as error:
-            print(error)
+        handle = pid.options(max_calls=1).remote()
+        async with asyncio.timeout(60):
+            while "was removed" not in str(why := await handle.why()):
+                await asyncio.sleep(0)
+        print(str(why).splitlines()[-1])
     """
     told, ok = program(body, "1024 4096").splitlines()
     assert re.search(r"directory /\S+ was removed .*; close the node and open", told)
