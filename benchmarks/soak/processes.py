@@ -1,4 +1,4 @@
-"""Processes that belong together: all that have inherited one runtime directory."""
+"""Processes that belong together: those with one runtime directory, and below them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,17 @@ class Process(NamedTuple):
 
 
 def belonging(place: str) -> Iterator[Process]:
-    """Those whose runtime directory that is, whoever their parents are."""
+    """Those whose runtime directory that is, whoever their parents are, and their own.
+
+    Workers for a program that has joined a node have the variables of that program.
+    """
+    mark = f"XDG_RUNTIME_DIR={place}\0".encode()
+    children: dict[int, list[Process]] = {}
+    found: list[Process] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 environ = (entry / "environ").read_bytes()
-                if f"XDG_RUNTIME_DIR={place}\0".encode() not in environ:
-                    continue
                 stat = (entry / "stat").read_text(encoding="latin-1")
                 command = (entry / "cmdline").read_bytes().decode(errors="replace")
             except OSError:
@@ -50,7 +54,17 @@ def belonging(place: str) -> Iterator[Process]:
             name, _, rest = stat.partition("(")[2].rpartition(")")
             state, parent = rest.split()[:2]
             if state not in "ZX":
-                yield Process(int(entry.name), int(parent), name, command)
+                process = Process(int(entry.name), int(parent), name, command)
+                children.setdefault(process.parent, []).append(process)
+                if mark in environ:
+                    found.append(process)
+    seen: set[int] = set()
+    while found:
+        process = found.pop()
+        if process.pid not in seen:
+            seen.add(process.pid)
+            yield process
+            found += children.get(process.pid, ())
 
 
 def counted(processes: list[Process]) -> Counter[str]:
