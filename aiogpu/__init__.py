@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session as Session
     from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.task import RemoteFunction as RemoteFunction
-    from aiogpu.core.snapshot import NodeStatus as NodeStatus
-    from aiogpu.core.why import Why as Why
+    from aiogpu.core.status.node_status import NodeStatus as NodeStatus
+    from aiogpu.core.status.why import Why as Why
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
@@ -113,8 +113,8 @@ _ROOMS = {
     "api.stream": ("Stream",),
     "api.decorator": ("remote",),
     "api.task": ("RemoteFunction",),
-    "core.snapshot": ("NodeStatus",),
-    "core.why": ("Why",),
+    "core.status.node_status": ("NodeStatus",),
+    "core.status.why": ("Why",),
     "errors": (
         "ActorDiedError",
         "ActorNameError",

@@ -14,12 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from aiogpu.core.lifecycle import (
-    TASK_LEADS_TO,
-    WORKER_LEADS_TO,
-    TaskState,
-    WorkerState,
-)
+from aiogpu.core.records import TASK_LEADS_TO, WORKER_LEADS_TO, TaskState, WorkerState
 
 State = TypeVar("State", TaskState, WorkerState)
 

@@ -17,7 +17,7 @@ from . import types
 from .types import *  # noqa: F403 - its names are public here
 
 if TYPE_CHECKING:
-    from aiogpu.core.devices import Device as Device
+    from aiogpu.core.model.request import Device as Device
 
     from .base import Accelerator as Accelerator
     from .base import DeviceWatch as DeviceWatch
@@ -41,7 +41,7 @@ if not TYPE_CHECKING:
     # Visible, it would make type checkers accept every misspelt name.
     _HOME = {
         "Accelerator": "aiogpu.accelerators.base",
-        "Device": "aiogpu.core.devices",
+        "Device": "aiogpu.core.resources.devices",
         "DeviceWatch": "aiogpu.accelerators.base",
         "Health": "aiogpu.accelerators.base",
         "Sample": "aiogpu.accelerators.base",

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import GPU
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import GPU
 from aiogpu.errors import DeviceError
 
 from . import types

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 from .listed import ListedAccelerator, numbered
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 Id = int | str
 """The id of a device: an index, or a UUID where an index would be ambiguous."""

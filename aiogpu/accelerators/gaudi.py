@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 from .listed import ListedAccelerator, numbered, pci_address, read
 from .types import INTEL_GAUDI

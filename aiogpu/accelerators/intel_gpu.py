@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import GPU
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import GPU
 
 from .listed import (
     NONE,

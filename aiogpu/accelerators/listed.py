@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import UNIT, device_quantity, quantity
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import UNIT, device_quantity, quantity
 from aiogpu.errors import DeviceError, OptionError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 from .listed import NONE, ListedAccelerator, index
 from .types import AWS_NEURON_CORE

@@ -15,8 +15,8 @@ from itertools import count, islice
 from logging import getLogger
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import GPU, device_quantity
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import GPU, device_quantity
 
 from .listed import is_left_alone, joined
 from .visible import VISIBLE, Inventory, entries, require, resolve

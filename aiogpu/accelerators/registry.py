@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import UNIT, quantity
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import UNIT, quantity
 from aiogpu.errors import OptionError
 
 from .listed import ListedAccelerator, numbered, read

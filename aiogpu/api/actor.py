@@ -28,7 +28,7 @@ from aiogpu.api.method import RemoteMethod
 from aiogpu.api.misuse import EnteredOnLoop, options_of
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.api.task import Decorated
-from aiogpu.core.resources import CPU
+from aiogpu.core.model.units import CPU
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, OptionError
 from aiogpu.wire.outgoing import Outgoing

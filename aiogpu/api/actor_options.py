@@ -16,9 +16,7 @@ from aiogpu.api.options import (
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.specs import TaskSpec
-    from aiogpu.core.where import Where
+    from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec
 
 THREADS: Final = 1
 """Plain methods that run at once unless the options say otherwise."""
@@ -37,7 +35,7 @@ class ActorOptions(NamedTuple):
     memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
-    gpu_where: Where | None = None
+    gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
     strategy: Any = "pack"
     name: str | None = None
@@ -50,7 +48,7 @@ class ActorOptions(NamedTuple):
     concurrency_groups: Mapping[str, int] = NO_ENTRIES
     priority: int = 0
     runtime_env: Mapping[str, str] = NO_ENTRIES
-    placement: Gang | None = None
+    placement: PlacementGroupSpec | None = None
     bundle: int = -1
 
     def spec(self, name: str, function: int) -> TaskSpec:

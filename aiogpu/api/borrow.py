@@ -11,7 +11,7 @@ from aiogpu.runtime.values import Value, known
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.family import Host
     from aiogpu.engines.far import Far
     from aiogpu.wire.outgoing import Reference

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
-from aiogpu.core.resources import BY_SHARE
-from aiogpu.core.sizes import memory_size
+from aiogpu.core.model.units import BY_SHARE, memory_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.where import Where
+    from aiogpu.core.model.request import DeviceSelector
 
 RetryOom = Literal["exclusive"]
 _CAPABILITY: Final = r"([0-9]{1,3})(?:\.([0-9]{1,3}))?"
@@ -65,7 +64,7 @@ def check_retry_oom(option: str, value: object) -> bool:
     )
 
 
-def check_gpu_where(option: str, value: object) -> Where | None:
+def check_gpu_where(option: str, value: object) -> DeviceSelector | None:
     """The conditions of a `GpuWhere`; raises `OptionError`."""
     if value is None:
         return None
@@ -83,9 +82,9 @@ def check_gpu_where(option: str, value: object) -> Where | None:
         where["least_capability"] = _capability(option, value["compute_capability"])
     if "name" in value:
         where["name"] = _pattern(option, value["name"])
-    from aiogpu.core.where import Where  # few ask for it
+    from aiogpu.core.model.request import DeviceSelector  # few ask for it
 
-    return Where(**where)
+    return DeviceSelector(**where)
 
 
 def _capability(option: str, value: object) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from aiogpu.errors import (
 from aiogpu.wire.payload import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far
     from aiogpu.runtime.values import Value
@@ -239,7 +239,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         return await self._owner.why(self.task_name, self.task_id)
 
     def _why_ended(self) -> Why:
-        from aiogpu.core.why import Why
+        from aiogpu.core.status.why import Why
 
         if self.cancelled():
             outcome = "it was cancelled"

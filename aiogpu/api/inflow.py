@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiogpu.api.blocking_handle import abandoned
-from aiogpu.core.window import Window
+from aiogpu.core.mailbox import Window
 from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.payload import load_result
 

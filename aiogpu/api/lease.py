@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiogpu.api.gpu_options import GpuWhere
     from aiogpu.api.options import Strategy
     from aiogpu.api.session import Session
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed

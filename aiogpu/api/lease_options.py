@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.api.options import CHECKS, TaskOptions, unknown_option
 from aiogpu.api.resource_options import check_kinds
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
+    from aiogpu.core.model.request import PlacementGroupSpec
 
 OPTIONS: Final = (
     *("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "gpu_where"),
@@ -50,7 +50,9 @@ def lease_site(asked: Mapping[str, Any]) -> tuple[Site, float | None]:
     return site_of(options.spec(NAME, _nothing.id)), options.timeout
 
 
-def placement_site(gang: Gang, priority: int, *, is_detached: bool = False) -> Site:
+def placement_site(
+    gang: PlacementGroupSpec, priority: int, *, is_detached: bool = False
+) -> Site:
     """What the node is asked for a placement."""
     spec = TaskSpec(
         gang.name,

@@ -8,8 +8,7 @@ from typing import Final
 
 from aiogpu.api.options import check_seconds, check_text
 from aiogpu.api.resource_options import check_declared
-from aiogpu.core.resources import quantity
-from aiogpu.core.sizes import memory_size
+from aiogpu.core.model.units import memory_size, quantity
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 

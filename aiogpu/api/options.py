@@ -13,23 +13,21 @@ from aiogpu.api.environment_options import check_runtime_env
 from aiogpu.api.gpu_options import check_gpu_memory, check_gpu_where, check_retry_oom
 from aiogpu.api.placement_options import check_bundle, check_placement, within
 from aiogpu.api.resource_options import check_resources, devices_among
-from aiogpu.core.resources import (
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import (
     BY_SHARE,
     CPU,
     GPU,
     MEMORY,
     UNIT,
-    Request,
     device_quantity,
+    memory_size,
     quantity,
 )
-from aiogpu.core.sizes import memory_size
 from aiogpu.errors import OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.specs import TaskSpec
-    from aiogpu.core.where import Where
+    from aiogpu.core.model.request import DeviceSelector, PlacementGroupSpec, TaskSpec
 
 Retried = bool | tuple[type[BaseException], ...]
 Strategy = Literal["pack", "spread"]
@@ -60,7 +58,7 @@ class TaskOptions(NamedTuple):
     memory: int = 0
     resources: Mapping[str, int] = NO_ENTRIES
     accelerator_type: str | None = None
-    gpu_where: Where | None = None
+    gpu_where: DeviceSelector | None = None
     gpu_memory: int = 0
     retry_oom: bool = False
     strategy: Strategy = "pack"
@@ -75,7 +73,7 @@ class TaskOptions(NamedTuple):
     cancel_grace: float | None = None
     runtime_env: Mapping[str, str] = NO_ENTRIES
     lifetime: Lifetime = None
-    placement: Gang | None = None
+    placement: PlacementGroupSpec | None = None
     bundle: int = -1
 
     def request(self) -> Request:
@@ -127,7 +125,7 @@ class TaskOptions(NamedTuple):
         process's life. This follows the effective options, `.options(num_gpus=1)` on a
         CPU function included.
         """
-        from aiogpu.core.specs import Shape, TaskSpec
+        from aiogpu.core.model.request import Shape, TaskSpec
 
         request, max_calls = self.request(), self.max_calls
         if max_calls is None:

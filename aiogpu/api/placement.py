@@ -20,8 +20,8 @@ from aiogpu.errors import AiogpuError, MisuseError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
@@ -102,13 +102,15 @@ class Placement(EnteredOnLoop):
     """
 
     def __init__(
-        self, gang: Gang | asyncio.Future[Gang], claim: Claim | None = None
+        self,
+        gang: PlacementGroupSpec | asyncio.Future[PlacementGroupSpec],
+        claim: Claim | None = None,
     ) -> None:
         self._found = gang
         self._claim = claim
 
     @property
-    def _gang(self) -> Gang:
+    def _gang(self) -> PlacementGroupSpec:
         """What it holds; raises `MisuseError` while its node has yet to tell."""
         found = self._found
         if not isinstance(found, asyncio.Future):
@@ -120,7 +122,7 @@ class Placement(EnteredOnLoop):
             )
         return found.result()
 
-    def gang_of(self) -> Gang:
+    def gang_of(self) -> PlacementGroupSpec:
         """What the node is asked for; for `options(placement=...)`."""
         return self._gang
 
@@ -230,7 +232,7 @@ class Placement(EnteredOnLoop):
             )
         return self._claim
 
-    def __reduce__(self) -> tuple[Callable[..., Placement], tuple[Gang]]:
+    def __reduce__(self) -> tuple[Callable[..., Placement], tuple[PlacementGroupSpec]]:
         return Placement, (self._gang,)
 
 
@@ -305,7 +307,7 @@ def get_placement(name: str) -> Placement:
         claim.ask(placement_site(found, 0, is_detached=True))
         return Placement(found, claim)
 
-    def take(found: asyncio.Future[Gang]) -> None:
+    def take(found: asyncio.Future[PlacementGroupSpec]) -> None:
         try:
             claim.ask(placement_site(found.result(), 0, is_detached=True))
         except AiogpuError as error:
@@ -315,7 +317,7 @@ def get_placement(name: str) -> Placement:
     return Placement(found, claim)
 
 
-def is_known(found: asyncio.Future[Gang]) -> bool:
+def is_known(found: asyncio.Future[PlacementGroupSpec]) -> bool:
     """Whether a node has told of a placement."""
     return found.done() and found.exception() is None
 

@@ -9,31 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.resources import (
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import (
     CPU,
     GPU,
     GPU_MEMORY,
     MEMORY,
     TYPE_PREFIX,
     UNIT,
-    Request,
     device_quantity,
+    memory_size,
     quantity,
 )
-from aiogpu.core.sizes import memory_size
 from aiogpu.errors import InfeasibleError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Bundle, Gang
+    from aiogpu.core.model.request import Bundle, PlacementGroupSpec
 
 EXAMPLE: Final = 'aiogpu.placement([{"GPU": 1, "CPU": 2}, {"GPU": 0.5}])'
 
 
-def check_placement(option: str, value: object) -> Gang | None:
+def check_placement(option: str, value: object) -> PlacementGroupSpec | None:
     """Check the placement of a task or an actor; raises `OptionError`."""
     if value is None:
         return None
-    gang: Gang | None = getattr(type(value), "gang_of", lambda _: None)(value)
+    gang: PlacementGroupSpec | None = getattr(type(value), "gang_of", lambda _: None)(
+        value
+    )
     if gang is None:
         raise OptionError(
             f"{option}={value!r} must be what aiogpu.placement(...) has given, or None."
@@ -45,7 +47,7 @@ def check_bundle(option: str, value: object) -> int:
     """Check the number of a bundle, -1 or None for any; raises `OptionError`."""
     if value is None:
         return -1
-    from aiogpu.core.gang import MOST_BUNDLES
+    from aiogpu.core.model.request import MOST_BUNDLES
 
     if (
         isinstance(value, bool)
@@ -60,7 +62,10 @@ def check_bundle(option: str, value: object) -> int:
 
 
 def within(
-    gang: Gang | None, index: int, asking: Callable[[int], Request], cpus: int | None
+    gang: PlacementGroupSpec | None,
+    index: int,
+    asking: Callable[[int], Request],
+    cpus: int | None,
 ) -> Request:
     """What a member of a gang asks for, in one of its bundles.
 
@@ -76,7 +81,7 @@ def within(
     """
     from dataclasses import replace
 
-    from aiogpu.core.gang import Within
+    from aiogpu.core.model.request import BundleRef
 
     if gang is None:
         raise OptionError(
@@ -91,7 +96,7 @@ def within(
     wanted = [asking(UNIT), asking(0)] if cpus is None else [asking(cpus)]
     for request in wanted:
         if gang.holding(index, request):
-            return replace(request, gang=Within(gang.key, gang.name, index))
+            return replace(request, gang=BundleRef(gang.key, gang.name, index))
     which = f"any bundle of {gang.name}, {gang}"
     if index >= 0:
         which = f"bundle {index} of {gang.name}, {gang.bundles[index]}"
@@ -118,13 +123,15 @@ def check_lifetime(lifetime: object, name: str | None) -> bool:
     return True
 
 
-def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
+def gang_of(
+    bundles: object, strategy: object, name: str, key: str
+) -> PlacementGroupSpec:
     """What the node is asked for a placement.
 
     Raises:
         OptionError: names what is ill-valued, and what is allowed.
     """
-    from aiogpu.core.gang import MOST_BUNDLES, STRATEGIES, Gang
+    from aiogpu.core.model.request import MOST_BUNDLES, STRATEGIES, PlacementGroupSpec
 
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         allowed = ", ".join(map(repr, STRATEGIES))
@@ -139,7 +146,7 @@ def gang_of(bundles: object, strategy: object, name: str, key: str) -> Gang:
             f"bundles has {len(found)} bundles; give from 1 to {MOST_BUNDLES}, such as "
             f"{EXAMPLE}."
         )
-    return Gang(key, name, strategy, found)
+    return PlacementGroupSpec(key, name, strategy, found)
 
 
 def _bytes(option: str, value: object) -> int:
@@ -155,7 +162,7 @@ def _bytes(option: str, value: object) -> int:
 
 def _bundle(option: str, value: object) -> Bundle:
     from aiogpu.api.resource_options import check_resources, devices_among
-    from aiogpu.core.gang import Bundle
+    from aiogpu.core.model.request import Bundle
 
     if not isinstance(value, Mapping):
         raise OptionError(

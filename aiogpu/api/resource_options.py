@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from aiogpu.core.resources import (
+from aiogpu.core.model.units import (
     CPU,
     GPU,
     GPU_MEMORY,

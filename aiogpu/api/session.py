@@ -24,9 +24,9 @@ from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.core.status.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.wire.outgoing import Outgoing
 
@@ -193,7 +193,7 @@ class Session(EnteredOnLoop):
     async def why(self, name: str, task: int) -> Why:
         """Why a task waits; see `Handle.why`."""
         # Late, so that the zygote's start need not wait for it.
-        from aiogpu.core.why import Why
+        from aiogpu.core.status.why import Why
 
         if self._state is SessionState.OPENING:
             return Why(name, task, "opening")
@@ -334,7 +334,9 @@ class Session(EnteredOnLoop):
         """The node's actors; raises `NodeError` if it is not open."""
         return self._ask().actors
 
-    def find_placement(self, name: str) -> Gang | asyncio.Future[Gang]:
+    def find_placement(
+        self, name: str
+    ) -> PlacementGroupSpec | asyncio.Future[PlacementGroupSpec]:
         """See `Engine.find_placement`; raises `NodeError` if the node is closed."""
         return self._ask().find_placement(name)
 

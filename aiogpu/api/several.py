@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiogpu.api.session import Session
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
     from aiogpu.engines.family import Host
     from aiogpu.engines.nested import LoopLink

@@ -23,11 +23,15 @@ from aiogpu.cli.tables import (
     state,
 )
 from aiogpu.cli.view import View
-from aiogpu.core.device_report import amount
-from aiogpu.core.holding import Holder
-from aiogpu.core.report import held_tasks, state_of, summary
-from aiogpu.core.snapshot import TaskStatus
-from aiogpu.core.wording import printable, span, terms
+from aiogpu.core.model.text import printable, span, terms
+from aiogpu.core.status.holdings import Holder
+from aiogpu.core.status.node_status import (
+    TaskStatus,
+    amount,
+    held_tasks,
+    state_of,
+    summary,
+)
 
 KEYS: Final = "q quit  p pause  s sort  j/k scroll"
 

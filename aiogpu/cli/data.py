@@ -10,15 +10,18 @@ from __future__ import annotations
 from typing import Any, Final
 
 import aiogpu
-from aiogpu.core.actor_status import ActorStatus
-from aiogpu.core.client_status import ClientStatus
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.outage import OutageStatus
-from aiogpu.core.placement_status import PlacementStatus
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import TaskStatus, WorkerStatus
+from aiogpu.core.status.holdings import DeviceStatus, Holder
+from aiogpu.core.status.node_status import (
+    ActorStatus,
+    ClientStatus,
+    FailureStatus,
+    OutageStatus,
+    PlacementStatus,
+    ReservationStatus,
+    ShapeStatus,
+    TaskStatus,
+    WorkerStatus,
+)
 
 VERSION: Final = 1
 

@@ -21,9 +21,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from aiogpu.cli.shares import Shares, ask_shares
-from aiogpu.core.device_report import amount
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.wording import printable
+from aiogpu.core.model.text import printable
+from aiogpu.core.status.holdings import OtherProcess
+from aiogpu.core.status.node_status import amount
 from aiogpu.engines.box import Box, Seen, look_around
 
 SHOWN: Final = 4

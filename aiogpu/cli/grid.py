@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from rich.cells import cell_len, set_cell_size
 
-from aiogpu.core.wording import printable
+from aiogpu.core.model.text import printable
 
 T = TypeVar("T")
 GAP: Final = 2

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from aiogpu.core.sizes import LEAST, bytes_told, parse_size, too_small
-from aiogpu.core.sizes import size as told_size
+from aiogpu.core.model.units import LEAST, bytes_told, parse_size, too_small
+from aiogpu.core.model.units import size as told_size
 from aiogpu.errors import OptionError
 
 

@@ -17,8 +17,8 @@ from aiogpu.cli.tables import (
     shown_clients,
     task_table,
 )
-from aiogpu.core.report import held_tasks, overview
-from aiogpu.core.wording import SHOWN, printable, span
+from aiogpu.core.model.text import SHOWN, printable, span
+from aiogpu.core.status.node_status import held_tasks, overview
 
 
 def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:

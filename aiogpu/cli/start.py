@@ -16,7 +16,7 @@ import click
 
 from aiogpu.api.node_options import check_node_options
 from aiogpu.cli.quantities import Number, Seconds, Whole, size
-from aiogpu.core.wording import terms
+from aiogpu.core.model.text import terms
 from aiogpu.daemon.detach import start_detached
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.plan import DRAIN, Plan

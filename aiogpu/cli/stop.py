@@ -6,7 +6,7 @@ import click
 
 from aiogpu.cli import joining
 from aiogpu.cli.quantities import Seconds
-from aiogpu.core.wording import span
+from aiogpu.core.model.text import span
 from aiogpu.daemon.pidfile import Record
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.stop import stop as stop_node

@@ -7,19 +7,24 @@ from typing import Final
 
 import aiogpu
 from aiogpu.cli.grid import Cell, Column, Table
-from aiogpu.core.actor_status import ActorStatus
-from aiogpu.core.client_status import ClientStatus, Program, name_of
-from aiogpu.core.device_report import amount
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.holding import DeviceStatus
-from aiogpu.core.ids import OWN
-from aiogpu.core.limits import Limits
-from aiogpu.core.placement_status import PlacementStatus
-from aiogpu.core.report import state_of
-from aiogpu.core.resources import written
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.snapshot import TaskStatus, WorkerStatus
-from aiogpu.core.wording import span, terms
+from aiogpu.core.model.ids import OWN
+from aiogpu.core.model.text import span, terms
+from aiogpu.core.model.units import written
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.status.holdings import DeviceStatus
+from aiogpu.core.status.node_status import (
+    ActorStatus,
+    ClientStatus,
+    FailureStatus,
+    PlacementStatus,
+    Program,
+    ShapeStatus,
+    TaskStatus,
+    WorkerStatus,
+    amount,
+    name_of,
+    state_of,
+)
 
 STATE_STYLES: Final = {
     **dict.fromkeys(("running", "leased", "busy", "alive", "ready"), "green"),

@@ -20,7 +20,7 @@ from aiogpu.cli.quantities import Seconds
 from aiogpu.cli.screen import Picture, is_terminal
 from aiogpu.cli.status import plain_report
 from aiogpu.cli.view import View
-from aiogpu.core.wording import span
+from aiogpu.core.model.text import span
 
 LATE: Final = 3.0
 """Seconds without an answer after which that is said."""

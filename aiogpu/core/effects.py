@@ -1,4 +1,8 @@
-"""What to do, as the scheduler answers: one small class each, imperative."""
+"""What many an event and effect consist of alone: whom it is about.
+
+A class that is another name for the same fields takes these from here, for Python
+compiles anew what it makes from fields, and a program starts with all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from aiogpu.core.about import AboutHolder, AboutReason, AboutTask, AboutWorker
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.specs import Environment
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Environment
+from aiogpu.core.resources.ledger import Lease
+
+
+@dataclass(slots=True)
+class AboutTask:
+    """One task."""
+
+    task: TaskId
+
+
+@dataclass(slots=True)
+class AboutReason:
+    """One task, and the reason for people."""
+
+    task: TaskId
+    reason: str
+
+
+@dataclass(slots=True)
+class AboutHolder:
+    """One task that asks for a lease, and under which id that is held."""
+
+    task: TaskId
+    holder: WorkerId
+
+
+@dataclass(slots=True)
+class AboutWorker:
+    """One worker."""
+
+    worker: WorkerId
+
+
+@dataclass(slots=True)
+class AboutDevice:
+    """One device: its kind, and its index among those."""
+
+    kind: str
+    index: int
 
 
 @dataclass(slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiogpu.core.about import AboutDevice, AboutTask, AboutWorker
-from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.specs import Environment, TaskSpec
+from aiogpu.core.effects import AboutDevice, AboutTask, AboutWorker
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.model.request import Environment, TaskSpec
 
 if TYPE_CHECKING:
-    from aiogpu.core.limits import Limits
+    from aiogpu.core.queue.fair_share import Limits
 
 
 @dataclass(slots=True)

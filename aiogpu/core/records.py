@@ -1,25 +1,125 @@
-"""What the scheduler remembers of each task and each worker.
+"""Where a task and a worker can be, and the legal moves between.
 
-Records are plain state. Only `move_task` and `move_worker` write a state, and only
-along the tables of `lifecycle`.
+One table per machine. A state says where something *is*, never how it got there;
+a move that the table does not hold is a bug of ours and raises. The diagrams in
+`docs/architecture.md` are these tables.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
 
-from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.lifecycle import (
-    TASK_LEADS_TO,
-    WORKER_LEADS_TO,
-    TaskState,
-    WorkerState,
-)
-from aiogpu.core.resources import BY_SHARE, GPU, Request
-from aiogpu.core.specs import Environment, Lane, TaskSpec
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.model.request import Environment, Lane, Request, TaskSpec
+from aiogpu.core.model.units import BY_SHARE, GPU
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.errors import InternalError
+
+
+class TaskState(Enum):
+    """Where a task is."""
+
+    WAITING = "waiting"
+    """In the queue; holds nothing."""
+    EXPECTING = "expecting"
+    """Results of others are its arguments, and not there yet; holds nothing."""
+    STARTING = "starting"
+    """Holds a lease; its worker is being forked. No code of it has run."""
+    QUEUED = "queued"
+    """Sent ahead to a worker that runs another; no code of it has run."""
+    RUNNING = "running"
+    """Sent to a worker; its code may be running."""
+    BLOCKED = "blocked"
+    """Its code waits for tasks that it has started; it holds no CPU meanwhile."""
+    DELAYED = "delayed"
+    """It has failed and will wait again, some time later; holds nothing."""
+    STOPPING = "stopping"
+    """Nobody wants its result any more; its code may still be running."""
+    ENDED = "ended"
+    """Its code has stopped, or never ran."""
+
+    __hash__ = object.__hash__
+
+
+class WorkerState(Enum):
+    """Where a worker is."""
+
+    STARTING = "starting"
+    """Asked for; not connected yet."""
+    IDLE = "idle"
+    """Connected; runs nothing."""
+    BUSY = "busy"
+    """Runs one task; others of its shape may be queued behind it."""
+    ENDING = "ending"
+    """Gets no more work; its process has not ended yet."""
+    SETTLING = "settling"
+    """All its processes have ended; its devices were not seen free of them yet."""
+    GONE = "gone"
+    """Its process and all that it started have ended."""
+
+    __hash__ = object.__hash__
+
+
+TASK_LEADS_TO: Final = {
+    TaskState.WAITING: (
+        TaskState.EXPECTING,
+        TaskState.STARTING,
+        TaskState.QUEUED,
+        TaskState.RUNNING,
+        TaskState.ENDED,
+    ),
+    TaskState.EXPECTING: (TaskState.WAITING, TaskState.ENDED),
+    TaskState.STARTING: (TaskState.RUNNING, TaskState.WAITING, TaskState.ENDED),
+    TaskState.QUEUED: (
+        TaskState.RUNNING,
+        TaskState.WAITING,
+        TaskState.STOPPING,
+        TaskState.ENDED,
+    ),
+    TaskState.RUNNING: (
+        TaskState.BLOCKED,
+        TaskState.STOPPING,
+        TaskState.WAITING,
+        TaskState.DELAYED,
+        TaskState.ENDED,
+    ),
+    TaskState.BLOCKED: (
+        TaskState.RUNNING,
+        TaskState.STOPPING,
+        TaskState.WAITING,
+        TaskState.DELAYED,
+        TaskState.ENDED,
+    ),
+    TaskState.DELAYED: (
+        TaskState.STARTING,
+        TaskState.RUNNING,
+        TaskState.WAITING,
+        TaskState.ENDED,
+    ),
+    TaskState.STOPPING: (TaskState.ENDED,),
+    TaskState.ENDED: (),
+}
+WORKER_LEADS_TO: Final = {
+    WorkerState.STARTING: (
+        WorkerState.IDLE,
+        WorkerState.BUSY,
+        WorkerState.ENDING,
+        WorkerState.GONE,
+    ),
+    WorkerState.IDLE: (WorkerState.BUSY, WorkerState.ENDING, WorkerState.GONE),
+    WorkerState.BUSY: (
+        WorkerState.IDLE,
+        WorkerState.ENDING,
+        WorkerState.SETTLING,
+        WorkerState.GONE,
+    ),
+    WorkerState.ENDING: (WorkerState.SETTLING, WorkerState.GONE),
+    WorkerState.SETTLING: (WorkerState.GONE,),
+    WorkerState.GONE: (),
+}
 
 Binding = tuple[Environment, tuple[tuple[str, tuple[int, ...]], ...], int]
 """What a worker is tied to for life.
@@ -154,7 +254,7 @@ def move_worker(record: WorkerRecord, state: WorkerState) -> None:
     record.state = state
 
 
-def lane_of(record: TaskRecord) -> Lane:
+def sort_key(record: TaskRecord) -> Lane:
     """Its place among all: priority, then depth."""
     return record.spec.lane if record.kin is None else record.kin.lane
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from aiogpu.core.limits import Limits
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.daemon.place import Place
 from aiogpu.engines.base import NodeOptions
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import aiogpu
-from aiogpu.core.wording import span, terms
+from aiogpu.core.model.text import span, terms
 from aiogpu.daemon.notify import Notifier
 from aiogpu.daemon.pidfile import Claim, Record, start_time
 from aiogpu.daemon.place import Place, check_socket
@@ -28,8 +28,8 @@ from aiogpu.errors import NodeClosedError, NodeStartError
 from aiogpu.runtime.meeting import BACKLOG
 
 if TYPE_CHECKING:
-    from aiogpu.core.limits import Limits
-    from aiogpu.core.snapshot import NodeStatus
+    from aiogpu.core.queue.fair_share import Limits
+    from aiogpu.core.status.node_status import NodeStatus
     from aiogpu.observe.metrics import MetricsServer
 
 _log: Final = logging.getLogger("aiogpu.daemon")

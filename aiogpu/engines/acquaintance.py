@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.runtime.call import ActorTerms, Function, Site
 from aiogpu.wire.acting import SERIAL
 

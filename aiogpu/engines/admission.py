@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import GPU_MEMORY, MEMORY
-from aiogpu.core.wording import terms
+from aiogpu.core.model.text import terms
+from aiogpu.core.model.units import GPU_MEMORY, MEMORY
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.errors import InfeasibleError, SerializationError
 from aiogpu.runtime.call import Site
 from aiogpu.wire.frames import LARGEST_PAYLOAD

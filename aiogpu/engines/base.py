@@ -10,9 +10,9 @@ from aiogpu.errors import NodeError
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.far import Far
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
@@ -253,16 +253,18 @@ class Engine(Protocol):
     def take_placement(self, site: Site, receiver: LeaseReceiver) -> int:
         """Ask for a placement; gives its id, with which `cancel` removes it.
 
-        `site.spec.shape.request.gang` is the `Gang`: its key, bundles and strategy. Who
-        runs in it has a `Within` there, with the same key and a bundle's index. The
-        receiver is told an empty payload once all bundles are held.
+        `site.spec.shape.request.gang` is the `PlacementGroupSpec`: its key, bundles and
+        strategy. Tasks that run in it have a `BundleRef` there, with the same key and a
+        bundle's index. The receiver is told an empty payload once all bundles are held.
 
         Raises:
             InfeasibleError: there will never be enough for it.
         """
         ...
 
-    def find_placement(self, name: str) -> Gang | asyncio.Future[Gang]:
+    def find_placement(
+        self, name: str
+    ) -> PlacementGroupSpec | asyncio.Future[PlacementGroupSpec]:
         """The placement of that name that outlives the program that asked for it.
 
         `take_placement` of the same has its receiver told of it.

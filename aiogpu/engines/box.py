@@ -17,9 +17,9 @@ from aiogpu.accelerators.listed import read
 from aiogpu.accelerators.nvidia import BY_BUS, ORDER, inventory
 from aiogpu.accelerators.registry import vendors
 from aiogpu.accelerators.visible import VISIBLE, entries
-from aiogpu.core.devices import Device
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.resources import GPU
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import GPU
+from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.engines.detection import detect, in_thread
 from aiogpu.runtime.origins import origins_of
 

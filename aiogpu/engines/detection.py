@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from aiogpu.accelerators.registry import is_registered
-from aiogpu.core.devices import Device
-from aiogpu.core.resources import GPU
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import GPU
 from aiogpu.errors import AiogpuError, DeviceError
 
 if TYPE_CHECKING:

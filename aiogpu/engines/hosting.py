@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.client_status import Program
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.status.node_status import Program
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
@@ -16,7 +17,7 @@ from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
-    from aiogpu.core.limits import Limits
+    from aiogpu.core.queue.fair_share import Limits
     from aiogpu.engines.base import NodeOptions
     from aiogpu.engines.local import LocalEngine
     from aiogpu.runtime.clients import Answer, Clients
@@ -50,7 +51,7 @@ def premises_of(
         OptionError: a resource is limited that the node does not have.
     """
     from aiogpu import __version__
-    from aiogpu.core.limits import Limits
+    from aiogpu.core.queue.fair_share import Limits
     from aiogpu.runtime.premises import Premises
 
     policies = {option: getattr(options, option) for option in POLICIES}

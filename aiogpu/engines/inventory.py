@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.accelerators.registry import kinds, vendors
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT, quantity
-from aiogpu.core.sizes import size
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT, quantity, size
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.detection import detect, in_thread
 from aiogpu.runtime.cpus import usable_cpus

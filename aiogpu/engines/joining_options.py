@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, written
-from aiogpu.core.sizes import size
-from aiogpu.core.wording import terms
+from aiogpu.core.model.text import terms
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, size, written
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 

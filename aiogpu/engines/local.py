@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
 from aiogpu.memory.heap import keep_pages
@@ -18,11 +18,11 @@ from aiogpu.runtime.supervisor import Supervisor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.limits import Limits
-    from aiogpu.core.scheduler import Scheduler
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.queue.fair_share import Limits
+    from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.recording import Recording
     from aiogpu.observe.recorder import Span
     from aiogpu.runtime.actor import Actor
@@ -152,7 +152,7 @@ class LocalEngine:
             site, receiver, lambda site, receiver: self.submit(site, b"", receiver)
         )
 
-    def find_placement(self, name: str) -> Gang:
+    def find_placement(self, name: str) -> PlacementGroupSpec:
         """One that outlives its program; see `Engine.find_placement`."""
         return self._open_driver.leases.standing.find(name)
 
@@ -198,7 +198,7 @@ class LocalEngine:
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        from aiogpu.core.snapshot import snapshot
+        from aiogpu.core.status.snapshot import snapshot
         from aiogpu.engines.hosting import drain_of, programs_of
         from aiogpu.runtime.actor_listing import listed_actors
 
@@ -220,7 +220,7 @@ class LocalEngine:
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        from aiogpu.core.why import why
+        from aiogpu.core.status.why import why
         from aiogpu.engines.hosting import programs_of
 
         scheduler = self._open_driver.scheduler
@@ -330,14 +330,14 @@ class LocalEngine:
 
 async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     """What decides, and what tells workers their devices."""
-    from aiogpu.core.policy import Patience
-    from aiogpu.core.resources import CPU, UNIT
-    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.model.config import SchedulerConfig
+    from aiogpu.core.model.units import CPU, UNIT
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.inventory import take_inventory
     from aiogpu.runtime.assignment import Assignment
 
     ledger, vendors = await take_inventory(options)
-    patience = Patience(
+    patience = SchedulerConfig(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
         spare_workers=options.spare_workers,

@@ -51,7 +51,7 @@ from aiogpu.worker.loans import Loans
 from aiogpu.worker.shares import Shares
 
 if TYPE_CHECKING:
-    from aiogpu.core.ledger import Ledger
+    from aiogpu.core.resources.ledger import Ledger
     from aiogpu.runtime.call import Receiver
 
 _log: Final = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from aiogpu.worker.context import current
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.family import Family
     from aiogpu.runtime.call import Site
     from aiogpu.worker.children import Children

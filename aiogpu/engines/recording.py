@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core.effects import Assign
-from aiogpu.core.ids import WorkerId
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.observe.recorder import Recorder, Span
 from aiogpu.wire.failure import STOPPED
 from aiogpu.wire.messages import Done, Failed

@@ -35,9 +35,9 @@ from aiogpu.wire.messages import (
 from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.observe.recorder import Span
     from aiogpu.runtime.call import Receiver, Site
@@ -133,10 +133,10 @@ class RemoteEngine(Membership):
 
     take_placement = take_lease
 
-    def find_placement(self, name: str) -> asyncio.Future[Gang]:
+    def find_placement(self, name: str) -> asyncio.Future[PlacementGroupSpec]:
         """One that outlives its program; see `Engine.find_placement`."""
         self.check_open()
-        found: asyncio.Future[Gang] = self.loop.create_future()
+        found: asyncio.Future[PlacementGroupSpec] = self.loop.create_future()
         self.send(FindPlacement(self.expect(Told(found, load_gang)), name))
         return found
 

@@ -11,7 +11,7 @@ from aiogpu.wire.failure import unpack_failure
 from aiogpu.wire.sharing import Discard, Fetch
 
 if TYPE_CHECKING:
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.remote import RemoteEngine
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
@@ -49,7 +49,7 @@ class RemoteLink:
 
     async def why(self, name: str, task: int) -> Why:
         """Say why a task waits."""
-        from aiogpu.core.why import Why
+        from aiogpu.core.status.why import Why
 
         return await self._engine.why(task) or Why(name, task, "ended")
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
-from aiogpu.core.devices import Share
-from aiogpu.core.lease import Lease
 from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources.devices import Share
+from aiogpu.core.resources.ledger import Lease
 
 MOST: Final = 20_000
 """Spans that are kept."""

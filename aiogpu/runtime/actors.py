@@ -8,7 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.events import Resides
-from aiogpu.core.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.resources.placement_group import room_for
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_end import died
@@ -99,7 +100,7 @@ class Actors(Register):
         request = found.site.spec.shape.request
         ledger = self._driver.scheduler.ledger
         lends = not found.site.actor.keeps_cpus
-        return ledger.room_for(request, lends), str(request)
+        return room_for(ledger, request, lends), str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:
         """See `ActorsPort.tell_room`."""

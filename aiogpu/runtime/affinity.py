@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.runtime.cpus import cgroup_folders
 
 ROOT = Path("/")

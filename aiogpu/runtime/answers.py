@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import NOTHING
 from aiogpu.core.events import Detached, TaskFinished, TaskSkipped
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.rows import end_row
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.scheduler.scheduler import finish_many
 from aiogpu.runtime.child import pass_on_all
 from aiogpu.runtime.receiver import tell_fault
 from aiogpu.runtime.values import unfinished_in
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiogpu.core.effects import Effect
+    from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.core.records import TaskRecord
-    from aiogpu.core.table import Table
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.driver import Driver
 
@@ -38,7 +38,7 @@ class Answers:
     """
 
     def __init__(
-        self, driver: Driver, loop: asyncio.AbstractEventLoop, calls: Table[Call]
+        self, driver: Driver, loop: asyncio.AbstractEventLoop, calls: ShardedDict[Call]
     ) -> None:
         self.on_end: Callable[[int, Done | Failed], None] | None = None
         self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
@@ -78,7 +78,7 @@ class Answers:
         driver.is_busy = True
         records: list[TaskRecord] = []
         try:
-            records = end_row(self._scheduler, who, ended, now, effects)
+            records = finish_many(self._scheduler, who, ended, now, effects)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             for task, _ in ended:
                 driver.faults.on_event(TaskFinished(task, who), error)

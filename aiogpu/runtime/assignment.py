@@ -9,10 +9,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.devices import Device
-from aiogpu.core.lease import Lease
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, GPU, UNIT
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import CPU, GPU, UNIT
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.runtime import mps as multi_process
 from aiogpu.runtime.affinity import Affinity
 from aiogpu.runtime.gpu_limits import held_of, limits_of, variables_of

@@ -26,8 +26,7 @@ from aiogpu.wire.payload import dump_whole
 from aiogpu.wire.retried import NONE, Retried
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
-    from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.model.request import Request, TaskSpec
     from aiogpu.runtime.slot import LiveWorker
     from aiogpu.wire.messages import Done, Failed
 

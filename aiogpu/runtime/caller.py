@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aiogpu.core.ids import OWN, ClientId
+from aiogpu.core.model.ids import OWN, ClientId
 from aiogpu.errors import AiogpuError, TaskCancelledError, WorkerDiedError
 
 if TYPE_CHECKING:

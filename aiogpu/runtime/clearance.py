@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from aiogpu.core.events import Event, Recovered, SetAside, Settled
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_thread import DeviceThread
 from aiogpu.runtime.inspection import Cleared, Report, Stuck

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiogpu.core.events import ClientJoined
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.runtime.caller import Caller
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiogpu.core.events import ClientJoined, ClientLeft
-from aiogpu.core.ids import ClientId
+from aiogpu.core.model.ids import ClientId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.claims import check_claims

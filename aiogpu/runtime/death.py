@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Final, NamedTuple
 
-from aiogpu.core.sizes import size
+from aiogpu.core.model.units import size
 from aiogpu.errors import ActorDiedError, OutOfMemoryError, WorkerDiedError
 from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import CROWDED, UNAVAILABLE, find_cause, tell

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from aiogpu.accelerators.base import Accelerator, DeviceWatch, Health, Sample
-from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import DeviceSet
 
 _log: Final = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 from aiogpu.accelerators.base import Accelerator
-from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.runtime.device_eyes import DeviceEyes, Key
 from aiogpu.runtime.inspection import Inspection, Report
 from aiogpu.runtime.rounds import Round, Rounds

@@ -26,11 +26,10 @@ from aiogpu.core.events import (
     WorkerSpoilt,
     WorkerStarted,
 )
-from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.rows import push_row
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Environment
-from aiogpu.core.table import Table
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.model.request import Environment
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.scheduler.scheduler import Scheduler, submit_many
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
@@ -93,7 +92,7 @@ class Driver:
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
         clearance.tell(self.feed)
         self.shortages = Shortages(scheduler)
-        self._calls: Table[Call] = Table()
+        self._calls: ShardedDict[Call] = ShardedDict()
         self.streams = Streams(self._calls, pool.orders)
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, pool.orders, self.feed
@@ -242,7 +241,7 @@ class Driver:
         if self.is_busy:
             return range(0)
         first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
-        if not push_row(self.scheduler, first, count, site.spec, now, client):
+        if not submit_many(self.scheduler, first, count, site.spec, now, client):
             return range(0)
         self._last_task += count
         self._calls.extend(first, calls)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from aiogpu.core.ids import PROGRAM
-from aiogpu.core.specs import Environment
+from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.model.request import Environment
 
 AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 """Prefixes of what the dynamic linker, the C library and Python read."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import DeserializationError, ProtocolError, TaskCancelledError
 from aiogpu.runtime.child import Carrying, Child
 from aiogpu.runtime.values import Value, find, known

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from aiogpu.core.ids import ClientId, TaskId
+from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.errors import (
     ActorNameError,
     AiogpuError,

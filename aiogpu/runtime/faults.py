@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core import effects
 from aiogpu.core.events import Cancelled, Event, TaskFinished
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.receiver import internal_error, tell_safely
 from aiogpu.wire.acting import Ask, Find
@@ -24,8 +24,8 @@ from aiogpu.wire.sharing import Fetch
 
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect
-    from aiogpu.core.scheduler import Scheduler
-    from aiogpu.core.table import Table
+    from aiogpu.core.queue.sharded_dict import ShardedDict
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.caller import Caller
     from aiogpu.runtime.pool import Pool
@@ -43,7 +43,7 @@ class Faults:
     def __init__(
         self,
         scheduler: Scheduler,
-        calls: Table[Call],
+        calls: ShardedDict[Call],
         pool: Pool,
         sending: Sending,
         feed: Callable[[Event], None],

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from aiogpu.core.devices import DeviceSet
-from aiogpu.core.lease import Lease
-from aiogpu.core.resources import BY_SHARE, GPU, UNIT
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease
 
 JAX_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_FRACTION_TOO: Final = "XLA_CLIENT_MEM_FRACTION"

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from aiogpu.core.events import Outgrown
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.lifecycle import WorkerState
-from aiogpu.core.records import WorkerRecord
-from aiogpu.core.resources import GPU
-from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.units import GPU
+from aiogpu.core.records import WorkerRecord, WorkerState
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_thread import DeviceThread

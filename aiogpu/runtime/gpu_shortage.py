@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.resources import BY_SHARE, GPU, UNIT
-from aiogpu.core.sizes import size
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, size
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.gpu_limits import held_of, limits_of
 from aiogpu.wire.failure import RAISED, pack_failure
 
 if TYPE_CHECKING:
-    from aiogpu.core.devices import Device
-    from aiogpu.core.lease import Lease
-    from aiogpu.core.ledger import Ledger
+    from aiogpu.core.model.request import Device
     from aiogpu.core.records import WorkerRecord
-    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.resources.ledger import Lease, Ledger
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.call import Call
     from aiogpu.wire.messages import Failed
     from aiogpu.wire.shortage import RanOut

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from aiogpu.core.wording import printable
+from aiogpu.core.model.text import printable
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.burst import HEARING, Burst
 from aiogpu.runtime.console import Console

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiogpu.core import effects
 from aiogpu.core.events import Event, LeaseReturned
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.table import Table
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.runtime.call import Call, Receiver
 from aiogpu.runtime.placements import Placements
 from aiogpu.runtime.remains import Remains
@@ -77,7 +77,7 @@ class Leases:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        calls: Table[Call],
+        calls: ShardedDict[Call],
         assignment: Assignment,
         clearance: Clearance | Unasked,
         feed: Callable[[Event], None],

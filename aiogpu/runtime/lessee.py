@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import AiogpuError, InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.child import Child

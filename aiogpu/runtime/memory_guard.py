@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from aiogpu.core.events import MemoryShort
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.lifecycle import WorkerState
-from aiogpu.core.records import WorkerRecord
-from aiogpu.core.resources import MEMORY, UNIT
-from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import MEMORY, UNIT
+from aiogpu.core.records import WorkerRecord, WorkerState
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.runtime.death import Death, describe_out_of_memory
 from aiogpu.runtime.memory_watch import MemoryWatch, Running

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 
 PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
 THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -12,7 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.errors import AiogpuError, InternalError
 from aiogpu.runtime.call import Call, Function, Receiver, Site
 from aiogpu.runtime.caller import Caller

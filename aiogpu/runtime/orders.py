@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker

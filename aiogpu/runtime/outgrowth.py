@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from aiogpu.core.sizes import size
+from aiogpu.core.model.units import size
 from aiogpu.runtime.owners import Use
 
 OVERHEAD: Final = 1 << 30

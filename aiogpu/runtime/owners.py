@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.observed import OtherProcess
+from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.runtime.origins import Origin
 
 FOREIGN_IDS: Final = (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple
 
-from aiogpu.core.ids import ClientId, TaskId
-from aiogpu.core.wording import in_words
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.text import in_words
 from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.far import Far

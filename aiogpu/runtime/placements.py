@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.core import effects
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
 
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect
-    from aiogpu.core.specs import TaskSpec
-    from aiogpu.core.table import Table
+    from aiogpu.core.model.request import TaskSpec
+    from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.leases import LeaseReceiver
 
@@ -24,7 +24,7 @@ class Placements:
         ways: how each effect of the core that concerns them is carried out.
     """
 
-    def __init__(self, calls: Table[Call]) -> None:
+    def __init__(self, calls: ShardedDict[Call]) -> None:
         self._calls = calls
         self._held: dict[TaskId, tuple[WorkerId, int]] = {}
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from aiogpu.core.specs import Environment
+from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
 from aiogpu.runtime import cause
 from aiogpu.runtime.autopsy import Autopsy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aiogpu.core.limits import Limits
+from aiogpu.core.queue.fair_share import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from aiogpu.core.ids import PROGRAM
+from aiogpu.core.model.ids import PROGRAM
 
 PASSING: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 """Variables that differ between two starts of the same program from one shell."""

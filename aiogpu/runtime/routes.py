@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.node import Node
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.records import TaskRecord
+from aiogpu.core.scheduler.state import SchedulerState
 from aiogpu.runtime.console import Source
 from aiogpu.runtime.task_log import TaskLog
 from aiogpu.wire.messages import Message
@@ -59,7 +59,7 @@ class Routes:
         log: keeps every line of every task; None for nobody.
     """
 
-    def __init__(self, node: Node, readers: Mapping[int, Reader]) -> None:
+    def __init__(self, node: SchedulerState, readers: Mapping[int, Reader]) -> None:
         self.log: TaskLog | None = None
         self._node = node
         self._readers = readers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aiogpu.runtime.call import Call, Receiver, Site
 
 if TYPE_CHECKING:
-    from aiogpu.core.ready import Bucket
+    from aiogpu.core.queue.ready import Bucket
 
 
 class Row:

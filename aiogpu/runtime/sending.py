@@ -9,9 +9,9 @@ from aiogpu.core import effects
 from aiogpu.core.effects import Effect
 
 if TYPE_CHECKING:
-    from aiogpu.core.ids import TaskId, WorkerId
-    from aiogpu.core.scheduler import Scheduler
-    from aiogpu.core.table import Table
+    from aiogpu.core.model.ids import TaskId, WorkerId
+    from aiogpu.core.queue.sharded_dict import ShardedDict
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.call import Call
@@ -32,7 +32,7 @@ class Sending:
     def __init__(  # noqa: PLR0917 - all that a task has to do with
         self,
         scheduler: Scheduler,
-        calls: Table[Call],
+        calls: ShardedDict[Call],
         pool: Pool,
         actors: Actors,
         assignment: Assignment,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.core.gang import Gang
-from aiogpu.core.gangs import REMOVED, UNKNOWN
+from aiogpu.core.model.request import PlacementGroupSpec
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.errors import PlacementNameError, PlacementRemovedError
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class Standing:
 
     pid = 0
 
-    def __init__(self, placements: StandingPlacements, gang: Gang) -> None:
+    def __init__(
+        self, placements: StandingPlacements, gang: PlacementGroupSpec
+    ) -> None:
         self.task = 0
         self.gang = gang
         self._placements = placements
@@ -100,7 +102,7 @@ class StandingPlacements:
             PlacementRemovedError: it was removed meanwhile.
             InfeasibleError: there will never be enough for it.
         """
-        gang = cast("Gang", site.spec.shape.request.gang)
+        gang = cast("PlacementGroupSpec", site.spec.shape.request.gang)
         known = self._by_name.get(gang.name)
         if known is not None and known.gang.key == gang.key:
             known.watch(receiver)
@@ -120,7 +122,7 @@ class StandingPlacements:
             self._by_task[standing.task] = standing
         return standing.task
 
-    def find(self, name: str) -> Gang:
+    def find(self, name: str) -> PlacementGroupSpec:
         """The one of that name.
 
         Raises:

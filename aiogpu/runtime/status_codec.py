@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.actor_status import ActorStatus
-from aiogpu.core.client_status import ClientStatus
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.limits import Limits
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.outage import OutageStatus
-from aiogpu.core.placement_status import BundleStatus, PlacementStatus
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.shortage import ReservationStatus, Shortage
-from aiogpu.core.snapshot import NodeStatus, TaskStatus, WorkerStatus
-from aiogpu.core.why import Why
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
+from aiogpu.core.status.node_status import (
+    ActorStatus,
+    BundleStatus,
+    ClientStatus,
+    FailureStatus,
+    NodeStatus,
+    OutageStatus,
+    PlacementStatus,
+    ReservationStatus,
+    ShapeStatus,
+    TaskStatus,
+    WorkerStatus,
+)
+from aiogpu.core.status.why import Shortage, Why
 from aiogpu.wire.frames import RecordCodec
 
 status_codec: Final = RecordCodec(

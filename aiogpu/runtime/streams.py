@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.table import Table
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.runtime.call import Call, pass_on
 from aiogpu.runtime.orders import Orders
 from aiogpu.runtime.slot import LiveWorker
@@ -13,7 +13,7 @@ from aiogpu.wire.streaming import Items
 class Streams:
     """The tasks and calls of one node whose generators yield."""
 
-    def __init__(self, calls: Table[Call], orders: Orders) -> None:
+    def __init__(self, calls: ShardedDict[Call], orders: Orders) -> None:
         self._calls = calls
         self._orders = orders
 

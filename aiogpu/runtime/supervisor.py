@@ -21,8 +21,8 @@ from aiogpu.runtime.unasked import Unasked
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
-    from aiogpu.core.observed import Observations
-    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.core.status.holdings import Observations
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.clients import Answer, Clients

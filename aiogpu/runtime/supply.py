@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiogpu.core.events import Cancelled, Supplied
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.runtime.line import is_complete, oversized
 from aiogpu.wire.parcel import Parcel
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Final
 
 from aiogpu.core.events import Event, Revoked
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.table import Table
-from aiogpu.core.workers import Workers
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.scheduler.workers import Workers
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.orders import Orders
 from aiogpu.wire.frames import LARGE
@@ -31,7 +31,7 @@ class TakingBack:
         self,
         loop: asyncio.AbstractEventLoop,
         workers: Workers,
-        calls: Table[Call],
+        calls: ShardedDict[Call],
         orders: Orders,
         feed: Callable[[Event], None],
     ) -> None:

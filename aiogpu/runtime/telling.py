@@ -6,8 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.failures import Failures
-from aiogpu.core.ids import OWN, TaskId, WorkerId
+from aiogpu.core.model.ids import OWN, TaskId, WorkerId
+from aiogpu.core.status.node_status import Failures
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.receiver import tell_fault
@@ -16,7 +16,7 @@ from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.core import effects
-    from aiogpu.core.table import Table
+    from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
     from aiogpu.runtime.memory_guard import MemoryGuard
@@ -35,7 +35,7 @@ class Telling:
         routes: tells other programs; None where there are none.
     """
 
-    def __init__(self, calls: Table[Call], guard: MemoryGuard) -> None:
+    def __init__(self, calls: ShardedDict[Call], guard: MemoryGuard) -> None:
         self.deaths: dict[WorkerId, Death] = {}
         self.gpu_guard: GpuMemoryGuard | None = None
         self.failures = Failures()

@@ -9,11 +9,20 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
-from aiogpu.core.gang import ANY, MOST_BUNDLES, STRATEGIES, Bundle, Gang, Within
-from aiogpu.core.ids import PROGRAM
-from aiogpu.core.resources import GPU, UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.where import Where
+from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.model.request import (
+    ANY,
+    MOST_BUNDLES,
+    STRATEGIES,
+    Bundle,
+    BundleRef,
+    DeviceSelector,
+    PlacementGroupSpec,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Function, Site, new_function_id, new_site_id
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
@@ -118,7 +127,7 @@ class Terms(NamedTuple):
             self.devices,
             self.accelerator_type,
             self.spread,
-            None if self.where is None else Where(*self.where),
+            None if self.where is None else DeviceSelector(*self.where),
             self.gpu_memory,
             None if self.gang is None else _gang_of(self.gang),
         )
@@ -164,9 +173,9 @@ def _may_be(terms: Terms) -> bool:
     )
 
 
-def _may_be_in(terms: Terms, gang: Gang | Within) -> bool:
+def _may_be_in(terms: Terms, gang: PlacementGroupSpec | BundleRef) -> bool:
     """Whether it is a gang, and asks for what that is; or a member of one."""
-    if isinstance(gang, Within):
+    if isinstance(gang, BundleRef):
         return gang.bundle >= ANY and not terms.is_lease
     scalars = [n for each in gang.bundles for _, n in each.scalars]
     shares = [n for each in gang.bundles for _, n in each.devices]
@@ -191,26 +200,28 @@ def _holds_something(bundle: Bundle) -> bool:
     return GPU in dict(bundle.devices) and min(others, default=1) > 0
 
 
-def _gang(gang: Gang | Within) -> tuple[Any, ...]:
+def _gang(gang: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
     """A gang, or which bundle of one, as plain values."""
-    if isinstance(gang, Within):
+    if isinstance(gang, BundleRef):
         return gang.key, gang.name, gang.bundle, "", ()
     return gang.key, gang.name, ANY, gang.strategy, tuple(map(tuple, gang.bundles))
 
 
-def _gang_of(told: tuple[Any, ...]) -> Gang | Within:
+def _gang_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
     key, name, bundle, strategy, bundles = told
     if not bundles:
-        return Within(key, name, bundle)
-    return Gang(key, name, strategy, tuple(Bundle(*each) for each in bundles))
+        return BundleRef(key, name, bundle)
+    return PlacementGroupSpec(
+        key, name, strategy, tuple(Bundle(*each) for each in bundles)
+    )
 
 
-def dump_gang(gang: Gang) -> bytes:
+def dump_gang(gang: PlacementGroupSpec) -> bytes:
     """A gang as bytes, without pickle."""
     return dump_plain(_gang(gang))
 
 
-def load_gang(data: bytes) -> Gang:
+def load_gang(data: bytes) -> PlacementGroupSpec:
     """Undo `dump_gang`.
 
     Raises:
@@ -218,7 +229,7 @@ def load_gang(data: bytes) -> Gang:
     """
     told: Any = load_plain(data)
     gang = _gang_of(told) if fits(told, _GANG) and told is not None else None
-    if not isinstance(gang, Gang):
+    if not isinstance(gang, PlacementGroupSpec):
         raise ProtocolError("what was told of a placement is not said as it must be")
     return gang
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiogpu.core.events import Event
-    from aiogpu.core.ids import WorkerId
-    from aiogpu.core.lease import Lease
+    from aiogpu.core.model.ids import WorkerId
+    from aiogpu.core.resources.ledger import Lease
 
 
 class Unasked:

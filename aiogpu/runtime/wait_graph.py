@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.errors import DeadlockError
 from aiogpu.runtime.actor_state import ActorState
 
 if TYPE_CHECKING:
-    from aiogpu.core.scheduler import Scheduler
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.actor_call import ActorCall
     from aiogpu.runtime.actors import Actors

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
-from aiogpu.core.ids import PROGRAM
-from aiogpu.core.specs import Environment
+from aiogpu.core.model.ids import PROGRAM
+from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.console import Console

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.resources import GPU, UNIT
-from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.core.records import TaskState, WorkerState
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing.paper import News, PaperTask, PaperWorker
 
 ENDS: Final = ("settled", "lost", "deadlocked")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from aiogpu.core import effects, events
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.records import Binding
-from aiogpu.core.specs import Environment, TaskSpec
 
 News = Literal[
     "settled",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 from aiogpu.core import effects, events
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Environment
+from aiogpu.core.model.units import GPU
 from aiogpu.core.records import binding_of
-from aiogpu.core.resources import GPU
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Environment
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.onlooker import Onlooker
 from aiogpu.testing.paper import NEWS, PaperWorker

@@ -12,26 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from aiogpu.core import events
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import OWN, ClientId, TaskId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.limits import Limits
-from aiogpu.core.pace import Pace
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import (
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.request import (
+    Device,
+    DeviceSelector,
+    DurationEstimate,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import (
     BY_SHARE,
     CPU,
     GPU,
     TYPE_PREFIX,
     UNIT,
-    Request,
     device_quantity,
+    parse_size,
     quantity,
 )
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.sizes import parse_size
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.where import Where
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.resources.placement_group import why_infeasible
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.paper import PaperTask, PaperWorker
@@ -59,7 +64,7 @@ class World(Stage):
         gpu_memory: int | str = 0,
         devices: Sequence[Device] | None = None,
         resources: Mapping[str, float] | None = None,
-        patience: Patience | None = None,
+        patience: SchedulerConfig | None = None,
         starts: bool = True,
         exits: bool = True,
         revokes: bool = True,
@@ -80,7 +85,7 @@ class World(Stage):
         self.exits = exits
         self.revokes = revokes
         self.took = took
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, DurationEstimate] = {}
 
     def __repr__(self) -> str:
         return f"<World at {self.now:g}s: {self.scheduler!r}>"
@@ -93,7 +98,7 @@ class World(Stage):
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
         accelerator_type: str | None = None,
-        where: Where | None = None,
+        where: DeviceSelector | None = None,
         gpu_memory: int | str = 0,
         retries_oom: bool = False,
         strategy: Literal["pack", "spread"] = "pack",
@@ -126,7 +131,7 @@ class World(Stage):
             gpu_memory=_bytes(gpu_memory),
         )
         shape = Shape(request, tuple(sorted((environment or {}).items())))
-        pace = self._paces.setdefault(function, Pace())
+        pace = self._paces.setdefault(function, DurationEstimate())
         spec = TaskSpec(
             *(name, shape, function, max_calls, max_retries, priority, timeout),
             *(cancel_grace, is_detached, is_endless, retries_oom, pace, is_lease),
@@ -141,7 +146,7 @@ class World(Stage):
         client: int,
     ) -> None:
         name, request = spec.name, spec.shape.request
-        if reason := self.scheduler.ledger.why_infeasible(request):
+        if reason := why_infeasible(self.scheduler.ledger, request):
             raise InfeasibleError(f"{name!r} can never run: {reason}")
         by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)

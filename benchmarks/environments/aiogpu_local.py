@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import aiogpu
-from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.effects import Assign
 from aiogpu.core.events import Submitted, TaskFinished, WorkerStarted
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, GPU, quantity
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import NodeStatus
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Device, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, GPU, quantity
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.status.node_status import NodeStatus
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
 from benchmarks.port import (
     Call,

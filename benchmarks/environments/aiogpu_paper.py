@@ -14,13 +14,13 @@ from time import perf_counter_ns
 from typing import Final
 
 from aiogpu.core import effects, events
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, GPU, device_quantity, quantity
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.engines.local import WARM
 from benchmarks.port import Need
 
@@ -40,7 +40,7 @@ class AiogpuPaper:
     def __init__(self, num_cpus: int, num_gpus: int) -> None:
         gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
         ledger = Ledger({CPU: quantity("num_cpus", num_cpus)}, [gpus])
-        patience = Patience(idle_workers=WARM + num_cpus)
+        patience = SchedulerConfig(idle_workers=WARM + num_cpus)
         self.spent = 0
         self._scheduler = Scheduler(ledger, patience)
         self._now = 0.0

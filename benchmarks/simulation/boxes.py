@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.rule import Line
 from benchmarks.simulation.trace import Trace
 

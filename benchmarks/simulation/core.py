@@ -1,4 +1,4 @@
-"""The node's own rule: `aiogpu.core.scheduler`, told what happens and when.
+"""The node's own rule: `aiogpu.core.scheduler.scheduler`, told what happens and when.
 
 Processes are of paper: one starts and ends in no time. Every task asks for a CPU
 beside its GPUs, has a process of its own, as tasks with GPUs have by default, and
@@ -14,13 +14,13 @@ from time import thread_time_ns
 from typing import Final
 
 from aiogpu.core import effects, events
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import CPU, GPU, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, GPU, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
 from benchmarks.simulation.trace import Trace
 
 CPUS: Final = 16
@@ -41,7 +41,7 @@ class Core:
     def __init__(self, trace: Trace) -> None:
         gpus = DeviceSet(GPU, [Device(index) for index in range(trace.gpus)])
         ledger = Ledger({CPU: CPUS * trace.gpus * UNIT}, [gpus])
-        self.scheduler = Scheduler(ledger, Patience())
+        self.scheduler = Scheduler(ledger, SchedulerConfig())
         self.free: Sequence[int] = gpus.free
         self.spent = self.told = self.longest = 0
         self._specs = [

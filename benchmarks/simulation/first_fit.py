@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.rule import Line
 from benchmarks.simulation.trace import Trace
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Final
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.rule import Rule
 from benchmarks.simulation.trace import Trace
 

@@ -13,7 +13,7 @@ from math import pi, sin
 from random import Random
 from typing import Final
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 
 
 @dataclass(frozen=True, slots=True)

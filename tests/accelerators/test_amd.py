@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators import AMD_INSTINCT_MI210, AMD_INSTINCT_MI300x
 from aiogpu.accelerators.amd import Amd
 from aiogpu.accelerators.base import Accelerator
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators import HUAWEI_NPU_910B
 from aiogpu.accelerators.ascend import Ascend
 from aiogpu.accelerators.base import Accelerator
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 

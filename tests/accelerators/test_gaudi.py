@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators import INTEL_GAUDI
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.gaudi import Gaudi
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia, inventory
 from aiogpu.accelerators.nvml.watch import NvmlWatch
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators import INTEL_MAX_1100, INTEL_MAX_1550
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.intel_gpu import IntelGpu
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 MAX_1550 = "Intel(R) Data Center GPU Max 1550"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.accelerators.listed import choose, entries, is_left_alone, joined
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
 THERE = tuple(Device(number, name="x") for number in range(3))

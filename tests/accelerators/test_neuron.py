@@ -13,7 +13,7 @@ from aiogpu.accelerators import AWS_NEURON_CORE
 from aiogpu.accelerators import neuron as neuron_file
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.neuron import Neuron
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 GIB = 1 << 30

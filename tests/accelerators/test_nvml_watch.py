@@ -8,7 +8,7 @@ import pytest
 
 from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.accelerators.nvml.watch import NvmlWatch, is_alive
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from tests.accelerators.stub_nvml import (
     GIB,
     StubGpu,

@@ -9,7 +9,7 @@ import pytest
 from aiogpu.accelerators import GOOGLE_TPU_V4, GOOGLE_TPU_V5LITEPOD, GOOGLE_TPU_V7X
 from aiogpu.accelerators.base import Accelerator
 from aiogpu.accelerators.tpu import Tpu
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError, OptionError
 
 

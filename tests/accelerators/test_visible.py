@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.accelerators.visible import Inventory, MigGpu, entries, require, resolve
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 
 A = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"

@@ -8,7 +8,7 @@ from typing import Any
 from aiogpu.api.actor import ActorHandle
 from aiogpu.api.face import Face
 from aiogpu.api.handle import Handle
-from aiogpu.core.why import Why
+from aiogpu.core.status.why import Why
 from aiogpu.errors import ActorDiedError
 from aiogpu.wire.payload import NOTHING, dump_result, load_arguments
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.why import Why
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.status.why import Why
 from aiogpu.errors import InfeasibleError
 from aiogpu.runtime.call import Function, Receiver, Site, new_function_id, new_site_id
 

@@ -14,7 +14,7 @@ import pytest
 import aiogpu
 from aiogpu.api.handle import Handle
 from aiogpu.api.nested import ChildHandle
-from aiogpu.core.why import Why
+from aiogpu.core.status.why import Why
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.wire.payload import dump_result
 from aiogpu.worker.context import Context, current

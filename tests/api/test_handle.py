@@ -18,7 +18,7 @@ import pytest
 
 import aiogpu
 from aiogpu.api.handle import Handle
-from aiogpu.core.why import Why
+from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
 from aiogpu.wire.payload import dump_result
 

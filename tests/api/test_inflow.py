@@ -9,7 +9,7 @@ import pytest
 
 from aiogpu.api.inflow import Inflow
 from aiogpu.api.stream import Stream
-from aiogpu.core.why import Why
+from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.wire.payload import NOTHING, dump_result
 

@@ -21,8 +21,8 @@ from aiogpu.api.options import (
     check_options,
     check_seconds,
 )
-from aiogpu.core.resources import BY_SHARE
-from aiogpu.core.specs import TaskSpec
+from aiogpu.core.model.request import TaskSpec
+from aiogpu.core.model.units import BY_SHARE
 from aiogpu.errors import OptionError
 
 

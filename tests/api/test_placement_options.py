@@ -10,8 +10,8 @@ import aiogpu
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
-from aiogpu.core.gang import MOST_BUNDLES, Within
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.model.request import MOST_BUNDLES, BundleRef, Request
+from aiogpu.core.model.units import UNIT
 
 
 def group(*bundles: dict[str, Any]) -> Placement:
@@ -135,4 +135,4 @@ def test_a_cpu_is_asked_for_where_there_is_one(
     within = group({"GPU": 1, "CPU": 1}, {"GPU": 0.5})
     request = asked(placement=within, bundle=bundle, **options)
     assert dict(request.scalars).get("CPU", 0) == cpus
-    assert request.gang == Within("key", "group", bundle)
+    assert request.gang == BundleRef("key", "group", bundle)

@@ -11,7 +11,7 @@ import aiogpu
 from aiogpu.accelerators import registry
 from aiogpu.api.node_options import check_declared
 from aiogpu.api.options import TaskOptions, check_options
-from aiogpu.core.specs import TaskSpec
+from aiogpu.core.model.request import TaskSpec
 from aiogpu.errors import OptionError
 from aiogpu.worker.context import current
 from tests.accelerators.test_vendors import Fpga

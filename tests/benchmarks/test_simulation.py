@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from click.testing import CliRunner
 
-from aiogpu.core.resources import UNIT
+from aiogpu.core.model.units import UNIT
 from benchmarks.simulation.__main__ import main, simulate
 from benchmarks.simulation.boxes import GPUS, Boxes, RayBoxes
 from benchmarks.simulation.core import Core

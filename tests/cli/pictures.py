@@ -9,15 +9,18 @@ import pytest
 
 import aiogpu
 from aiogpu.cli import joining
-from aiogpu.core.actor_status import ActorStatus
-from aiogpu.core.client_status import ClientStatus
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.limits import Limits
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import NodeStatus, TaskStatus, WorkerStatus
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
+from aiogpu.core.status.node_status import (
+    ActorStatus,
+    ClientStatus,
+    FailureStatus,
+    NodeStatus,
+    ReservationStatus,
+    ShapeStatus,
+    TaskStatus,
+    WorkerStatus,
+)
 
 GIB = 2**30
 JOB = 1 << 26

@@ -15,8 +15,8 @@ import pytest
 
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.cli.gpus import as_data, lines
-from aiogpu.core.devices import Device
-from aiogpu.core.observed import OtherProcess
+from aiogpu.core.model.request import Device
+from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.engines.box import Box, Seen, place_of
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus

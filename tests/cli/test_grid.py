@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 
 from aiogpu.cli.grid import Column, Table, cut, fitted, grid, plain
-from aiogpu.core.wording import printable
+from aiogpu.core.model.text import printable
 
 TABLE = Table(
     (

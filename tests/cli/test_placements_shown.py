@@ -9,7 +9,8 @@ from aiogpu.cli.data import placement_data
 from aiogpu.cli.grid import Line, grid
 from aiogpu.cli.listing import KINDS
 from aiogpu.cli.sections import sections
-from aiogpu.core.snapshot import NodeStatus, snapshot
+from aiogpu.core.status.node_status import NodeStatus
+from aiogpu.core.status.snapshot import snapshot
 from tests.core.ganged import GangWorld
 
 

@@ -11,7 +11,7 @@ import aiogpu
 from aiogpu.cli import joining
 from aiogpu.cli.gpus import as_data, lines
 from aiogpu.cli.shares import Shares, ask_shares
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.engines.box import Box, Seen
 from tests.cli.pictures import BUSY, GIB, stand_in
 

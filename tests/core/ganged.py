@@ -2,9 +2,17 @@
 
 from dataclasses import replace
 
-from aiogpu.core.gang import ANY, PACK, Bundle, Gang, Within
-from aiogpu.core.resources import CPU, GPU, Request, device_quantity, quantity
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.request import (
+    ANY,
+    PACK,
+    Bundle,
+    BundleRef,
+    PlacementGroupSpec,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import CPU, GPU, device_quantity, quantity
 from aiogpu.testing import World
 
 
@@ -25,9 +33,11 @@ def bundle(amounts: dict[str, float]) -> Bundle:
     return Bundle.of(request_of(amounts, of_type, gpu_memory=memory))
 
 
-def gang_of(*bundles: dict[str, float], strategy: str = PACK, name="gang") -> Gang:
+def gang_of(
+    *bundles: dict[str, float], strategy: str = PACK, name="gang"
+) -> PlacementGroupSpec:
     """A gang of that name, which is its key as well."""
-    return Gang(name, name, strategy, tuple(map(bundle, bundles)))
+    return PlacementGroupSpec(name, name, strategy, tuple(map(bundle, bundles)))
 
 
 class GangWorld(World):
@@ -72,7 +82,7 @@ class GangWorld(World):
     ) -> None:
         """Submit a task by a new name that takes what it asks for from a bundle."""
         request = request or request_of({CPU: num_cpus, GPU: num_gpus})
-        request = replace(request, gang=Within(gang, gang, index))
+        request = replace(request, gang=BundleRef(gang, gang, index))
         by = self.tasks[parent].id if parent else None
         expected = None if needs is None else tuple(self.tasks[n].id for n in needs)
         spec = TaskSpec(name, Shape(request), **options)

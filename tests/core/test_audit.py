@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.records import TaskState
 from aiogpu.testing import World
 
 

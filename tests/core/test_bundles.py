@@ -7,19 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.core.bundles import (
-    give_back_gang,
-    parts_for,
+from aiogpu.core.model.request import (
+    ANY,
+    SPREAD,
+    STRICT_PACK,
+    STRICT_SPREAD,
+    BundleRef,
+    Device,
+)
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.resources.placement_group import (
+    Layout,
+    bundles_for,
+    give_back_group,
+    room_for,
     roomiest,
-    take_gang,
+    take_group,
     take_grouped,
+    why_infeasible,
     would_help,
 )
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.gang import ANY, SPREAD, STRICT_PACK, STRICT_SPREAD, Within
-from aiogpu.core.layout import Layout
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import UNIT
 from tests.core.ganged import bundle, gang_of, request_of
 
 GIB = 1 << 30
@@ -49,7 +58,7 @@ def take_in(ledger, index=ANY, key="gang", **amounts):
         if name in amounts
     }
     request = request_of(amounts, **options)
-    lease = take_grouped(ledger, replace(request, gang=Within(key, key, index)))
+    lease = take_grouped(ledger, replace(request, gang=BundleRef(key, key, index)))
     ledger.check()
     return lease
 
@@ -71,7 +80,7 @@ def test_a_gang_holds_all_of_its_bundles():
     lease = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
     assert where(lease) == [[0], [1]]
     assert ledger.available() == {"CPU": 2.0, "GPU": 0.5}
-    give_back_gang(ledger, lease)
+    give_back_group(ledger, lease)
     assert ledger.available() == {"CPU": 4.0, "GPU": 2.0}
     assert not ledger.gangs
     ledger.check()
@@ -153,7 +162,7 @@ def test_a_member_of_any_bundle_takes_the_first_with_room():
 def test_nobody_is_in_a_gang_that_is_not_there():
     ledger = ledger_of()
     assert take_in(ledger, GPU=0.5) is None
-    assert parts_for(ledger, Within("gang", "gang")) == ()
+    assert bundles_for(ledger, BundleRef("gang", "gang")) == ()
 
 
 def test_a_member_lends_its_cpus_within_its_bundle():
@@ -185,9 +194,9 @@ def test_a_bundle_of_a_type_has_its_members_on_that():
     lease = take(ledger, {"GPU": 1, "type": "A100"}, {"GPU": 1})
     assert where(lease) == [[1], [0]]
     assert take_in(ledger, 0, GPU=1, accelerator_type="A100") is not None
-    request = replace(request_of({"GPU": 1}, "A100"), gang=Within("gang", "gang", 1))
+    request = replace(request_of({"GPU": 1}, "A100"), gang=BundleRef("gang", "gang", 1))
     assert take_grouped(ledger, request) is None
-    reason = ledger.why_infeasible(request)
+    reason = why_infeasible(ledger, request)
     assert "no bundle that it may use could hold it" in reason
     assert "1: {GPU: 1} on GPU 0 of type T4" in reason
     assert roomiest(ledger, request) is None
@@ -214,22 +223,22 @@ def test_devices_that_are_set_aside_serve_no_member():
     ],
 )
 def test_what_can_never_be_granted(bundles, strategy, reason):
-    told = ledger_of().why_infeasible(gang_of(*bundles, strategy=strategy).request())
+    told = why_infeasible(ledger_of(), gang_of(*bundles, strategy=strategy).request())
     assert told is None if reason is None else reason in told
 
 
 def test_how_many_members_there_is_room_for():
     ledger = ledger_of()
-    within = Within("gang", "gang")
+    within = BundleRef("gang", "gang")
     quarter = replace(request_of({"GPU": 0.25, "CPU": 1}), gang=within)
-    assert ledger.room_for(quarter) == 1
+    assert room_for(ledger, quarter) == 1
     gang = take(ledger, {"GPU": 1, "CPU": 2}, {"GPU": 0.5})
-    assert ledger.room_for(gang.request) == 1
-    assert ledger.room_for(quarter) == 2
-    assert ledger.room_for(quarter, are_lent=True) == 4
+    assert room_for(ledger, gang.request) == 1
+    assert room_for(ledger, quarter) == 2
+    assert room_for(ledger, quarter, are_lent=True) == 4
     cpu = replace(request_of({"CPU": 1}), gang=within)
-    assert ledger.room_for(cpu) == 2
-    assert ledger.room_for(cpu, are_lent=True) is None
+    assert room_for(ledger, cpu) == 2
+    assert room_for(ledger, cpu, are_lent=True) is None
 
 
 def test_whom_a_lease_would_help():
@@ -241,16 +250,16 @@ def test_whom_a_lease_would_help():
     other = gang_of({"CPU": 4}, name="other").request()
 
     def within(key, index):
-        return replace(request_of({"GPU": 0.5}), gang=Within(key, key, index))
+        return replace(request_of({"GPU": 0.5}), gang=BundleRef(key, key, index))
 
-    assert would_help(plain, other)
-    assert not would_help(member, other)
-    assert not ledger.would_help(member, request_of({"GPU": 1}))
-    assert would_help(member, within("gang", 0))
-    assert would_help(member, within("gang", ANY))
-    assert not would_help(member, within("gang", 1))
-    assert not would_help(member, within("other", 0))
-    assert not would_help(plain, within("gang", 0))
+    assert would_help(ledger, plain, other)
+    assert not would_help(ledger, member, other)
+    assert not would_help(ledger, member, request_of({"GPU": 1}))
+    assert would_help(ledger, member, within("gang", 0))
+    assert would_help(ledger, member, within("gang", ANY))
+    assert not would_help(ledger, member, within("gang", 1))
+    assert not would_help(ledger, member, within("other", 0))
+    assert not would_help(ledger, plain, within("gang", 0))
 
 
 def test_what_a_bundle_could_hold():
@@ -268,9 +277,9 @@ def test_how_they_are_told():
     assert str(gang) == "[{CPU: 2, GPU: 0.5}, {CPU: 1}]"
     told = str(gang.request())
     assert told == "{CPU: 3, GPU: 0.5} in [{CPU: 2, GPU: 0.5}, {CPU: 1}]"
-    member = replace(request_of({"CPU": 1}), gang=Within("k", "mine", 1))
+    member = replace(request_of({"CPU": 1}), gang=BundleRef("k", "mine", 1))
     assert str(member) == "{CPU: 1} in bundle 1 of mine"
-    assert str(Within("k", "mine")) == "any bundle of mine"
+    assert str(BundleRef("k", "mine")) == "any bundle of mine"
     assert gang.holding(ANY, request_of({"CPU": 1})) == [0, 1]
     assert gang.holding(1, request_of({"CPU": 2})) == []
 
@@ -291,11 +300,11 @@ def test_a_gang_goes_without_what_is_kept_for_another():
     ledger = ledger_of(gpus=2)
     gang = gang_of({"GPU": 0.5}, {"CPU": 1}, strategy=SPREAD)
     request = gang.request()
-    assert take_gang(ledger, gang, request, {"GPU": 0b11}) is None
-    assert take_gang(ledger, gang, request, {}, {"CPU": 4 * UNIT}) is None
+    assert take_group(ledger, gang, request, {"GPU": 0b11}) is None
+    assert take_group(ledger, gang, request, {}, {"CPU": 4 * UNIT}) is None
     two = gang_of({"CPU": 1}, {"CPU": 1})
-    assert take_gang(ledger, two, two.request(), {}, {"CPU": 3 * UNIT}) is None
-    lease = take_gang(ledger, gang, request, {"GPU": 0b01}, {"CPU": 3 * UNIT})
+    assert take_group(ledger, two, two.request(), {}, {"CPU": 3 * UNIT}) is None
+    lease = take_group(ledger, gang, request, {"GPU": 0b01}, {"CPU": 3 * UNIT})
     assert where(lease) == [[1], []]
 
 
@@ -338,7 +347,7 @@ def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strat
         assert member is not None
         assert take_in(ledger, part.index, GPU=0.0001) is None
         ledger.give_back(member)
-    give_back_gang(ledger, lease)
+    give_back_group(ledger, lease)
     assert ledger.device_sets["GPU"].free == free
     ledger.check()
 
@@ -347,7 +356,7 @@ def test_a_gang_is_granted_whenever_there_is_a_layout(gpus, taken, wanted, strat
 def test_what_is_feasible_is_what_an_idle_node_grants(wanted):
     gang = gang_of(*({"GPU": amount} for amount in wanted))
     ledger = ledger_of(gpus=3)
-    is_feasible = ledger.why_infeasible(gang.request()) is None
+    is_feasible = why_infeasible(ledger, gang.request()) is None
     assert is_feasible == fits_by_force([UNIT] * 3, wanted)
     assert is_feasible == (take_grouped(ledger, gang.request()) is not None)
 
@@ -370,7 +379,7 @@ def test_bundles_reserve_bytes_of_their_gpus():
     for one in (half, named, bare):
         ledger.give_back(one)
         ledger.check()
-    give_back_gang(ledger, lease)
+    give_back_group(ledger, lease)
     ledger.check()
     assert ledger.available()["gpu_memory"] == 16 * GIB
 
@@ -382,7 +391,7 @@ def test_bytes_beside_whole_gpus_say_which_are_large_enough():
     assert where(lease) == [[1]]
     whole = take_in(ledger, GPU=1, gpu_memory=16 * GIB)
     assert ledger.reserved(whole) == (("GPU", 1, 16 * GIB),)
-    why = ledger.why_infeasible(gang_of({"gpu_memory": 17 * GIB}).request())
+    why = why_infeasible(ledger, gang_of({"gpu_memory": 17 * GIB}).request())
     assert "for bundle 0" in why
 
 
@@ -405,6 +414,6 @@ def test_a_gangs_leases_are_filed_as_one():
     assert not ledger.by_device.on("GPU", 0)  # from here on leases are filed
     lease = take(ledger, {"GPU": 1}, {"GPU": 0.5})
     assert [list(ledger.by_device.on("GPU", at)) for at in range(2)] == [[lease]] * 2
-    give_back_gang(ledger, lease)
+    give_back_group(ledger, lease)
     assert not any(ledger.by_device.on("GPU", at) for at in range(2))
     ledger.check()

@@ -4,16 +4,16 @@ import gc
 import time
 from dataclasses import replace
 
-from aiogpu.core.client_status import ClientStatus, Program
 from aiogpu.core.events import ClientJoined
-from aiogpu.core.ids import ClientId, TaskId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.limits import Limits
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import LISTED, snapshot
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.why import why
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.status.node_status import ClientStatus, Program
+from aiogpu.core.status.snapshot import LISTED, snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 PROGRAMS = {1: Program("train.py", 4711), 2: Program("", 0)}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from aiogpu.core.resources import Request
-from aiogpu.core.sizes import LARGEST, LEAST, memory_size, parse_size, size
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import LARGEST, LEAST, memory_size, parse_size, size
 from aiogpu.errors import OptionError
 
 

@@ -4,13 +4,15 @@ import pytest
 
 from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke, Settle
 from aiogpu.core.events import Revoked, TaskSkipped, WorkerGone
-from aiogpu.core.policy import Patience
-from aiogpu.core.watch import count_begun
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.scheduler.revocation import count_begun
 from aiogpu.testing import World
 
 SHORT = 1e-5
 LONG = 1 / 64
-PATIENCE = Patience(long=LONG, unheard=1.0, cancel_grace=2.0, interrupt_every=0.5)
+PATIENCE = SchedulerConfig(
+    long=LONG, unheard=1.0, cancel_grace=2.0, interrupt_every=0.5
+)
 
 
 def queue_behind(count: int = 10, **options) -> World:

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.effects import Ahead, Assign, Spawn
 from aiogpu.core.events import (
     Cancelled,
@@ -16,14 +15,14 @@ from aiogpu.core.events import (
     TimePassed,
     WorkerStarted,
 )
-from aiogpu.core.fairness import SLICE
-from aiogpu.core.ids import OWN, ClientId, TaskId
-from aiogpu.core.lane import SWEPT
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.ready import ReadyQueue
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.ready import SWEPT, ReadyQueue
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.scheduler import Scheduler
 
 FEW, MANY = 100, 10_000
 ROUNDS = 60
@@ -208,4 +207,4 @@ def test_a_node_that_one_program_has_alone_keeps_no_account():
     node.submit()
     assert node.scheduler.clients is None
     assert type(node.scheduler.ready) is ReadyQueue
-    assert all(lease.stake is None for lease in node.scheduler.ledger.leases.values())
+    assert all(lease.usage is None for lease in node.scheduler.ledger.leases.values())

@@ -2,8 +2,9 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.resources import UNIT, Request, device_quantity
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT, device_quantity
+from aiogpu.core.resources.devices import DeviceSet
 
 
 def gpus(*free: float, types: str = "") -> DeviceSet:

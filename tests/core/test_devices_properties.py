@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from aiogpu.core.devices import Device, DeviceSet, Share
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
-from aiogpu.core.where import Where
+from aiogpu.core.model.request import Device, DeviceSelector, Request
+from aiogpu.core.model.units import BY_SHARE, UNIT
+from aiogpu.core.resources.devices import DeviceSet, Share
 from tests.drawing import examples
 
 COMMON = st.sampled_from([1_000, 2_500, 3_333, 5_000, 7_000])
@@ -112,7 +112,7 @@ class IndexMachine(RuleBasedStateMachine):
         spread=st.booleans(),
         barred=MASKS,
         memory=MEMORY,
-        where=st.sampled_from([None, None, Where(50), Where(90)]),
+        where=st.sampled_from([None, None, DeviceSelector(50), DeviceSelector(90)]),
     )
     def take(self, amount, kind, spread, barred, memory, where):
         request = Request.of(

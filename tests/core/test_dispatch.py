@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.core.effects import Ahead
-from aiogpu.core.pace import DEEPEST
+from aiogpu.core.model.request import DEEPEST
 from aiogpu.testing import World
 
 SHORT = 1e-5

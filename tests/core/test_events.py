@@ -3,9 +3,9 @@
 from dataclasses import is_dataclass
 from typing import get_args
 
-from aiogpu.core import client_news, device_news, events, news
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.scheduler import Scheduler
+from aiogpu.core import events
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 
 
@@ -57,7 +57,3 @@ def test_events_about_a_worker_that_has_another_task_change_nothing():
         assert not w.scheduler.handle(event, 0.0)
         w.check()
     assert w.running == {"a", "b"}
-
-
-def test_all_news_are_taken_in_and_no_other_event():
-    assert set(news.NEWS) == {*device_news.HANDLERS, *client_news.HANDLERS}

@@ -9,10 +9,12 @@ from itertools import product
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Lease, Ledger
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import BY_SHARE, GPU, Request, device_quantity
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import BY_SHARE, GPU, device_quantity
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.testing import World
 from tests.core.naive import Ask, Card, NaiveNode
 
@@ -159,7 +161,7 @@ def test_what_can_never_be_given_is_known():
             both = Both.of(list(cards), asks)
             for ask, request in both.asks:
                 may = both.naive.is_feasible(ask)
-                assert (both.ledger.why_infeasible(request) is None) == may, ask
+                assert (why_infeasible(both.ledger, request) is None) == may, ask
 
 
 @pytest.mark.parametrize("amount", [0.5, 1])
@@ -172,7 +174,7 @@ def test_whoever_ends_first_a_wide_task_waits_for_those_before_it_alone(
     tried = 0
     while orders:
         order = orders.pop()
-        w = World(cpus=16, gpus=2, patience=Patience(reserve_after=0.0))
+        w = World(cpus=16, gpus=2, patience=SchedulerConfig(reserve_after=0.0))
         for number in range(2 * int(1 / amount)):
             w.submit(f"before{number}", num_gpus=amount, strategy=strategy)
         before = w.running

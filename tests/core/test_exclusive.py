@@ -2,12 +2,10 @@
 
 import pytest
 
-from aiogpu.core.devices import Device
 from aiogpu.core.events import Outgrown, Sick
-from aiogpu.core.exclusive import widened
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.where import Where
+from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
+from aiogpu.core.model.units import BY_SHARE, UNIT
+from aiogpu.core.scheduler.recovery import widened
 from aiogpu.testing import World
 
 GIB = 1 << 30
@@ -229,7 +227,7 @@ def test_what_is_known_of_no_busy_worker_changes_nothing():
 
 
 def test_a_type_and_conditions_stay():
-    where = Where(least_capability=(8, 0))
+    where = DeviceSelector(least_capability=(8, 0))
     request = Request.of({}, {"GPU": 2_500}, "A100", where=where, gpu_memory=BY_SHARE)
     spec = TaskSpec("f", Shape(request, (("X", "1"),)), 7, retries_oom=True, priority=3)
     whole = widened(spec)
@@ -240,7 +238,9 @@ def test_a_type_and_conditions_stay():
     assert widened(whole) is None
 
 
-@pytest.mark.parametrize("where", [None, Where(GIB), Where(50 * GIB, (8, 0))])
+@pytest.mark.parametrize(
+    "where", [None, DeviceSelector(GIB), DeviceSelector(50 * GIB, (8, 0))]
+)
 def test_it_does_not_come_to_a_smaller_device_than_before(where):
     small, large = Device(0, memory=16 * GIB), Device(1, memory=80 * GIB)
     cards = [small, large, Device(2, memory=40 * GIB, compute_capability=(8, 0))]

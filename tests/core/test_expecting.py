@@ -2,9 +2,9 @@
 
 import pytest
 
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.records import TaskState
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 

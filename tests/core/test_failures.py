@@ -1,7 +1,6 @@
 """The last failures that a node remembers."""
 
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.failures import KEPT, LONGEST, Failures
+from aiogpu.core.status.node_status import KEPT, LONGEST, Failures, FailureStatus
 
 
 def test_the_latest_comes_first_with_its_age():

@@ -7,10 +7,10 @@ import pytest
 
 from aiogpu.core import events
 from aiogpu.core.effects import Disown, Forget
-from aiogpu.core.policy import Patience
+from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.testing import World
 
-PATIENCE = Patience(cancel_grace=2.0, interrupt_every=0.5)
+PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
 
 def family(**options) -> World:

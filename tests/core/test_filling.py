@@ -2,10 +2,10 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.filling import Filling, named_bytes
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import BY_SHARE, GPU, UNIT, Request
+from aiogpu.core.model.request import Device, Request, named_bytes
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
+from aiogpu.core.resources.devices import DeviceOccupancy, DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 
 GIB = 1 << 30
 
@@ -175,7 +175,7 @@ def test_only_a_share_or_less_is_reserved_by_name():
 
 
 def test_a_device_alone_is_moved_alone():
-    two = Filling([40, 80])
+    two = DeviceOccupancy([40, 80])
     two.move(1, 2_500, 10, 1)
     other = two.alone(1)
     assert (other.capacity, other.named_mask) == ((80,), 1)
@@ -187,7 +187,7 @@ def test_a_device_alone_is_moved_alone():
 
 
 def test_fillings_are_alike_by_what_they_hold():
-    one, other = Filling([80]), Filling([80])
+    one, other = DeviceOccupancy([80]), DeviceOccupancy([80])
     assert one == other
     other.move(0, 2_500, 10, 1)
     assert one != other

@@ -1,9 +1,9 @@
 """Devices on which processes are that are none of the node's."""
 
 from aiogpu.core.events import Foreign, Sick, Well
-from aiogpu.core.policy import Patience
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 WHO = "others are on it: python (pid 4711)"
@@ -67,7 +67,7 @@ def test_what_has_not_begun_goes_elsewhere():
 
 
 def test_what_was_kept_is_kept_elsewhere():
-    w = World(gpus=2, patience=Patience(reserve_after=1.0))
+    w = World(gpus=2, patience=SchedulerConfig(reserve_after=1.0))
     w.submit("first", num_gpus=0.5)
     w.submit("second", num_gpus=1)
     w.submit("large", num_gpus=1)

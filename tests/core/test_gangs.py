@@ -5,18 +5,24 @@ from dataclasses import replace
 import pytest
 
 from aiogpu.core import events
-from aiogpu.core.bundles import why_never
-from aiogpu.core.gang import SPREAD, STRICT_SPREAD, Within
-from aiogpu.core.gangs import REMEMBERED, REMOVED, UNKNOWN
-from aiogpu.core.ids import OWN, TaskId
-from aiogpu.core.pace import Pace
-from aiogpu.core.policy import Patience
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import OWN, TaskId
+from aiogpu.core.model.request import (
+    SPREAD,
+    STRICT_SPREAD,
+    BundleRef,
+    DurationEstimate,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.text import SHOWN
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.reservation import reserve
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.why import why
-from aiogpu.core.wording import SHOWN
+from aiogpu.core.resources.placement_group import why_infeasible
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
+from aiogpu.core.scheduler.reservation import reserve
+from aiogpu.core.scheduler.state import REMEMBERED
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.errors import InfeasibleError
 from tests.core.ganged import GangWorld, gang_of, request_of
 
@@ -98,7 +104,7 @@ def test_a_gang_that_is_removed_ends_its_members():
 
 
 def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
-    w = GangWorld(cpus=8, gpus=1, patience=Patience(cancel_grace=1.0))
+    w = GangWorld(cpus=8, gpus=1, patience=SchedulerConfig(cancel_grace=1.0))
     w.gang("gang", {"GPU": 1})
     w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
     w.cancel("gang")
@@ -383,7 +389,7 @@ def test_what_was_kept_in_a_bundle_is_kept_there_on():
 def test_members_that_follow_each_other_leave_the_ledger_alone():
     w = GangWorld(cpus=4, gpus=1, took=1e-5)
     w.gang("gang", {"CPU": 1}, {"GPU": 0.5})
-    pace = Pace()
+    pace = DurationEstimate()
     for number in range(6):
         w.submit_in("gang", f"t{number}", num_cpus=1, pace=pace)
     assert w.running == {"t0"}
@@ -617,10 +623,10 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
 
 def test_of_a_gang_that_is_not_there_nothing_is_kept_or_said():
     w = GangWorld(cpus=1, gpus=1)
-    request = replace(request_of({"GPU": 1}), gang=Within("gone", "gone"))
+    request = replace(request_of({"GPU": 1}), gang=BundleRef("gone", "gone"))
     record = TaskRecord(TaskId(1), TaskSpec("m", Shape(request)), 0, 0.0, OWN)
     assert reserve(w.scheduler, record, 0.0) is None
-    assert why_never(w.scheduler.ledger, request) is None
+    assert why_infeasible(w.scheduler.ledger, request) is None
 
 
 def test_placements_in_words():

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from aiogpu.core.room import BOUNDLESS
+from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.test_scheduler_properties import (
     PATIENCE,

@@ -3,13 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.lane import SEARCHED
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.ready import ReadyQueue, precedence
-from aiogpu.core.records import TaskRecord, move_task
-from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.queue.ready import SEARCHED, ReadyQueue, precedence
+from aiogpu.core.records import TaskRecord, TaskState, move_task
 
 SHAPES = [
     Shape(Request.of({"CPU": cpus}, {}), (("N", str(number)),))

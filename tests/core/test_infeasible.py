@@ -2,10 +2,10 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import BY_SHARE, TYPE_PREFIX, UNIT, Request
-from aiogpu.core.where import Where
+from aiogpu.core.model.request import Device, DeviceSelector, Request
+from aiogpu.core.model.units import BY_SHARE, TYPE_PREFIX, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 
 GIB = 1 << 30
 
@@ -119,43 +119,43 @@ SPLIT = node(*cards(3, "A100", 20, parent="GPU-1"), *cards(1, "A100", 80))
         (MIXED, asking(1, kind="NPU"), "it lacks NPU 1 of 0"),
         (
             MIXED,
-            asking(1, where=Where(100 * GIB)),
+            asking(1, where=DeviceSelector(100 * GIB)),
             "of its 6 GPUs, none fulfils memory of 100GiB or more (there are: 4 x A100 "
             "of 80GiB, 2 x H100 of 94GiB)",
         ),
         (
             MIXED,
-            asking(3, where=Where(90 * GIB)),
+            asking(3, where=DeviceSelector(90 * GIB)),
             "of its 6 GPUs, only 2 fulfil memory of 90GiB or more (there are: 4 x A100 "
             "of 80GiB, 2 x H100 of 94GiB)",
         ),
         (
             MIXED,
-            asking(1, "H100", where=Where(name="*sxm*")),
+            asking(1, "H100", where=DeviceSelector(name="*sxm*")),
             "of its 2 GPUs of type H100, none fulfils a name like '*sxm*' (there are: "
             "2 x H100 of 94GiB without a name)",
         ),
         (
             NAMED,
-            asking(1, where=Where(name="h100")),
+            asking(1, where=DeviceSelector(name="h100")),
             "of its 3 GPUs, none fulfils a name like 'h100' (there are: 2 x 'NVIDIA "
             "H100 PCIe' of 80GiB, 1 x 'NVIDIA T4'; did you mean '*h100*'?)",
         ),
         (
             node(*cards(1, memory=80)),
-            asking(1, where=Where(100 * GIB)),
+            asking(1, where=DeviceSelector(100 * GIB)),
             "of its 1 GPU, none fulfils memory of 100GiB or more (there are: 1 x "
             "80GiB)",
         ),
         (
             NAMED,
-            asking(3, where=Where(name="nvidia h100*")),
+            asking(3, where=DeviceSelector(name="nvidia h100*")),
             "of its 3 GPUs, only 2 fulfil a name like 'nvidia h100*' (there are: 2 x "
             "'NVIDIA H100 PCIe' of 80GiB, 1 x 'NVIDIA T4')",
         ),
         (
             NAMED,
-            asking(1, where=Where(least_capability=(10, 0))),
+            asking(1, where=DeviceSelector(least_capability=(10, 0))),
             "of its 3 GPUs, none fulfils compute capability 10.0 or more (there are: 2 "
             "x H100 of 80GiB (compute capability 9.0), 1 x NVIDIA T4 (compute "
             "capability not known))",
@@ -212,7 +212,7 @@ def test_what_a_node_can_never_give_is_told_in_words(ledger, request_, reason):
 
 def test_of_many_sorts_the_commonest_are_told():
     devices = [Device(number, memory=number * GIB) for number in range(1, 12)]
-    told = node(*devices).why_infeasible(asking(1, where=Where(name="x")))
+    told = node(*devices).why_infeasible(asking(1, where=DeviceSelector(name="x")))
     assert told is not None
     assert told.endswith("1 x 8GiB without a name, and others)")
 

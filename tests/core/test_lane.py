@@ -2,38 +2,36 @@
 
 import pytest
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.lane import SEARCHED, SWEPT, WaitingLane
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.queue.ready import SEARCHED, SWEPT, FifoQueue
+from aiogpu.core.records import TaskRecord, TaskState
 
 SPEC = TaskSpec("f", Shape(Request()))
 
 
-def line(count: int) -> tuple[WaitingLane, list[TaskRecord]]:
+def line(count: int) -> tuple[FifoQueue, list[TaskRecord]]:
     """A line of so many, and who stands in it."""
-    lane = WaitingLane()
+    lane = FifoQueue()
     records = [TaskRecord(TaskId(number), SPEC, 0) for number in range(count)]
     for record in records:
         lane.push(record)
     return lane, records
 
 
-def leave(lane: WaitingLane, *records: TaskRecord) -> None:
+def leave(lane: FifoQueue, *records: TaskRecord) -> None:
     """These wait no longer."""
     for record in records:
         record.state = TaskState.ENDED
         lane.note_left()
 
 
-def ids(lane: WaitingLane) -> list[int]:
+def ids(lane: FifoQueue) -> list[int]:
     """Who waits, in order."""
     return [record.id for record in lane]
 
 
-def drain(lane: WaitingLane) -> list[int]:
+def drain(lane: FifoQueue) -> list[int]:
     """Serve all; gives them in order."""
     served = []
     while (head := lane.head()) is not None:

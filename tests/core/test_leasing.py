@@ -3,10 +3,10 @@
 import pytest
 
 from aiogpu.core import events
-from aiogpu.core.ids import WorkerId
-from aiogpu.core.policy import Patience
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
@@ -139,7 +139,7 @@ def test_what_is_returned_twice_or_never_was_is_no_news():
 
 
 def test_nobody_waits_for_the_end_of_a_lease():
-    w = World(gpus=2, patience=Patience(reserve_after=1.0))
+    w = World(gpus=2, patience=SchedulerConfig(reserve_after=1.0))
     w.lease("lease", num_gpus=1)
     w.submit("needs both", num_gpus=2)
     w.advance(5.0)
@@ -151,7 +151,7 @@ def test_nobody_waits_for_the_end_of_a_lease():
 
 
 def test_a_share_is_kept_for_a_lease_that_has_waited_long():
-    w = World(gpus=1, patience=Patience(reserve_after=1.0))
+    w = World(gpus=1, patience=SchedulerConfig(reserve_after=1.0))
     w.submit("a", num_gpus=0.5)
     w.lease("lease", num_gpus=1)
     w.advance(2.0)

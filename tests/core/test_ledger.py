@@ -2,9 +2,10 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import UNIT, Request, device_quantity, quantity
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT, device_quantity, quantity
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 
 
 def ledger(cpus: float = 4, gpus: int = 2, **others: float) -> Ledger:

@@ -2,12 +2,7 @@
 
 import pytest
 
-from aiogpu.core.lifecycle import (
-    TASK_LEADS_TO,
-    WORKER_LEADS_TO,
-    TaskState,
-    WorkerState,
-)
+from aiogpu.core.records import TASK_LEADS_TO, WORKER_LEADS_TO, TaskState, WorkerState
 
 MACHINES = [
     pytest.param(TASK_LEADS_TO, TaskState.WAITING, TaskState.ENDED, id="task"),

@@ -3,9 +3,9 @@
 import pytest
 
 from aiogpu.core.events import MemoryShort
-from aiogpu.core.limits import Limits
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from aiogpu.testing import World
 

@@ -1,8 +1,9 @@
 """Several whole devices go to those that fast links join."""
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.links import GROWN_OF, TRIED, Links
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.topology import GROWN_OF, TRIED, Topology
 from aiogpu.testing import World
 
 
@@ -53,7 +54,7 @@ def test_one_end_that_knows_of_a_link_is_enough():
         Device(1, uuid="GPU-1"),
         Device(2, uuid="GPU-2", links=frozenset({"GPU-0", "GPU-2", "GPU-7"})),
     ]
-    links = Links(devices)
+    links = Topology(devices)
     assert links.matter
     assert links.count(mask(0, 2)) == 1
     assert links.count(mask(0, 1, 2)) == 1
@@ -62,9 +63,9 @@ def test_one_end_that_knows_of_a_link_is_enough():
 
 def test_without_links_the_lowest():
     """[B22]"""
-    assert not Links(box(8)).matter
+    assert not Topology(box(8)).matter
     assert placed(DeviceSet("GPU", box(8)), 3) == [0, 1, 2]
-    assert Links([Device(0, links=frozenset({"GPU-1"}))]).matter is False
+    assert Topology([Device(0, links=frozenset({"GPU-1"}))]).matter is False
 
 
 def test_a_lone_device_and_a_share_go_where_they_went():
@@ -84,25 +85,25 @@ def test_in_a_large_box_a_set_is_grown_link_by_link():
     """Two islands, all devices of each of which are joined with each other."""
     island = [i for i in range(24) if i % 2]
     pairs = [(a, b) for a in island for b in island if a < b]
-    links = Links(box(24, *pairs))
+    links = Topology(box(24, *pairs))
     assert links.best(mask(*range(24)), 8) == mask(*island[:8])
     assert links.best(mask(*range(24)), 12) == mask(*island)
 
 
 def test_what_is_joined_wholly_is_not_searched(monkeypatch):
     pairs = [(a, b) for a in range(8) for b in range(a)]
-    assert not Links(box(8, *pairs)).matter
-    links = Links(box(9, *pairs))
+    assert not Topology(box(8, *pairs)).matter
+    links = Topology(box(9, *pairs))
     assert links.matter
-    monkeypatch.setattr(Links, "_grow", None)
-    monkeypatch.setattr("aiogpu.core.links.combinations", None)
+    monkeypatch.setattr(Topology, "_grow", None)
+    monkeypatch.setattr("aiogpu.core.resources.topology.combinations", None)
     assert links.best(mask(*range(8)), 4) == mask(0, 1, 2, 3)
     assert links.best(mask(*range(1, 5)), 4) == mask(1, 2, 3, 4)
 
 
 def test_the_work_is_bounded():
     count = 2 * GROWN_OF
-    links = Links(box(count, (0, count - 1)))
+    links = Topology(box(count, (0, count - 1)))
     assert links.best(mask(*range(count)), GROWN_OF + 1) == mask(*range(GROWN_OF + 1))
     assert links.best(mask(*range(count)), 8) == mask(*range(8))
     assert TRIED >= 70  # four of eight

@@ -5,8 +5,9 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
 from tests.drawing import examples
 
 

@@ -1,10 +1,10 @@
 """[B44] GPU memory is kept for those who ask for it: who waits, why, and until when."""
 
-from aiogpu.core.devices import Device
 from aiogpu.core.events import Sick
-from aiogpu.core.report import report
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.model.request import Device
+from aiogpu.core.status.node_status import report
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 GIB = 1 << 30

@@ -1,13 +1,13 @@
 """What was seen on devices, in the picture of a node and as people read it."""
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.observed import Observed, OtherProcess
-from aiogpu.core.report import report
-from aiogpu.core.resources import UNIT
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import NodeStatus, snapshot
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.status.holdings import DeviceStatus, Holder, Observed, OtherProcess
+from aiogpu.core.status.node_status import NodeStatus, report
+from aiogpu.core.status.snapshot import snapshot
 from aiogpu.testing import World
 
 GIB = 1 << 30

@@ -3,10 +3,10 @@
 import pytest
 
 from aiogpu.core.events import MemoryShort, WorkerGone
-from aiogpu.core.ids import PROGRAM, TaskId
-from aiogpu.core.policy import Patience
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import PROGRAM, TaskId
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 BROKEN = {"X": "1"}
@@ -53,7 +53,7 @@ def test_its_task_waits_and_holds_nothing():
 
 
 def test_pauses_grow_up_to_a_bound():
-    patience = Patience(crowded_for=0.5, crowded_at_last=3.0)
+    patience = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
     w = World(cpus=4, starts=False, patience=patience)
     w.submit("a", environment=BROKEN)
     pauses = []
@@ -164,7 +164,7 @@ def test_programs_that_share_a_node_go_past_each_other():
 
 def test_spares_are_not_asked_for_meanwhile():
     """Each failed spare once had another forked, thousands in a second."""
-    w = World(cpus=4, starts=False, patience=Patience(spare_workers=2))
+    w = World(cpus=4, starts=False, patience=SchedulerConfig(spare_workers=2))
     w.submit("a", max_calls=1)
     spawned = 0
     for _ in range(100):

@@ -2,19 +2,19 @@
 
 import pytest
 
-from aiogpu.core.pace import DEEPEST, HORIZON, Pace
+from aiogpu.core.model.request import DEEPEST, HORIZON, DurationEstimate
 
 
-def pace(*durations: float) -> Pace:
+def pace(*durations: float) -> DurationEstimate:
     """What is known after these, in seconds."""
-    made = Pace()
+    made = DurationEstimate()
     for took in durations:
         made.note(took)
     return made
 
 
 def test_nothing_is_queued_behind_what_nobody_knows():
-    assert Pace().depth == 0
+    assert DurationEstimate().depth == 0
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import pytest
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import UNLIMITED, Request, Shape, TaskSpec
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import Request
-from aiogpu.core.retry import may_retry
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.specs import UNLIMITED, Shape, TaskSpec
-from aiogpu.core.why import why
+from aiogpu.core.scheduler.recovery import may_retry
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 

@@ -1,12 +1,11 @@
 """The order of those that wait, and how one leaves before its turn."""
 
-from aiogpu.core.family import adopt
-from aiogpu.core.ids import TaskId
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.ready import ReadyQueue, precedence
-from aiogpu.core.records import TaskRecord, move_task
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.queue.ready import ReadyQueue, precedence
+from aiogpu.core.records import TaskRecord, TaskState, move_task
+from aiogpu.core.scheduler.task_tree import adopt
 
 ONE = Shape(Request.of({"CPU": UNIT}, {}))
 TWO = Shape(Request.of({"CPU": 2 * UNIT}, {}))

@@ -2,26 +2,24 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.lifecycle import (
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import BY_SHARE, UNIT
+from aiogpu.core.records import (
     TASK_LEADS_TO,
     WORKER_LEADS_TO,
-    TaskState,
-    WorkerState,
-)
-from aiogpu.core.records import (
     Kin,
     TaskRecord,
+    TaskState,
     WorkerRecord,
+    WorkerState,
     binding_of,
-    lane_of,
     move_task,
     move_worker,
+    sort_key,
 )
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.errors import InternalError
 
 
@@ -94,6 +92,6 @@ def test_without_devices_the_environment_alone_binds():
 
 def test_a_task_stands_by_its_priority_until_it_has_kin():
     record = TaskRecord(TaskId(1), TaskSpec("f", Shape(Request()), priority=2), 0)
-    assert lane_of(record) == (-2, 0)
+    assert sort_key(record) == (-2, 0)
     record.kin = Kin((-5, -1))
-    assert lane_of(record) == (-5, -1)
+    assert sort_key(record) == (-5, -1)

@@ -6,7 +6,7 @@ when it finds one: calls in a straight line, no helpers, and what went wrong.
 
 from aiogpu.core import events
 from aiogpu.core.effects import Interrupt, Revoke
-from aiogpu.core.policy import Patience
+from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.testing import World
 
 SHORT = 1e-5
@@ -99,7 +99,7 @@ def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
 
 def test_closing_keeps_nothing_for_anybody():
     """What was kept was kept for one that had been abandoned."""
-    w = World(gpus=2, exits=False, patience=Patience(reserve_after=0.0))
+    w = World(gpus=2, exits=False, patience=SchedulerConfig(reserve_after=0.0))
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2)
     w.submit("small", num_cpus=0)
@@ -130,7 +130,7 @@ def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_sinc
 
 def test_a_backlog_goes_at_full_speed_however_old_it_is():
     """After a second something was kept for each of it, and nothing sent ahead."""
-    w = World(cpus=1, took=SHORT, patience=Patience(reserve_after=0.1))
+    w = World(cpus=1, took=SHORT, patience=SchedulerConfig(reserve_after=0.1))
     for number in range(400):
         w.submit(f"t{number}")
     for number in range(200):
@@ -197,7 +197,7 @@ def test_who_waits_for_a_queued_task_that_is_cancelled_goes_on():
 
 def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     """The same, where the worker was given up."""
-    w = World(cpus=2, patience=Patience(cancel_grace=9.0))
+    w = World(cpus=2, patience=SchedulerConfig(cancel_grace=9.0))
     w.submit("parent")
     w.submit("a")
     w.finish("a")

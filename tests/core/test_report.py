@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 
-from aiogpu.core.actor_status import ActorStatus
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.failure_status import FailureStatus
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.report import held_tasks, state_of
-from aiogpu.core.resources import UNIT
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.snapshot import TaskStatus, snapshot
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.status.node_status import (
+    ActorStatus,
+    FailureStatus,
+    TaskStatus,
+    held_tasks,
+    state_of,
+)
+from aiogpu.core.status.snapshot import snapshot
 from aiogpu.testing import World
 
 

@@ -8,20 +8,20 @@ from math import inf
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.events import TimePassed
-from aiogpu.core.ids import TaskId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.policy import Patience
-from aiogpu.core.reservation import STANDS, STANDS_LONGEST, reserve
-from aiogpu.core.resources import GPU, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.reservation import STANDS, STANDS_LONGEST, reserve
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 from tests.core.ganged import GangWorld
 
 AFTER = 1.0
-PATIENCE = Patience(reserve_after=AFTER, cancel_grace=2.0)
+PATIENCE = SchedulerConfig(reserve_after=AFTER, cancel_grace=2.0)
 STEP = 0.125
 LASTS = 2.0
 """Seconds that each quarter task of the stream runs."""
@@ -93,7 +93,7 @@ def test_four_gpus_come_free_under_an_endless_stream_of_quarters():
 
 
 def test_without_it_the_stream_would_go_past_for_ever():
-    w = World(cpus=64, gpus=4, patience=Patience(reserve_after=inf))
+    w = World(cpus=64, gpus=4, patience=SchedulerConfig(reserve_after=inf))
     stream = Stream(w)
     w.submit("big", num_gpus=4)
     for _ in range(400):
@@ -543,7 +543,7 @@ def test_what_is_only_tried_does_not_change_a_plan():
 
 def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
     """Not all are compared; those that are held for life do not count."""
-    w = World(cpus=200, gpus=100, patience=Patience(reserve_after=0.0))
+    w = World(cpus=200, gpus=100, patience=SchedulerConfig(reserve_after=0.0))
     for number in range(100):
         is_endless = number < 50
         w.submit(f"t{number}", num_gpus=1, is_endless=is_endless, max_calls=1)
@@ -558,7 +558,7 @@ def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
 
 
 def test_one_that_could_begin_sooner_is_found_among_those_that_are_compared():
-    w = World(cpus=200, gpus=60, patience=Patience(reserve_after=0.0))
+    w = World(cpus=200, gpus=60, patience=SchedulerConfig(reserve_after=0.0))
     for number in range(60):
         timeout = 5.0 if number == 20 else None
         w.submit(f"t{number}", num_gpus=1, timeout=timeout)

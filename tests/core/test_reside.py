@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from aiogpu.core import events
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.records import TaskState
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
 

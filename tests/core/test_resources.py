@@ -8,14 +8,8 @@ from operator import add
 import numpy
 import pytest
 
-from aiogpu.core.resources import (
-    LARGEST,
-    UNIT,
-    Request,
-    device_quantity,
-    number,
-    quantity,
-)
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import MOST_PARTS, UNIT, device_quantity, number, quantity
 from aiogpu.errors import OptionError
 
 
@@ -36,7 +30,7 @@ from aiogpu.errors import OptionError
         (0.00019, 1),
         (0.99999, 9_999),
         (128.5, 1_285_000),
-        (LARGEST, LARGEST * UNIT),
+        (MOST_PARTS, MOST_PARTS * UNIT),
     ],
 )
 def test_a_number_becomes_parts_by_its_decimal_text(value, parts):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.core.policy import Patience
+from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.testing import World
 
-PATIENCE = Patience(retry_after=1.0, retry_at_last=8.0, restarts_in_a_row=5)
+PATIENCE = SchedulerConfig(retry_after=1.0, retry_at_last=8.0, restarts_in_a_row=5)
 
 
 def endless(max_retries: int = -1) -> World:

@@ -4,16 +4,16 @@ from itertools import pairwise
 
 import pytest
 
-from aiogpu.core.dispatch import refill_spares
 from aiogpu.core.events import WorkerGone
-from aiogpu.core.ids import TaskId
-from aiogpu.core.policy import STARTS_ALLOWED, Patience
-from aiogpu.core.room import Room
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.why import why
+from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.scheduler.dispatch import refill_spares
+from aiogpu.core.scheduler.workers import WorkerLimit
+from aiogpu.core.status.snapshot import snapshot
+from aiogpu.core.status.why import why
 from aiogpu.testing import World
 
-CROWDED_FOR = Patience().crowded_for
+CROWDED_FOR = SchedulerConfig().crowded_for
 
 
 def world(most: int = 2, cpus: float = 100, **options) -> World:
@@ -132,7 +132,7 @@ def test_a_starting_worker_without_a_task_is_one_to_be_had():
 
 
 def test_spares_are_kept_where_there_is_room_for_them():
-    w = World(cpus=100, patience=Patience(spare_workers=2))
+    w = World(cpus=100, patience=SchedulerConfig(spare_workers=2))
     w.scheduler.room.bound(3)
     w.submit("a", max_calls=1)
     assert len(w.workers) == 3
@@ -146,7 +146,7 @@ def test_spares_are_kept_where_there_is_room_for_them():
 
 
 def test_a_spare_makes_way_and_is_not_replaced_meanwhile():
-    w = World(cpus=100, patience=Patience(spare_workers=2), exits=False)
+    w = World(cpus=100, patience=SchedulerConfig(spare_workers=2), exits=False)
     w.scheduler.room.bound(3)
     w.submit("a", max_calls=1)
     w.submit("b", max_calls=1, environment={"X": "1"})
@@ -219,7 +219,7 @@ def test_what_could_not_be_had_is_taken_where_another_worker_ends():
 
 def test_alone_it_waits_and_is_tried_again_for_ever():
     """No worker is there that could make room: once, this failed after 40 tries."""
-    patience = Patience(crowded_for=0.5, crowded_at_last=3.0)
+    patience = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
     w = World(cpus=100, starts=False, patience=patience)
     w.submit("a")
     w.submit("b")
@@ -272,7 +272,7 @@ def test_failures_are_forgotten_when_nothing_fails_any_more():
 
 
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
-    w = World(cpus=100, starts=False, patience=Patience(spare_workers=1))
+    w = World(cpus=100, starts=False, patience=SchedulerConfig(spare_workers=1))
     w.submit("a", max_calls=1)
     w.start("a")
     (spare,) = set(w.workers) - {w.worker_of("a")}
@@ -283,7 +283,7 @@ def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
 
 
 def test_the_bound_comes_back_step_by_step():
-    room = Room()
+    room = WorkerLimit()
     room.bound(20)
     assert room.shrink(10, "", 0.0)
     assert not room.shrink(12, "", 0.0), "it is lowered already"
@@ -339,7 +339,7 @@ def test_a_device_is_still_named_where_that_is_what_is_held():
 
 
 def test_no_spare_is_forked_while_somebody_lacks_a_worker():
-    w = World(cpus=1, starts=False, patience=Patience(spare_workers=2))
+    w = World(cpus=1, starts=False, patience=SchedulerConfig(spare_workers=2))
     w.submit("runs", max_calls=1)
     w.submit("waits")
     node = w.scheduler

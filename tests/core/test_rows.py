@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from aiogpu.core import events
-from aiogpu.core.dispatch import refill
 from aiogpu.core.effects import Ahead, Assign, Settle, Spawn
-from aiogpu.core.fairness import SLICE
-from aiogpu.core.ids import OWN, ClientId, TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.limits import Limits
-from aiogpu.core.resources import CPU, UNIT, Request
-from aiogpu.core.rows import end_row, push_row
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.dispatch import refill
+from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.scheduler import Scheduler, finish_many, submit_many
 from tests.core.ganged import GangWorld
 
 ONE = WorkerId(1)
@@ -81,7 +80,7 @@ class Desk:
             first = TaskId(self._last + 1)
             row = (first, count, spec, self.now, client)
             taken = 1
-            if self._in_rows and push_row(self.scheduler, *row):
+            if self._in_rows and submit_many(self.scheduler, *row):
                 taken = count
             else:
                 told = self.scheduler.submit(first, spec, self.now, client=client)
@@ -94,15 +93,15 @@ class Desk:
         ended, self.sent[worker] = self.sent[worker][:count], self.sent[worker][count:]
         done = 0
         if self._in_rows:
-            done = len(self.end_row(worker, [(task, 1e-5) for task in ended]))
+            done = len(self.finish_many(worker, [(task, 1e-5) for task in ended]))
         for task in ended[done:]:
             self.tell(events.TaskFinished(task, worker, took=1e-5))
         return done
 
-    def end_row(self, worker: WorkerId, ended) -> list[TaskId]:
+    def finish_many(self, worker: WorkerId, ended) -> list[TaskId]:
         """Tell of a row; gives what has ended."""
         effects: list = []
-        records = end_row(self.scheduler, worker, ended, self.now, effects)
+        records = finish_many(self.scheduler, worker, ended, self.now, effects)
         self.settled += [record.id for record in records]
         self.apply(effects)
         return [record.id for record in records]
@@ -159,20 +158,20 @@ def test_each_member_of_a_gang_is_taken_in_by_itself():
     spec = world.tasks["waits"].spec
     scheduler = world.scheduler
     assert spec.shape in scheduler.ready.by_shape
-    assert not push_row(scheduler, TaskId(100), 2, spec, 0.0)
+    assert not submit_many(scheduler, TaskId(100), 2, spec, 0.0)
 
 
 def test_a_row_waits_only_behind_others_like_it():
     desk = Desk()
-    assert not push_row(desk.scheduler, TaskId(1), 3, a_spec(), 0.0)
+    assert not submit_many(desk.scheduler, TaskId(1), 3, a_spec(), 0.0)
     desk.submit(2, a_spec())
-    assert not push_row(desk.scheduler, TaskId(3), 3, a_spec(timeout=1.0), 0.0)
-    assert push_row(desk.scheduler, TaskId(3), 3, a_spec(), 0.0)
+    assert not submit_many(desk.scheduler, TaskId(3), 3, a_spec(timeout=1.0), 0.0)
+    assert submit_many(desk.scheduler, TaskId(3), 3, a_spec(), 0.0)
     desk.scheduler.reservation = object()  # type: ignore[assignment]
-    assert not push_row(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+    assert not submit_many(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
     desk.scheduler.reservation = None
     desk.tell(events.Closing())
-    assert not push_row(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+    assert not submit_many(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
     desk, client = Desk(programs=1, limits=limits), ClientId(1)
     desk.submit(2, a_spec(), client)
     assert len(desk.scheduler.ready) == 1
-    assert not push_row(desk.scheduler, TaskId(3), 2, a_spec(), 0.0, client)
+    assert not submit_many(desk.scheduler, TaskId(3), 2, a_spec(), 0.0, client)
 
 
 def a_worker_with_some_ahead(**options) -> Desk:
@@ -201,44 +200,44 @@ def took(*tasks: int) -> list[tuple[TaskId, float]]:
 def test_a_row_ends_where_the_next_task_was_not_sent():
     desk = a_worker_with_some_ahead()
     sent = list(desk.sent[ONE])
-    assert desk.end_row(ONE, took(*sent, 99))[: len(sent) - 1] == sent[:-1]
+    assert desk.finish_many(ONE, took(*sent, 99))[: len(sent) - 1] == sent[:-1]
 
 
 def test_what_its_worker_does_not_run_is_left_alone():
     desk = a_worker_with_some_ahead()
     first, second, *_ = desk.sent[ONE]
-    assert desk.end_row(WorkerId(9), took(first)) == []
-    assert desk.end_row(ONE, took(second, first)) == []
-    assert desk.end_row(ONE, [(first, 0.0)]) == [first], "nobody knows how long"
+    assert desk.finish_many(WorkerId(9), took(first)) == []
+    assert desk.finish_many(ONE, took(second, first)) == []
+    assert desk.finish_many(ONE, [(first, 0.0)]) == [first], "nobody knows how long"
 
 
 def test_a_doomed_worker_ends_nothing_in_a_row():
     desk = a_worker_with_some_ahead()
     worker = desk.scheduler.workers.get(ONE)
     worker.refill_at = -1
-    assert desk.end_row(ONE, took(desk.sent[ONE][0])) == []
+    assert desk.finish_many(ONE, took(desk.sent[ONE][0])) == []
 
 
 def test_where_one_is_to_run_alone_nothing_ends_in_a_row():
     desk = a_worker_with_some_ahead()
     desk.scheduler.solitude.is_wanted = True
-    assert desk.end_row(ONE, took(desk.sent[ONE][0])) == []
+    assert desk.finish_many(ONE, took(desk.sent[ONE][0])) == []
 
 
 def test_what_was_cancelled_is_decided_about_by_itself():
     desk = a_worker_with_some_ahead()
     first, second, third, *_ = desk.sent[ONE]
     desk.tell(events.Cancelled(third))
-    assert desk.end_row(ONE, took(first, second)) == [first]
+    assert desk.finish_many(ONE, took(first, second)) == [first]
     desk.tell(events.Cancelled(second))
-    assert desk.end_row(ONE, took(second)) == []
+    assert desk.finish_many(ONE, took(second)) == []
 
 
 def test_a_lease_changes_hands_by_itself():
     desk = a_worker_with_some_ahead(programs=2)
     first, second, *_ = desk.sent[ONE]
     desk.scheduler.tasks[second].client = ClientId(2)
-    assert desk.end_row(ONE, took(first)) == []
+    assert desk.finish_many(ONE, took(first)) == []
 
 
 def test_a_program_that_has_left_is_forgotten_with_its_last_task():

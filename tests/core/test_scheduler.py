@@ -2,7 +2,6 @@
 
 import pytest
 
-from aiogpu.core.closing import ABANDON_EVERY, ABANDONED
 from aiogpu.core.effects import (
     Abandon,
     Assign,
@@ -19,15 +18,16 @@ from aiogpu.core.events import (
     WorkerGone,
     WorkerStarted,
 )
-from aiogpu.core.ids import TaskId
-from aiogpu.core.policy import Patience
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.timers import AT_ONCE
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.scheduler.scheduler import ABANDON_EVERY, ABANDONED
+from aiogpu.core.scheduler.timers import AT_ONCE
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing import World
 
-PATIENCE = Patience(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
+PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 SPEC = TaskSpec("f", Shape(Request.of({"CPU": UNIT}, {})))
 
 
@@ -122,7 +122,7 @@ def test_a_running_task_is_interrupted_again_and_then_killed():
 
 
 def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
-    w = World(patience=Patience(cancel_grace=0.7, interrupt_every=0.5))
+    w = World(patience=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5))
     w.submit("a")
     w.cancel("a")
     w.advance(0.69)

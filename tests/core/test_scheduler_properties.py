@@ -20,22 +20,21 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.core import events
-from aiogpu.core.bundles import give_back_gang, take_grouped
-from aiogpu.core.devices import Device
-from aiogpu.core.fairness import SLICE
-from aiogpu.core.gang import Gang
-from aiogpu.core.lease import Lease
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.limits import Limits
-from aiogpu.core.policy import Patience
-from aiogpu.core.ready import precedence
-from aiogpu.core.records import TaskRecord, lane_of
-from aiogpu.core.resources import CPU, GPU, UNIT, Request
-from aiogpu.core.room import BOUNDLESS
-from aiogpu.core.sizes import parse_size
-from aiogpu.core.stake import LONGEST
-from aiogpu.core.where import Where
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.request import (
+    Device,
+    DeviceSelector,
+    PlacementGroupSpec,
+    Request,
+)
+from aiogpu.core.model.units import CPU, GPU, UNIT, parse_size
+from aiogpu.core.queue.fair_share import LONGEST, Limits
+from aiogpu.core.queue.ready import precedence
+from aiogpu.core.records import TaskRecord, TaskState, sort_key
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.placement_group import give_back_group, take_grouped
+from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.ganged import GangWorld
 from tests.drawing import examples
@@ -60,7 +59,7 @@ OPTIONS = st.fixed_dictionaries(
         "num_gpus": GPUS,
         "resources": st.sampled_from([{"license": 0.3}, {"license": 1}]),
         "accelerator_type": st.sampled_from(["A100", "T4", "H200"]),
-        "where": st.sampled_from([Where(20 * GIB), Where(100 * GIB)]),
+        "where": st.sampled_from([DeviceSelector(20 * GIB), DeviceSelector(100 * GIB)]),
         "gpu_memory": st.sampled_from(["share", "1GiB", "10GiB", "16GiB", "50GiB"]),
         "retries_oom": st.booleans(),
         "strategy": st.sampled_from(["pack", "spread"]),
@@ -76,7 +75,7 @@ OPTIONS = st.fixed_dictionaries(
     },
 )
 PATIENCE = st.builds(
-    Patience,
+    SchedulerConfig,
     cancel_grace=st.sampled_from([0, 0.3, 2.0]),
     interrupt_every=st.sampled_from([0.05, 0.5, 5.0]),
     exit_grace=st.sampled_from([0, 1.0]),
@@ -150,9 +149,9 @@ class Judge(GangWorld):
         self._waited = self.waiting
         self._since = {one.id: one.since for one in scheduler.clients or ()}
         self._slices = {
-            lease.id: lease.stake.turn_since
+            lease.id: lease.usage.turn_since
             for lease in scheduler.ledger.leases.values()
-            if lease.stake is not None
+            if lease.usage is not None
         }
 
     @property
@@ -196,7 +195,7 @@ class Judge(GangWorld):
                     other
                     for other in still
                     if other.client != id_
-                    and lane_of(other)[0] == lane_of(record)[0]
+                    and sort_key(other)[0] == sort_key(record)[0]
                     and self._may_hold(other)
                     and share_then(clients, other) <= had
                     # Else its program counted by another task, when it was asked.
@@ -204,14 +203,14 @@ class Judge(GangWorld):
                 ]
                 if passed:
                     lease = record.worker.lease
-                    stake, lease.stake = lease.stake, None
+                    usage, lease.usage = lease.usage, None
                     ledger.give_back(lease)
                     for other in passed:
                         first = [each for each in still if goes_before(each, other)]
                         if not any(could_take(ledger, each) for each in first):
                             assert not could_take(ledger, other), (record, other)
                     take_again(ledger, lease)
-                    lease.stake = stake
+                    lease.usage = usage
 
     def _check_turn(self, record: TaskRecord, still: list[TaskRecord]) -> None:
         """Nobody who comes first could have had what this one got."""
@@ -223,17 +222,17 @@ class Judge(GangWorld):
             and (
                 precedence(other) < turn
                 if other.client == record.client or self.scheduler.clients is None
-                else lane_of(other)[0] < turn[0][0]
+                else sort_key(other)[0] < turn[0][0]
             )
         ]
         if passed:
             ledger, lease = self.scheduler.ledger, record.worker.lease
-            stake, lease.stake = lease.stake, None
+            usage, lease.usage = lease.usage, None
             ledger.give_back(lease)
             for other in passed:
                 assert not could_take(ledger, other), (record, other)
             take_again(ledger, lease)
-            lease.stake = stake
+            lease.usage = usage
 
 
 def could_take(ledger: Ledger, record: TaskRecord) -> bool:
@@ -242,7 +241,7 @@ def could_take(ledger: Ledger, record: TaskRecord) -> bool:
     if lease is None:
         return False
     if lease.parts:
-        give_back_gang(ledger, lease)
+        give_back_group(ledger, lease)
     else:
         ledger.give_back(lease)
     return True
@@ -255,7 +254,7 @@ def goes_before(record: TaskRecord, other: TaskRecord) -> bool:
 
 def lies_in_bundles(request: Request) -> bool:
     """Whether it asks for a gang, whose bundles may share devices."""
-    return isinstance(request.gang, Gang)
+    return isinstance(request.gang, PlacementGroupSpec)
 
 
 def share(clients, id_, record, less) -> float:
@@ -284,7 +283,7 @@ def take_again(ledger: Ledger, lease: Lease) -> None:
 
 def could_serve(options) -> int:
     """How many of the devices a task with these options may use."""
-    where, memory = options.get("where", Where()), options.get("gpu_memory", 0)
+    where, memory = options.get("where", DeviceSelector()), options.get("gpu_memory", 0)
     least = 0 if memory in (0, "share") else parse_size("gpu_memory", memory)
     return sum(
         options.get("accelerator_type") in (None, device.type)

@@ -1,11 +1,11 @@
 """Corners of what is sent ahead: ends there, late news, overdrafts, kept shares."""
 
 from aiogpu.core import effects, events
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 
 WORKER = WorkerId(1)

@@ -1,27 +1,25 @@
 """The picture of a node: who holds what, what waits and why."""
 
-from aiogpu.core import ready as ready_module
-from aiogpu.core import snapshot as snapshot_module
-from aiogpu.core.closing import ABANDONED
-from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.events import Submitted
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.ids import TaskId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.policy import Patience
-from aiogpu.core.ready import precedence
-from aiogpu.core.resources import LARGEST, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.snapshot import (
-    LISTED,
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import MOST_PARTS, UNIT
+from aiogpu.core.queue import ready as ready_module
+from aiogpu.core.queue.ready import precedence
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import ABANDONED, Scheduler
+from aiogpu.core.status import snapshot as snapshot_module
+from aiogpu.core.status.holdings import DeviceStatus, Holder
+from aiogpu.core.status.node_status import (
     NodeStatus,
+    ReservationStatus,
+    ShapeStatus,
     TaskStatus,
     WorkerStatus,
-    snapshot,
 )
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.status.snapshot import LISTED, snapshot
 from aiogpu.testing import World
 
 
@@ -175,9 +173,9 @@ def test_a_task_names_no_device_where_a_device_is_free():
 
 
 def test_a_reason_is_exact_where_floats_are_not():
-    w = World(cpus=LARGEST)
+    w = World(cpus=MOST_PARTS)
     w.submit("a", num_cpus=0.0001)
-    w.submit("b", num_cpus=LARGEST)
+    w.submit("b", num_cpus=MOST_PARTS)
     assert reason_of(w, "b") == "waits for CPU 1e+14 (free: 1e+14)"
 
 
@@ -332,7 +330,7 @@ def test_what_is_kept_is_told():
 
 
 def test_how_long_something_is_kept_at_most_is_told_where_it_is_known():
-    w = World(cpus=4, gpus=1, patience=Patience(cancel_grace=2))
+    w = World(cpus=4, gpus=1, patience=SchedulerConfig(cancel_grace=2))
     w.submit("long", num_gpus=1, timeout=10)
     w.submit("big", num_gpus=1)
     go_past(w, "before")

@@ -3,13 +3,15 @@
 from aiogpu.core import events
 from aiogpu.core.effects import Assign, Retire, Spawn
 from aiogpu.core.events import WorkerGone
-from aiogpu.core.policy import Patience
-from aiogpu.core.spares import MOST
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.scheduler.workers import MOST
 from aiogpu.testing import World
 
 
 def world(spares=2, **options):
-    return World(cpus=4, gpus=2, patience=Patience(spare_workers=spares), **options)
+    return World(
+        cpus=4, gpus=2, patience=SchedulerConfig(spare_workers=spares), **options
+    )
 
 
 def kinds(w):
@@ -41,7 +43,7 @@ def test_a_spare_is_taken_at_once_and_replaced_behind_the_task():
 
 
 def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
-    w = World(cpus=4, patience=Patience(spare_workers=2, refill_after=0.002))
+    w = World(cpus=4, patience=SchedulerConfig(spare_workers=2, refill_after=0.002))
     w.submit("a", max_calls=1)
     assert len(w.workers) == 1
     w.submit("b", max_calls=1)
@@ -99,7 +101,7 @@ def test_an_unclaimed_worker_serves_its_own_variables_only():
 
 
 def test_spares_do_not_count_among_the_idle():
-    patience = Patience(spare_workers=2, idle_workers=1)
+    patience = SchedulerConfig(spare_workers=2, idle_workers=1)
     w = World(cpus=4, patience=patience)
     w.submit("a", max_calls=1)
     for name in "bc":
@@ -112,7 +114,7 @@ def test_spares_do_not_count_among_the_idle():
 
 
 def test_clean_workers_beyond_what_is_wanted_go_first():
-    w = World(cpus=4, patience=Patience(idle_workers=1))
+    w = World(cpus=4, patience=SchedulerConfig(idle_workers=1))
     w.submit("warm")
     w.submit("cold")
     w.finish("warm")
@@ -191,7 +193,7 @@ def test_tasks_with_variables_of_their_own_have_spares_too():
 
 
 def test_spares_that_nobody_uses_any_more_go():
-    patience = Patience(spare_workers=2, spares_for=10.0)
+    patience = SchedulerConfig(spare_workers=2, spares_for=10.0)
     w = World(cpus=4, patience=patience)
     w.submit("a", max_calls=1, environment=dict(X))
     w.submit("own", max_calls=1)
@@ -212,7 +214,7 @@ def test_spares_that_nobody_uses_any_more_go():
 
 
 def test_so_many_environments_have_spares_and_no_more():
-    w = World(cpus=100, patience=Patience(spare_workers=1, spares_for=10.0))
+    w = World(cpus=100, patience=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(MOST + 2):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
     having = [n for n in range(MOST + 2) if spares_of(w, (("N", str(n)),))]
@@ -254,7 +256,7 @@ def test_no_spares_are_wanted_where_none_are_to_be():
 
 
 def test_the_alarm_rings_for_the_one_that_was_used_first():
-    w = World(cpus=9, patience=Patience(spare_workers=1, spares_for=10.0))
+    w = World(cpus=9, patience=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(3):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
         w.advance(2)
@@ -267,7 +269,9 @@ def test_the_alarm_rings_for_the_one_that_was_used_first():
 
 
 def test_spares_of_a_node_that_closes_are_left_to_it():
-    w = World(cpus=1, exits=False, patience=Patience(spare_workers=1, spares_for=1.0))
+    w = World(
+        cpus=1, exits=False, patience=SchedulerConfig(spare_workers=1, spares_for=1.0)
+    )
     w.submit("a", max_calls=1, environment=dict(X))
     w.close()
     w.advance(2)

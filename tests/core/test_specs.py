@@ -1,7 +1,7 @@
 """Specs are compared by what decides."""
 
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
 
 
 def test_shapes_are_compared_by_value():

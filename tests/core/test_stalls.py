@@ -1,12 +1,12 @@
 """[B23] What waits for what is held without end is told of by itself, once."""
 
 from aiogpu.core.events import Sick
-from aiogpu.core.limits import Limits
-from aiogpu.core.policy import Patience
-from aiogpu.core.stalls import LOOKED_AT
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.status.stalls import LOOKED_AT
 from aiogpu.testing import World
 
-AFTER = Patience().warn_after
+AFTER = SchedulerConfig().warn_after
 
 
 def held() -> World:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.table import BITS, Table
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.queue.sharded_dict import BITS, ShardedDict
 
 
-def table(*numbers: int) -> Table[str]:
+def table(*numbers: int) -> ShardedDict[str]:
     """Each id with its number as text."""
-    made: Table[str] = Table()
+    made: ShardedDict[str] = ShardedDict()
     for number in numbers:
         made[TaskId(number)] = str(number)
     return made

@@ -2,11 +2,11 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.snapshot import snapshot
-from aiogpu.core.where import Where
+from aiogpu.core.model.request import Device, DeviceSelector, Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.status.snapshot import snapshot
 from aiogpu.testing import World
 
 GIB = 1 << 30
@@ -22,17 +22,17 @@ PLAIN = Device(2)
 @pytest.mark.parametrize(
     ("where", "fitting"),
     [
-        (Where(), [A100, H100, PLAIN]),
-        (Where(least_memory=80 * GIB), [A100, H100]),
-        (Where(least_memory=80 * GIB + 1), [H100]),
-        (Where(least_capability=(8, 0)), [A100, H100]),
-        (Where(least_capability=(8, 6)), [H100]),
-        (Where(least_capability=(10, 0)), []),
-        (Where(name="*h100*"), [H100]),
-        (Where(name="nvidia ?100*"), [A100, H100]),
-        (Where(name="nvidia [hl]100*"), [H100]),
-        (Where(name="a100"), []),
-        (Where(80 * GIB, (9, 0), "*a100*"), []),
+        (DeviceSelector(), [A100, H100, PLAIN]),
+        (DeviceSelector(least_memory=80 * GIB), [A100, H100]),
+        (DeviceSelector(least_memory=80 * GIB + 1), [H100]),
+        (DeviceSelector(least_capability=(8, 0)), [A100, H100]),
+        (DeviceSelector(least_capability=(8, 6)), [H100]),
+        (DeviceSelector(least_capability=(10, 0)), []),
+        (DeviceSelector(name="*h100*"), [H100]),
+        (DeviceSelector(name="nvidia ?100*"), [A100, H100]),
+        (DeviceSelector(name="nvidia [hl]100*"), [H100]),
+        (DeviceSelector(name="a100"), []),
+        (DeviceSelector(80 * GIB, (9, 0), "*a100*"), []),
     ],
 )
 def test_a_device_fulfils_all_or_is_not_used(where, fitting):
@@ -48,11 +48,11 @@ def test_a_device_fulfils_all_or_is_not_used(where, fitting):
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        (Where(least_memory=40 * GIB), "memory of 40GiB or more"),
-        (Where(least_capability=(8, 6)), "compute capability 8.6 or more"),
-        (Where(name="*h100*"), "a name like '*h100*'"),
+        (DeviceSelector(least_memory=40 * GIB), "memory of 40GiB or more"),
+        (DeviceSelector(least_capability=(8, 6)), "compute capability 8.6 or more"),
+        (DeviceSelector(name="*h100*"), "a name like '*h100*'"),
         (
-            Where(GIB, (9, 0)),
+            DeviceSelector(GIB, (9, 0)),
             "memory of 1GiB or more and compute capability 9.0 or more",
         ),
     ],
@@ -65,7 +65,7 @@ def test_which_devices_fulfil_it_is_looked_up_once():
     devices = DeviceSet("GPU", [A100, H100])
     asked = []
 
-    class Counted(Where):
+    class Counted(DeviceSelector):
         def fits(self, device):
             asked.append(device.id)
             return super().fits(device)
@@ -75,14 +75,14 @@ def test_which_devices_fulfil_it_is_looked_up_once():
         devices.choose(UNIT, request)
     assert asked == [0, 1]
     for least in range(2, 600):
-        devices.choose(UNIT, Request.of({}, {"GPU": UNIT}, where=Where(least)))
+        devices.choose(UNIT, Request.of({}, {"GPU": UNIT}, where=DeviceSelector(least)))
     assert len(devices._where) <= 256
 
 
 def test_conditions_and_a_type_are_both_fulfilled():
     cards = [A100, H100, Device(2, "A100", memory=40 * GIB)]
     devices = DeviceSet("GPU", cards)
-    large = Where(least_memory=80 * GIB)
+    large = DeviceSelector(least_memory=80 * GIB)
     request = Request.of({}, {"GPU": UNIT}, "A100", where=large)
     assert devices.fitting(request) == 0b001
     assert devices.choose(2 * UNIT, request) is None
@@ -90,7 +90,7 @@ def test_conditions_and_a_type_are_both_fulfilled():
 
 def test_who_waits_for_such_a_device_holds_up_nobody_else():
     w = World(devices=[A100, H100, PLAIN])
-    fast = Where(least_capability=(9, 0))
+    fast = DeviceSelector(least_capability=(9, 0))
     w.submit("a", num_gpus=1, where=fast)
     w.submit("b", num_gpus=1, where=fast)
     w.submit("c", num_gpus=2)
@@ -107,10 +107,10 @@ def test_who_waits_for_such_a_device_holds_up_nobody_else():
 
 def test_what_is_kept_for_one_is_such_a_device():
     w = World(devices=[A100, H100])
-    w.submit("a", num_gpus=0.5, where=Where(least_capability=(9, 0)))
-    w.submit("b", num_gpus=1, where=Where(name="*h100*"))
+    w.submit("a", num_gpus=0.5, where=DeviceSelector(least_capability=(9, 0)))
+    w.submit("b", num_gpus=1, where=DeviceSelector(name="*h100*"))
     w.advance(2)
-    w.submit("c", num_gpus=0.5, where=Where(least_memory=GIB))
+    w.submit("c", num_gpus=0.5, where=DeviceSelector(least_memory=GIB))
     assert w.scheduler.reservation.barred == {"GPU": 0b10}
     assert w.gpus_of("c") == [0]
     w.finish("a")
@@ -119,7 +119,7 @@ def test_what_is_kept_for_one_is_such_a_device():
 
 def test_a_request_without_devices_has_no_conditions():
     w = World(devices=[A100])
-    w.submit("a", where=Where(least_memory=1 << 50))
+    w.submit("a", where=DeviceSelector(least_memory=1 << 50))
     assert w.running == {"a"}
 
 
@@ -128,7 +128,9 @@ def test_beside_gpus_a_type_and_conditions_are_said_of_these():
     gpus = DeviceSet("GPU", [A100, H100])
     ledger = Ledger({"accelerator_type:H100": UNIT}, [gpus, boards])
     wanted = {"GPU": UNIT // 2, "FPGA": UNIT}
-    request = Request.of({}, wanted, "H100", where=Where(least_memory=90 * GIB))
+    request = Request.of(
+        {}, wanted, "H100", where=DeviceSelector(least_memory=90 * GIB)
+    )
     assert ledger.why_infeasible(request) is None
     lease = ledger.take(request)
     assert lease is not None

@@ -2,14 +2,14 @@
 
 import pytest
 
-from aiogpu.core.closing import ABANDONED
 from aiogpu.core.events import Cancelled
-from aiogpu.core.holding import Holder
-from aiogpu.core.ids import TaskId
-from aiogpu.core.lane import SEARCHED
-from aiogpu.core.shortage import ReservationStatus
-from aiogpu.core.where import Where
-from aiogpu.core.why import Why, why
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import DeviceSelector
+from aiogpu.core.queue.ready import SEARCHED
+from aiogpu.core.scheduler.scheduler import ABANDONED
+from aiogpu.core.status.holdings import Holder
+from aiogpu.core.status.node_status import ReservationStatus
+from aiogpu.core.status.why import Why, why
 from aiogpu.testing import World
 
 
@@ -397,7 +397,7 @@ def test_asking_changes_nothing():
 def test_conditions_on_gpus_are_told():
     w = World(cpus=4, gpus=1)
     w.submit("first", num_gpus=1)
-    w.submit("second", num_gpus=1, where=Where(name="*"))
+    w.submit("second", num_gpus=1, where=DeviceSelector(name="*"))
     told = ask(w, "second")
     assert told.where == "a name like '*'"
     assert str(told).startswith(

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from aiogpu.core.window import Window
+from aiogpu.core.mailbox import Window
 
 
 def test_with_one_each_item_waits_for_the_one_before():

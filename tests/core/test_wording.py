@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiogpu.core.wording import in_words, listing, printable, span, terms
+from aiogpu.core.model.text import in_words, listing, printable, span, terms
 
 
 @pytest.mark.parametrize(

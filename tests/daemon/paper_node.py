@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from aiogpu.core.limits import Limits
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.engines.base import NodeOptions
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.hosting import pack_capacity
 from aiogpu.wire.connection import Connection
 from aiogpu.wire.frames import encode

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from aiogpu.core.limits import Limits
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.local import LocalEngine
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import TYPE_PREFIX, UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
-from aiogpu.core.where import Where
+from aiogpu.core.model.request import Device, DeviceSelector, Request, Shape, TaskSpec
+from aiogpu.core.model.units import TYPE_PREFIX, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.admission import check_site
 from aiogpu.errors import InfeasibleError
 from aiogpu.runtime.call import Function, Site
@@ -40,7 +39,7 @@ def site(request: Request) -> Site:
             "2 x A100; did you mean 'A100'?). It has {",
         ),
         (
-            Request.of({}, {"GPU": UNIT}, where=Where(100 * GIB)),
+            Request.of({}, {"GPU": UNIT}, where=DeviceSelector(100 * GIB)),
             "which this node can never give: of its 2 GPUs, none fulfils memory of "
             "100GiB or more (there are: 2 x A100 of 80GiB). It has {",
         ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiogpu.accelerators import registry
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.engines.detection import detect
 from aiogpu.errors import DeviceError
 

@@ -10,7 +10,7 @@ import pytest
 
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.runtime import affinity, mps
 from tests.engines import gpu_limit_tasks as tasks
 from tests.worker.test_gpu_memory import TORCH

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.detection import in_thread
 from aiogpu.engines.inventory import build_ledger

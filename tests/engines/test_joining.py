@@ -16,7 +16,7 @@ import aiogpu
 from aiogpu.api.lease_options import placement_site
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
-from aiogpu.core.limits import Limits
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.status_codec import status_codec
 from aiogpu.wire.acting import Ask, Carry, Find, Hold, Make, Release, Stop
 from aiogpu.wire.connection import CLIENT

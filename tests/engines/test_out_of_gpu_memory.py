@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.core.shape_status import ShapeStatus
+from aiogpu.core.status.node_status import ShapeStatus
 from aiogpu.errors import RemoteTraceback
 from tests.engines import gpu_oom_tasks as tasks
 from tests.gate import Gate

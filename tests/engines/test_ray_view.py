@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import UNIT
 from aiogpu.engines.cluster.capacity import (
     amounts,
     at_once,

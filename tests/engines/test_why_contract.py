@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 import aiogpu
-from aiogpu.core import snapshot as module
-from aiogpu.core.snapshot import LISTED, TaskStatus
+from aiogpu.core.status import snapshot as module
+from aiogpu.core.status.node_status import TaskStatus
+from aiogpu.core.status.snapshot import LISTED
 from tests.engines import tasks
 from tests.gate import Gate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.core.lifecycle import TASK_LEADS_TO, WORKER_LEADS_TO
+from aiogpu.core.records import TASK_LEADS_TO, WORKER_LEADS_TO
 
 ROOT = Path(__file__).parents[2]
 DRAW = ROOT / "docs" / "draw_lifecycle.py"

@@ -9,11 +9,9 @@ import pytest
 
 from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
 from aiogpu.accelerators.visible import NONE, Inventory, resolve
-from aiogpu.core.devices import Device
-from aiogpu.core.holding import DeviceStatus, Holder
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.report import report
-from aiogpu.core.snapshot import NodeStatus
+from aiogpu.core.model.request import Device
+from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
+from aiogpu.core.status.node_status import NodeStatus, report
 from aiogpu.runtime.device_health import CALM
 from aiogpu.runtime.device_monitor import SILENT
 from aiogpu.runtime.gpu_memory_guard import LEFT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.core.gang import STRATEGIES
+from aiogpu.core.model.request import STRATEGIES
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.pace import DEEPEST, HORIZON
-from aiogpu.core.policy import Patience
-from aiogpu.core.snapshot import LISTED
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.request import DEEPEST, HORIZON
+from aiogpu.core.records import TaskState
+from aiogpu.core.status.snapshot import LISTED
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "waiting.md").read_text()
@@ -29,6 +29,9 @@ def test_the_program_prints_what_stands_below_it(tmp_path):
     assert settled(printed_by(program[1], tmp_path)) == settled(output[1])
 
 
+CONFIG = SchedulerConfig()
+
+
 def test_it_names_every_state():
     states = {state.value for state in TaskState}
     assert set(STATE.findall(PAGE)) == states | {"opening"}
@@ -37,9 +40,9 @@ def test_it_names_every_state():
 @pytest.mark.parametrize(
     "words",
     [
-        f"first of its line for {Patience().reserve_after:g} s and still does not fit",
+        f"first of its line for {CONFIG.reserve_after:g} s and still does not fit",
         f"as take about {HORIZON * 1e3:g} ms together, at most {DEEPEST}",
-        f"is not done after {Patience().long * 1e3:g} ms",
+        f"is not done after {CONFIG.long * 1e3:g} ms",
         f"of those that wait the first {LISTED};",
     ],
 )

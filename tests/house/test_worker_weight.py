@@ -103,7 +103,8 @@ def among(modules: set[str], unwanted: list[str]) -> set[str]:
             id="a batched function",
         ),
         pytest.param(
-            "import aiogpu.core.scheduler, aiogpu.wire.connection, aiogpu.errors",
+            "import aiogpu.core.scheduler.scheduler, aiogpu.wire.connection\n"
+            "import aiogpu.errors",
             ["asyncio", "socket", "threading", "subprocess", "aiogpu.runtime"],
             id="the pure rooms",
         ),

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
-from aiogpu.core.ids import ClientId, LeaseId, TaskId, WorkerId
-from aiogpu.core.lease import Lease
+from aiogpu.core.model.ids import ClientId, LeaseId, TaskId, WorkerId
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.observe.recorder import Recorder, Span
 
 REQUEST = Request.of({"CPU": UNIT}, {"GPU": 2500})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 
 class PaperWatch:

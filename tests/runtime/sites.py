@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiogpu.core.resources import UNIT, Request
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.request import Request, Shape, TaskSpec
+from aiogpu.core.model.units import UNIT
 from aiogpu.runtime.call import Call, Function, Site, new_function_id, new_site_id
 
 

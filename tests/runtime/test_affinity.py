@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.runtime.affinity import Affinity
 
 FIRST = Device(0, pci="00000000:3B:00.0")

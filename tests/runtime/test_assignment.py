@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import LeaseId
-from aiogpu.core.lease import Lease
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
+from aiogpu.core.model.ids import LeaseId
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import BY_SHARE, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.runtime import affinity, mps
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.gpu_limits import variables_of

@@ -15,7 +15,7 @@ import pytest
 
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.visible import Inventory, MigGpu
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime.checks import cgroups, limits, processes
 from aiogpu.runtime.checks.cgroups import check_cgroup

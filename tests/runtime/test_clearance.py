@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import LeaseId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.resources import UNIT, Request
+from aiogpu.core.model.ids import LeaseId, WorkerId
+from aiogpu.core.model.request import Device, Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.runtime import clearance as module
 from aiogpu.runtime import device_thread, inspection
 from aiogpu.runtime.clearance import Clearance

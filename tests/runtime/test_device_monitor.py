@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.core.devices import Device, DeviceSet
 from aiogpu.core.events import (
     Event,
     Foreign,
@@ -20,12 +19,13 @@ from aiogpu.core.events import (
     Well,
     WorkerStarted,
 )
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.observed import OtherProcess
-from aiogpu.core.resources import BY_SHARE, GPU, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.runtime import device_monitor as module
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import CALM

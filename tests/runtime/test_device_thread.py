@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.core.devices import Device, DeviceSet
+from aiogpu.core.model.request import Device
+from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.runtime import device_thread
 from aiogpu.runtime import rounds as rounds_module
 from aiogpu.runtime.device_thread import DeviceThread

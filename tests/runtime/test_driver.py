@@ -12,11 +12,11 @@ import pytest
 
 from aiogpu.core.effects import Effect, Revoke
 from aiogpu.core.events import Cancelled, Event, Submitted, TimePassed
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.resources import CPU, UNIT
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.timers import AlarmKind
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.driver import Driver

@@ -6,14 +6,13 @@ import pickle
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.ids import LeaseId, TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.model.ids import LeaseId, TaskId, WorkerId
+from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
+from aiogpu.core.model.units import BY_SHARE, UNIT
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources import BY_SHARE, UNIT, Request
-from aiogpu.core.scheduler import Scheduler
-from aiogpu.core.specs import Shape, TaskSpec
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.runtime.gpu_limits import limits_of
 from aiogpu.runtime.gpu_shortage import Shortages, gpu_out_of_memory

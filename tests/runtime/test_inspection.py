@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.runtime.device_eyes import DeviceEyes
 from aiogpu.runtime.inspection import (
     ASIDE,

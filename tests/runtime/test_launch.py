@@ -31,7 +31,11 @@ EARLY = """
     asyncio.run(main())
 """
 LATE = (
-    *("aiogpu.core.ledger", "aiogpu.core.scheduler", "aiogpu.runtime.driver"),
+    *(
+        "aiogpu.core.resources.ledger",
+        "aiogpu.core.scheduler.scheduler",
+        "aiogpu.runtime.driver",
+    ),
     *("aiogpu.runtime.pool", "aiogpu.wire.frames", "msgpack"),
 )
 
@@ -47,8 +51,16 @@ FIRST = """
     aiogpu.run(main())
 """
 FOR_OTHERS = (
-    *("aiogpu.core.clients", "aiogpu.core.device_news", "aiogpu.core.gangs"),
-    *("aiogpu.core.deadlock", "aiogpu.core.reservation", "aiogpu.core.where"),
+    *(
+        "aiogpu.core.queue.fair_share",
+        "aiogpu.core.scheduler.scheduler.device_events",
+        "aiogpu.core.scheduler.placement_groups",
+    ),
+    *(
+        "aiogpu.core.scheduler.deadlock",
+        "aiogpu.core.scheduler.scheduler.reservation",
+        "aiogpu.core.model.request",
+    ),
     *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
     *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.base"),
 )
@@ -56,8 +68,8 @@ FOR_OTHERS = (
 
 
 def test_what_a_first_call_does_not_need() -> None:
-    assert run(FIRST, "aiogpu.core.scheduler", *FOR_OTHERS).split() == [
-        "aiogpu.core.scheduler"
+    assert run(FIRST, "aiogpu.core.scheduler.scheduler", *FOR_OTHERS).split() == [
+        "aiogpu.core.scheduler.scheduler"
     ]
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.observed import OtherProcess
+from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.runtime.origins import Origin
 from aiogpu.runtime.owners import (
     FOREIGN_IDS,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import NodeStartError
 from aiogpu.runtime import cause, pool
 from aiogpu.runtime.autopsy import Findings

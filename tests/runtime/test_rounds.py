@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.runtime.device_eyes import DeviceEyes
 from aiogpu.runtime.origins import Origin
 from aiogpu.runtime.rounds import DEAREST, EACH, SOONEST, Round, Rounds

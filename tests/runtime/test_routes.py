@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.core.ids import ClientId, TaskId, WorkerId
+from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
 from aiogpu.runtime.routes import Routes
 from aiogpu.wire.messages import Message
 from aiogpu.wire.printing import Printed

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from aiogpu.core.events import ClientJoined
-from aiogpu.core.ids import ClientId
-from aiogpu.core.ledger import Ledger
-from aiogpu.core.limits import Limits
+from aiogpu.core.model.ids import ClientId
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.records import TaskRecord
-from aiogpu.core.resources import CPU, UNIT
-from aiogpu.core.scheduler import Scheduler
+from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, ProtocolError
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.child import Child

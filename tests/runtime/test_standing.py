@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.api.lease_options import placement_site
-from aiogpu.core.gang import PACK, Bundle, Gang
-from aiogpu.core.resources import CPU, Request
+from aiogpu.core.model.request import PACK, Bundle, PlacementGroupSpec, Request
+from aiogpu.core.model.units import CPU
 from aiogpu.errors import (
     InfeasibleError,
     NodeClosedError,
@@ -19,7 +19,9 @@ from aiogpu.wire.failure import RAISED, pack_failure
 
 def site_of(name: str, key: str):
     bundle = Bundle.of(Request.of({CPU: 10_000}, {}))
-    return placement_site(Gang(key, name, PACK, (bundle,)), 0, is_detached=True)
+    return placement_site(
+        PlacementGroupSpec(key, name, PACK, (bundle,)), 0, is_detached=True
+    )
 
 
 class Watcher:

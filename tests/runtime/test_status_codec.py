@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from aiogpu.core.devices import Device, DeviceSet
-from aiogpu.core.gang import SPREAD, Bundle, Gang
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.model.request import SPREAD, Bundle, Device, PlacementGroupSpec
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.hosting import pack_capacity, unpack_capacity
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.plain import dump_plain
@@ -54,7 +54,7 @@ def test_a_gang_is_told_whole() -> None:
         Bundle((("CPU", 10_000),), (("GPU", 5_000),), "A100"),
         Bundle((), (("GPU", 10_000),), None, 1 << 30),
     )
-    gang = Gang("key", "name", SPREAD, bundles)
+    gang = PlacementGroupSpec("key", "name", SPREAD, bundles)
     assert load_gang(dump_gang(gang)) == gang
 
 

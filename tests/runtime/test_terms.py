@@ -13,7 +13,7 @@ from aiogpu.api.lease_options import placement_site
 from aiogpu.api.options import TaskOptions, check_options
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
-from aiogpu.core.gang import Within
+from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Site, new_site_id
 from aiogpu.runtime.terms import Terms, new_function
@@ -83,7 +83,7 @@ def test_a_member_there_and_back() -> None:
     ours = site_of(placement=Placement(GANG), bundle=1, num_gpus=0.25)
     theirs = Terms.unpack(Terms.of(ours).pack()).site(sites.function())
     assert theirs.spec.shape == ours.spec.shape
-    assert theirs.spec.shape.request.gang == Within("key", "group", 1)
+    assert theirs.spec.shape.request.gang == BundleRef("key", "group", 1)
 
 
 BUNDLE = ((("CPU", 20_000),), (("GPU", 10_000),), None)

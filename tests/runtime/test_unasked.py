@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aiogpu.core.ids import LeaseId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.resources import Request
+from aiogpu.core.model.ids import LeaseId, WorkerId
+from aiogpu.core.model.request import Request
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.runtime.unasked import Unasked
 
 

@@ -18,7 +18,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import Any, Final
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 from ..visible import Inventory, MigGpu
 

@@ -14,7 +14,7 @@ from logging import getLogger
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 
 from ..base import Health, Sample
 from .health import NvmlHealth

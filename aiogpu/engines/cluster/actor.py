@@ -30,7 +30,7 @@ from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 from aiogpu.wire.outgoing import attach
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
+    from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.actor_host import Place
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms

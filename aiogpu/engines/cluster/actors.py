@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from aiogpu.core.gangs import REMOVED
+from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines import ray
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.cluster.actor import ClusterActor, Nobody
@@ -28,7 +28,7 @@ from aiogpu.wire.failure import pack_told
 from aiogpu.wire.payload import dump_whole, load_result
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
+    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms
     from aiogpu.runtime.call import Receiver
@@ -171,7 +171,7 @@ class ClusterActors:
         if self._engine.is_open:
             self.known(actor).leave()
 
-    def evict(self, gang: Gang) -> None:
+    def evict(self, gang: PlacementGroupSpec) -> None:
         """A placement was removed: who lives in it ends."""
         for actor in list(self._actors.values()):
             within = actor.site.spec.shape.request.gang

@@ -20,7 +20,7 @@ from aiogpu.engines.cluster.shared import arrived, failure_in
 from aiogpu.wire.parcel import Contents, Parcel
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
+    from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref
     from aiogpu.runtime.call import Receiver

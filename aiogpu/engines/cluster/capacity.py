@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.resources import GPU, MEMORY, UNIT, number, spoken, written
-from aiogpu.core.wording import SHOWN, in_words, terms
+from aiogpu.core.model.text import SHOWN, in_words, terms
+from aiogpu.core.model.units import GPU, MEMORY, UNIT, number, spoken, written
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
+    from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.census import Node
 
 DEVICES: Final = (GPU, "neuron_cores", "TPU", "NPU", "HPU")

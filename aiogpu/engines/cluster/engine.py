@@ -33,8 +33,8 @@ from aiogpu.runtime.call import Call
 from aiogpu.wire.failure import RAISED
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
@@ -237,7 +237,7 @@ class RayEngine(Questions):
         self.check_open()
         return self.placements.take(site, receiver)
 
-    def find_placement(self, name: str) -> Gang:
+    def find_placement(self, name: str) -> PlacementGroupSpec:
         """One that outlives its program; see `Engine.find_placement`."""
         self.check_open()
         return names.find(name)

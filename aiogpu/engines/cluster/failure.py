@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.gangs import REMOVED
+from aiogpu.core.scheduler.placement_groups import REMOVED
 from aiogpu.engines import ray
 from aiogpu.errors import (
     ActorDiedError,
@@ -29,7 +29,7 @@ from aiogpu.wire.failure import STOPPED, pack_failure, pack_told
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang, Within
+    from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 
 OWN_FRAMES: Final = "/aiogpu/engines/"
 """Marks frames that a user's traceback leaves out."""
@@ -70,7 +70,7 @@ def tell(
     receiver: Any,
     name: str,
     error: BaseException,
-    within: Gang | Within | None = None,
+    within: PlacementGroupSpec | BundleRef | None = None,
 ) -> None:
     """Tell who waits what an exception that has come from Ray means.
 
@@ -106,7 +106,9 @@ def died_of(name: str, error: Exception) -> ActorDiedError:
 
 
 def explained(
-    name: str, error: BaseException, within: Gang | Within | None = None
+    name: str,
+    error: BaseException,
+    within: PlacementGroupSpec | BundleRef | None = None,
 ) -> Exception:
     """An error of ours for one of Ray's, which is its cause.
 

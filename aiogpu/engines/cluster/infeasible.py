@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from aiogpu.core.resources import Request
+    from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.engine import RayEngine
 
 GIVE_UP_AFTER: Final = 300.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Final, cast
 
-from aiogpu.core.gang import Gang
+from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.engines import ray
 from aiogpu.runtime.standing import name_taken, no_such_name
 
@@ -17,7 +17,7 @@ PREFIX: Final = "placement "
 """Of the names of these notes."""
 
 
-def claim(gang: Gang) -> None:
+def claim(gang: PlacementGroupSpec) -> None:
     """Have a placement's name mean it.
 
     Raises:
@@ -31,16 +31,16 @@ def claim(gang: Gang) -> None:
     ray.remember(PREFIX + gang.name, pickle.dumps(gang))
 
 
-def living(name: str) -> Gang | None:
+def living(name: str) -> PlacementGroupSpec | None:
     """The placement of that name, if Ray still has it."""
     told = ray.recall(PREFIX + name)
     if told is None:
         return None
-    gang = cast("Gang", pickle.loads(told))
+    gang = cast("PlacementGroupSpec", pickle.loads(told))
     return None if ray.find_group(gang.key) is None else gang
 
 
-def find(name: str) -> Gang:
+def find(name: str) -> PlacementGroupSpec:
     """The same.
 
     Raises:
@@ -52,8 +52,11 @@ def find(name: str) -> Gang:
     return gang
 
 
-def forget(gang: Gang) -> None:
+def forget(gang: PlacementGroupSpec) -> None:
     """A placement is no more: its name is free."""
     told = ray.recall(PREFIX + gang.name)
-    if told is not None and cast("Gang", pickle.loads(told)).key == gang.key:
+    if (
+        told is not None
+        and cast("PlacementGroupSpec", pickle.loads(told)).key == gang.key
+    ):
         ray.unlearn(PREFIX + gang.name)

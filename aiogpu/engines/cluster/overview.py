@@ -28,10 +28,9 @@ from aiogpu.engines.cluster.work import kinds_here
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
-    from aiogpu.core.resources import Request
-    from aiogpu.core.snapshot import NodeStatus
-    from aiogpu.core.why import Why
+    from aiogpu.core.model.request import PlacementGroupSpec, Request
+    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.calls import Calls
     from aiogpu.engines.cluster.census import Node
     from aiogpu.runtime.call import Site
@@ -187,7 +186,9 @@ class Overview:
         live = self._calls.live
         return why(task, live, survey, now) if task in live else None
 
-    async def why_placement(self, task: int, gang: Gang, now: float) -> Why | None:
+    async def why_placement(
+        self, task: int, gang: PlacementGroupSpec, now: float
+    ) -> Why | None:
         """Why a placement of this program waits."""
         from aiogpu.engines.cluster.waiting import why_placement
 

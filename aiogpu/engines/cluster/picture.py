@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.holding import DeviceStatus
-from aiogpu.core.resources import TYPE_PREFIX
-from aiogpu.core.shape_status import ShapeStatus
-from aiogpu.core.snapshot import LISTED, NodeStatus, TaskStatus
-from aiogpu.core.wording import span
+from aiogpu.core.model.text import span
+from aiogpu.core.model.units import TYPE_PREFIX
+from aiogpu.core.status.holdings import DeviceStatus
+from aiogpu.core.status.node_status import NodeStatus, ShapeStatus, TaskStatus
+from aiogpu.core.status.snapshot import LISTED
 from aiogpu.engines.cluster.capacity import DEVICES, amounts, name_of, told
 from aiogpu.engines.cluster.waiting import free_devices, in_parts
 

@@ -11,10 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.gang import ANY, STRICT_PACK, STRICT_SPREAD, Gang, Within
-from aiogpu.core.gangs import REMOVED, UNKNOWN
-from aiogpu.core.resources import TYPE_PREFIX, TYPE_SHARE, Request
-from aiogpu.core.why import Why
+from aiogpu.core.model.request import (
+    ANY,
+    STRICT_PACK,
+    STRICT_SPREAD,
+    BundleRef,
+    PlacementGroupSpec,
+    Request,
+)
+from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
+from aiogpu.core.status.why import Why
 from aiogpu.engines import ray
 from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Live
@@ -49,7 +56,11 @@ class Own:
     __slots__ = ("gang", "group", "is_detached", "receiver")
 
     def __init__(
-        self, gang: Gang, group: Any, receiver: Receiver, is_detached: bool
+        self,
+        gang: PlacementGroupSpec,
+        group: Any,
+        receiver: Receiver,
+        is_detached: bool,
     ) -> None:
         self.gang = gang
         self.group = group
@@ -80,7 +91,7 @@ class Placements:
             InfeasibleError: the cluster can never give it.
         """
         engine, gang = self._engine, site.spec.shape.request.gang
-        assert isinstance(gang, Gang), site
+        assert isinstance(gang, PlacementGroupSpec), site
         check_priority(site.spec)
         is_detached = site.spec.is_detached
         group = ray.find_group(gang.key) if is_detached else None
@@ -96,7 +107,7 @@ class Placements:
         engine.calls.watch(number, (group.ready(),))
         return number
 
-    def _check(self, gang: Gang) -> None:
+    def _check(self, gang: PlacementGroupSpec) -> None:
         overview = self._engine.overview
         if any(bundle.gpu_memory for bundle in gang.bundles):
             raise OptionError(
@@ -138,7 +149,7 @@ class Placements:
             ray.remove_group(own.group)
         return True
 
-    def _evicted(self, gang: Gang) -> list[int]:
+    def _evicted(self, gang: PlacementGroupSpec) -> list[int]:
         """Tell all in it that it is none any more; gives those that have to stop."""
         engine = self._engine
         if engine.has_actors:
@@ -176,7 +187,7 @@ class Placements:
         """Why nobody with this spec is taken; None if he is in none, or may be."""
         request = site.spec.shape.request
         within = request.gang
-        if not isinstance(within, Within):
+        if not isinstance(within, BundleRef):
             return None
         group = self._group_of(within)
         if group is None:
@@ -191,7 +202,7 @@ class Placements:
             )
         return None
 
-    def _group_of(self, within: Within) -> Any | None:
+    def _group_of(self, within: BundleRef) -> Any | None:
         found = self._groups.get(within.key)
         if found is None and within.key not in self._emptying:
             found = ray.find_group(within.key)
@@ -209,7 +220,7 @@ class Placements:
             PlacementRemovedError: it was removed meanwhile.
         """
         within = request.gang
-        if not isinstance(within, Within):
+        if not isinstance(within, BundleRef):
             return options
         group = self._group_of(within)
         if group is None:
@@ -228,7 +239,7 @@ class Placements:
     def awaited_by(self, number: int) -> str | None:
         """The placement for which a call waits; None if it waits for none."""
         live = self._engine.calls.live.get(number)
-        if live is None or not isinstance(live.within, Within):
+        if live is None or not isinstance(live.within, BundleRef):
             return None
         for other, own in self.own.items():
             if own.gang.key == live.within.key and self.is_waiting(other):
@@ -266,7 +277,7 @@ class Placements:
         self.own.clear()
 
 
-def new_group(gang: Gang, *, is_detached: bool) -> Any:
+def new_group(gang: PlacementGroupSpec, *, is_detached: bool) -> Any:
     """Ask Ray for the group of a placement.
 
     Raises:
@@ -281,7 +292,7 @@ def new_group(gang: Gang, *, is_detached: bool) -> Any:
     )
 
 
-def _is_typed(group: Any, within: Within, request: Request) -> bool:
+def _is_typed(group: Any, within: BundleRef, request: Request) -> bool:
     """Whether all bundles that it may use were asked for with its type."""
     bundles = list(group.bundle_specs)
     if within.bundle != ANY:
@@ -294,7 +305,7 @@ def _untyped(request: Request) -> Request:
     return Request(request.scalars, request.devices)
 
 
-def _sums(gang: Gang) -> tuple[dict[str, int], dict[str, int]]:
+def _sums(gang: PlacementGroupSpec) -> tuple[dict[str, int], dict[str, int]]:
     whole = gang.request()
     scalars = {
         name: TYPE_SHARE if name.startswith(TYPE_PREFIX) else parts

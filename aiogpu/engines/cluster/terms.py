@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.accelerators.listed import NOSET, is_left_alone
 from aiogpu.accelerators.types import AWS_NEURON_CORE
-from aiogpu.core.resources import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
+from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import DeviceError, OptionError
 from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Bundle
-    from aiogpu.core.resources import Request
-    from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.model.request import Bundle, Request, TaskSpec
     from aiogpu.engines.cluster.payload import Terms
     from aiogpu.runtime.call import ActorTerms, Site
 

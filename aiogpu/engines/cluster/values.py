@@ -21,7 +21,7 @@ from aiogpu.wire.parcel import Contents, Parcel
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from aiogpu.core.why import Why
+    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.engine import RayEngine
 
 
@@ -175,7 +175,7 @@ class ClusterValues:
 
     async def why(self, name: str, task: int) -> Why:
         """Say why a task waits."""
-        from aiogpu.core.why import Why
+        from aiogpu.core.status.why import Why
 
         return await self._engine.why(task) or Why(name, task, "ended")
 

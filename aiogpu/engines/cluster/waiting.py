@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.resources import UNIT, Request, number
-from aiogpu.core.shortage import Shortage
-from aiogpu.core.why import Why
-from aiogpu.core.wording import SHOWN, listing, terms
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.text import SHOWN, listing, terms
+from aiogpu.core.model.units import UNIT, number
+from aiogpu.core.status.why import Shortage, Why
 from aiogpu.engines.cluster.capacity import (
     amounts,
     at_once,
@@ -25,7 +25,7 @@ from aiogpu.engines.cluster.capacity import (
 )
 
 if TYPE_CHECKING:
-    from aiogpu.core.gang import Gang
+    from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.calls import Live
     from aiogpu.engines.cluster.census import Node, Survey
 
@@ -76,7 +76,9 @@ def why(task: int, calls: Mapping[int, Live], survey: Survey, now: float) -> Why
     )
 
 
-def why_placement(task: int, live: Live, gang: Gang, survey: Survey, now: float) -> Why:
+def why_placement(
+    task: int, live: Live, gang: PlacementGroupSpec, survey: Survey, now: float
+) -> Why:
     """Say why a placement waits for its bundles.
 
     Args:

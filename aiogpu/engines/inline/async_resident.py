@@ -15,7 +15,7 @@ from functools import partial
 from inspect import iscoroutinefunction, signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from aiogpu.core.ids import WorkerId
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.job import acting_job
 from aiogpu.engines.inline.outcome import Outcome

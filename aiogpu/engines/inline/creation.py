@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.core.ids import WorkerId
+from aiogpu.core.model.ids import WorkerId
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.wire.failure import unpack_failure

@@ -15,9 +15,9 @@ from importlib import import_module
 from itertools import count
 from typing import Final
 
-from aiogpu.core.gang import Gang
-from aiogpu.core.snapshot import NodeStatus
-from aiogpu.core.why import Why
+from aiogpu.core.model.request import PlacementGroupSpec
+from aiogpu.core.status.node_status import NodeStatus
+from aiogpu.core.status.why import Why
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import acting_job, running_job
@@ -131,7 +131,7 @@ class InlineEngine:
             return leases.standing.take(site, receiver, leases.take)
         return leases.take(site, receiver)
 
-    def find_placement(self, name: str) -> Gang:
+    def find_placement(self, name: str) -> PlacementGroupSpec:
         """One that outlives its program; see `Engine.find_placement`."""
         return self._node.leases.standing.find(name)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from aiogpu.core.ids import TaskId
+from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.supplies import needed_by

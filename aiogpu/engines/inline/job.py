@@ -10,11 +10,10 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.lifecycle import TaskState
-from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.retry import may_retry
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.recovery import may_retry
 from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings

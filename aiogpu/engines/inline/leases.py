@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiogpu.core.bundles import take_grouped
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.placement_status import PlacementStatus, placement_status
-from aiogpu.core.records import TaskRecord, WorkerRecord, move_task
-from aiogpu.core.shortage import find_shortages, tell_lacks
-from aiogpu.core.why import Why
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.records import (
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    move_task,
+)
+from aiogpu.core.resources.placement_group import take_grouped
+from aiogpu.core.status.node_status import PlacementStatus, placement_status
+from aiogpu.core.status.why import Why, find_shortages, tell_lacks
 from aiogpu.engines.admission import check_site
 from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
@@ -24,8 +28,8 @@ from aiogpu.runtime.standing import StandingPlacements
 from aiogpu.wire.leasing import MARK, Grant
 
 if TYPE_CHECKING:
-    from aiogpu.core.holding import Holdings
-    from aiogpu.core.lease import Lease
+    from aiogpu.core.resources.ledger import Lease
+    from aiogpu.core.status.holdings import Holdings
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.runtime.call import Site
 

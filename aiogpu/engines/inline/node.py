@@ -9,12 +9,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from aiogpu.core.bundles import take_grouped
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.ledger import Ledger
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, WorkerRecord
-from aiogpu.core.resources import CPU
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.placement_group import take_grouped
 from aiogpu.engines.admission import check_arguments, check_site
 from aiogpu.engines.inline.beside import Beside
 from aiogpu.engines.inline.execute import Executor

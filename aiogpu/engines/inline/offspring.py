@@ -16,7 +16,7 @@ from functools import partial
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.records import TaskState
 from aiogpu.engines.inline.job import Job, acting_job, running_job
 
 if TYPE_CHECKING:

@@ -7,19 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
-from aiogpu.core.holding import Holdings
-from aiogpu.core.ids import OWN, TaskId, WorkerId
-from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.records import WorkerRecord
-from aiogpu.core.shape_status import ShapeStatus, shape_status
-from aiogpu.core.shortage import awaited_gang, find_shortages, tell_lacks
-from aiogpu.core.snapshot import (
-    LISTED,
-    NodeStatus,
-    Queue,
-    picture,
-)
-from aiogpu.core.why import Why
+from aiogpu.core.model.ids import OWN, TaskId, WorkerId
+from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
+from aiogpu.core.status.holdings import Holdings
+from aiogpu.core.status.node_status import NodeStatus, Queue, ShapeStatus, shape_status
+from aiogpu.core.status.snapshot import LISTED, picture
+from aiogpu.core.status.why import Why, awaited_gang, find_shortages, tell_lacks
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.node import InlineNode
 from aiogpu.runtime.actor import Actor

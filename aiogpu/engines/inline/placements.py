@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.core.bundles import give_back_gang, parts_for
-from aiogpu.core.gang import Within
-from aiogpu.core.gangs import REMOVED, UNKNOWN
-from aiogpu.core.lifecycle import TaskState
+from aiogpu.core.model.request import BundleRef
+from aiogpu.core.records import TaskState
+from aiogpu.core.resources.placement_group import (
+    bundles_for,
+    give_back_group,
+    why_infeasible,
+)
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.errors import AiogpuError
 from aiogpu.runtime.placements import misfit, removed
 
 if TYPE_CHECKING:
-    from aiogpu.core.lease import Lease
+    from aiogpu.core.model.request import TaskSpec
     from aiogpu.core.records import TaskRecord
-    from aiogpu.core.specs import TaskSpec
+    from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.inline.job import Job
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.resident import Resident
@@ -38,11 +42,11 @@ class InlinePlacements:
     def refusal(self, spec: TaskSpec) -> AiogpuError | None:
         """Why nobody with this spec is taken; None if he is in none, or may be."""
         gang = spec.shape.request.gang
-        if not isinstance(gang, Within):
+        if not isinstance(gang, BundleRef):
             return None
         if gang.key not in self.names:
             return removed(gang.name, spec.name, UNKNOWN)
-        reason = self._node.ledger.why_infeasible(spec.shape.request)
+        reason = why_infeasible(self._node.ledger, spec.shape.request)
         return None if reason is None else misfit(spec, reason)
 
     def open(self, key: str) -> None:
@@ -70,9 +74,9 @@ class InlinePlacements:
         """Give back what nobody is in any more."""
         ledger = self._node.ledger
         for key, lease in list(self._ending.items()):
-            if all(part.is_idle for part in parts_for(ledger, Within(key, ""))):
+            if all(part.is_idle for part in bundles_for(ledger, BundleRef(key, ""))):
                 del self._ending[key]
-                give_back_gang(ledger, lease)
+                give_back_group(ledger, lease)
 
     def members_of(self, record: TaskRecord) -> int:
         """How many tasks and actors were given one that have not ended."""
@@ -91,7 +95,7 @@ class InlinePlacements:
 
 def _is_in(key: str, spec: TaskSpec) -> bool:
     gang = spec.shape.request.gang
-    return isinstance(gang, Within) and gang.key == key
+    return isinstance(gang, BundleRef) and gang.key == key
 
 
 def _end(job: Job, error: AiogpuError) -> None:

@@ -11,10 +11,9 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from aiogpu.core.ids import TaskId, WorkerId
-from aiogpu.core.lease import Lease
-from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
+from aiogpu.core.resources.ledger import Lease
 from aiogpu.engines.inline.creation import Creation
 from aiogpu.engines.inline.invocation import Invocation
 from aiogpu.engines.inline.outcome import Outcome, hold_for

@@ -8,7 +8,8 @@ from contextvars import Context
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.ids import TaskId, WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.resources.placement_group import room_for
 from aiogpu.engines.inline.async_resident import AsyncResident
 from aiogpu.engines.inline.call_waits import CallWaits
 from aiogpu.engines.inline.creation import Creation
@@ -31,7 +32,7 @@ from aiogpu.wire.acting import ASYNC, THREADED
 from aiogpu.wire.payload import dump_whole
 
 if TYPE_CHECKING:
-    from aiogpu.core.lease import Lease
+    from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
@@ -145,7 +146,7 @@ class Residents(Register):
         site = self.known(actor).site
         assert site.actor is not None, site
         request = site.spec.shape.request
-        room = self._node.ledger.room_for(request, not site.actor.keeps_cpus)
+        room = room_for(self._node.ledger, request, not site.actor.keeps_cpus)
         return room, str(request)
 
     def tell_room(self, actor: int, receiver: Receiver) -> None:

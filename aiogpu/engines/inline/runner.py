@@ -16,8 +16,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final
 
-from aiogpu.core.lifecycle import TaskState, WorkerState
-from aiogpu.core.records import WorkerRecord, move_task
+from aiogpu.core.records import TaskState, WorkerRecord, WorkerState, move_task
 from aiogpu.engines.inline.host import TaskHost
 from aiogpu.engines.inline.job import Job, acting_job
 from aiogpu.engines.inline.node import InlineNode

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final
 
-from aiogpu.core.ids import TaskId
-from aiogpu.core.specs import Shape
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import Shape
 from aiogpu.engines.inline.job import Job, running_job
 
 COUNTED: Final = 4096

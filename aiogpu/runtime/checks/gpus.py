@@ -10,7 +10,7 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.nvidia import Nvidia, inventory
 from aiogpu.accelerators.nvml.watch import NvmlWatch
 from aiogpu.accelerators.visible import VISIBLE, Inventory
-from aiogpu.core.devices import Device
+from aiogpu.core.model.request import Device
 from aiogpu.errors import DeviceError
 from aiogpu.runtime.checks.finding import Finding, Level
 

@@ -1,0 +1,1 @@
+"""Plain data and units that all parts of the scheduler share."""

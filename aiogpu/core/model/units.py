@@ -1,0 +1,198 @@
+"""Amounts of memory: bytes, and how people write them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.errors import OptionError
+
+UNIT = 10_000
+
+MOST_PARTS = 10**14
+"""The largest quantity of one resource that is accepted, in whole units."""
+
+CPU = "CPU"
+GPU = "GPU"
+
+MEMORY = "memory"
+"""Main memory, in bytes."""
+
+GPU_MEMORY = "gpu_memory"
+"""Memory of the GPUs, in bytes: a measure of theirs, beside their parts."""
+
+TYPE_PREFIX = "accelerator_type:"
+
+TYPE_SHARE = 10
+"""What `accelerator_type=` takes of its custom resource: 0.001, in parts."""
+
+_IN_BYTES = frozenset({MEMORY, GPU_MEMORY})
+
+BY_SHARE = -1
+"""A `Request.gpu_memory` that stands for the part that the share is of its device."""
+
+_UNITS: Final = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+LARGEST: Final = 1 << 60
+"""More memory than this is a mistake."""
+
+LEAST: Final = 1 << 20
+"""So is less than this: an interpreter that does nothing has ten times as much."""
+
+
+def parse_size(option: str, value: object) -> int:
+    """Bytes, given as a whole number or as a text such as "6GiB" or "512 MB".
+
+    Args:
+        option: the option's name, for the message.
+        value: what was given for it.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    count = _from_text(value) if isinstance(value, str) else value
+    if isinstance(count, bool) or not isinstance(count, int):
+        count = None
+    if count is None or not 0 <= count <= LARGEST:
+        raise OptionError(
+            f"{option}={value!r} is no amount of memory; give bytes as an int, or a "
+            f'text with a unit such as {option}="6GiB" or {option}="500MB".'
+        )
+    return count
+
+
+def memory_size(option: str, value: object) -> int:
+    """The same of what a program is to have, or has: nothing, or `LEAST` at least.
+
+    Raises:
+        OptionError: it is no size, or so small that its unit was forgotten, or is
+            the wrong one.
+    """
+    count = parse_size(option, value)
+    if count and (meant := too_small(count)):
+        advice = f'write it with its unit, such as {option}="{meant}"'
+        if isinstance(value, str):
+            advice = f"give {size(LEAST)} at least"
+        raise OptionError(
+            f"{option}={value!r} is read as {bytes_told(count)}, in which nothing "
+            f"runs; {advice}."
+        )
+    return count
+
+
+def bytes_told(count: int) -> str:
+    """A number of bytes in words."""
+    return "1 byte" if count == 1 else f"{count} bytes"
+
+
+def too_small(count: int) -> str | None:
+    """What so few, without a unit, may have meant; None where they are enough."""
+    if count >= LEAST:
+        return None
+    return f"{count}GiB" if count < 1 << 10 else f"{min(count, 1 << 16)}MiB"
+
+
+def _from_text(text: str) -> int | None:
+    number = text.strip().rstrip("BbIiKkMmGgTt").rstrip()
+    unit = text.strip()[len(number) :].strip().upper()
+    factor = _UNITS.get(unit)
+    try:
+        amount = float(number)
+    except ValueError:
+        return None
+    # Not a number and infinite are no sizes either.
+    if factor is None or not 0 <= amount * factor <= LARGEST:
+        return None
+    return int(amount * factor)
+
+
+def size(count: float) -> str:
+    """Bytes as `parse_size` takes them, rounded up: "512MiB", "3.2GiB"."""
+    whole = int(count)
+    if whole < 1 << 30:
+        return f"{-(-whole >> 20)}MiB"
+    return f"{-(-whole * 10 >> 30) / 10:g}GiB"
+
+
+def quantity(option: str, value: object) -> int:
+    """Turn a user's number into parts of 1/10 000.
+
+    Finer quantities are truncated by their decimal text, so 0.57 is 5700 where
+    `int(0.57 * 10000)` is 5699.
+
+    Args:
+        option: the option's name, for the message.
+        value: an `int` or `float`, at least 0 and finite.
+
+    Raises:
+        OptionError: the value is no such number, or it truncates to nothing.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionError(
+            f"{option}={value!r} is {_article(value)}; give an int or a float, "
+            f"such as {option}=1 or {option}=0.5."
+        )
+    if not 0 <= value <= MOST_PARTS:
+        raise OptionError(
+            f"{option}={value!r} is not a quantity; give a finite number from 0 "
+            f"to {MOST_PARTS:.0e}."
+        )
+    # A subclass (numpy's float64, an IntEnum) may write itself in words.
+    if isinstance(value, int):
+        # Not by an operator that a subclass may have changed.
+        return int.__mul__(value, UNIT)
+    text = float.__repr__(value)
+    # Once per function; a worker that imports a module of tasks may never need it.
+    from decimal import ROUND_FLOOR, Decimal
+
+    parts = int((Decimal(text) * UNIT).to_integral_value(ROUND_FLOOR))
+    if parts == 0 and value != 0:
+        raise OptionError(
+            f"{option}={value!r} is finer than 1/{UNIT}, the smallest share; give "
+            f"at least {1 / UNIT} or 0."
+        )
+    return parts
+
+
+def device_quantity(option: str, value: object) -> int:
+    """Like `quantity`, for devices: below 1 a share of one, above 1 whole ones.
+
+    Raises:
+        OptionError: also where a number above 1 is not whole.
+    """
+    parts = quantity(option, value)
+    if parts > UNIT and parts % UNIT:
+        raise OptionError(
+            f"{option}={value!r} mixes whole devices and a share; give a fraction "
+            f"below 1 to share one device, or a whole number of devices."
+        )
+    return parts
+
+
+def number(parts: int) -> float:
+    """The user's number for an amount in parts: 2500 is 0.25."""
+    return parts / UNIT
+
+
+def written(name: str, value: float) -> str:
+    """How much of a resource, as people read it: "0.25", "3.2GiB"."""
+    return size(value) if name in _IN_BYTES else f"{value:g}"
+
+
+def spoken(name: str) -> str:
+    """A resource's name in a sentence."""
+    return "GPU memory" if name == GPU_MEMORY else name
+
+
+def _article(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

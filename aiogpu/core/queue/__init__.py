@@ -1,0 +1,1 @@
+"""Tasks that wait, and whose turn it is."""

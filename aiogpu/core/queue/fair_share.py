@@ -1,0 +1,636 @@
+"""What one program may have of a node that several share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from heapq import heappop as pop_first
+from math import inf
+from typing import Final, TypeVar
+
+from aiogpu.core.model.ids import OWN, ClientId
+from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
+from aiogpu.core.model.text import in_words
+from aiogpu.core.model.units import (
+    CPU,
+    GPU,
+    GPU_MEMORY,
+    UNIT,
+    number,
+    quantity,
+    spoken,
+    written,
+)
+from aiogpu.core.queue.ready import (
+    Bucket,
+    Group,
+    ReadyQueue,
+    heads_in_turn,
+    precedence,
+    tasks_in_turn,
+)
+from aiogpu.core.records import TaskRecord, sort_key
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.errors import InfeasibleError, LimitError, OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may have at once; nothing is limited by default.
+
+    Attributes:
+        max_waiting: tasks of it that have not ended, running ones included; one more
+            is refused. None for no limit.
+        max_amount: what it may hold of a resource, `{"GPU": 2}`; its tasks beyond
+            that wait. GPU memory in bytes, as far as it was asked for by name.
+        max_share: the same as a part of all that the node has, above 0 and up to 1:
+            `{"CPU": 0.5}`.
+
+    Raises:
+        OptionError: one of these is not such a number.
+    """
+
+    max_waiting: int | None = None
+    max_amount: Mapping[str, float] = field(default_factory=dict)
+    max_share: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        most = self.max_waiting
+        is_count = isinstance(most, int) and not isinstance(most, bool)
+        if most is not None and not (is_count and 0 < most < 1 << 31):
+            raise OptionError(
+                f"max_waiting={most!r} is no number of tasks; give an int from 1 to "
+                f"{(1 << 31) - 1:_}, or None for no limit."
+            )
+        for name, amount in self.max_amount.items():
+            quantity(f"max_amount[{name!r}]", amount)
+        for name, share in self.max_share.items():
+            option = f"max_share[{name!r}]"
+            if not 0 < quantity(option, share) <= UNIT:
+                raise OptionError(
+                    f"{option}={share!r} is no part of what there is; give a number "
+                    f"above 0 and up to 1."
+                )
+
+    def on(self, ledger: Ledger) -> dict[str, int]:
+        """The most that may be held of each limited resource of a node, in parts.
+
+        Raises:
+            OptionError: the node has no such resource.
+        """
+        capacity = capacity_of(ledger)
+        for name in (*self.max_amount, *self.max_share):
+            if name not in capacity:
+                known = ", ".join(sorted(capacity))
+                raise OptionError(
+                    f"a limit for {name!r} means nothing here: this node has {known}."
+                )
+        most = {name: quantity(name, value) for name, value in self.max_amount.items()}
+        for name, share in self.max_share.items():
+            part = capacity[name] * quantity(name, share) // UNIT
+            most[name] = min(part, most.get(name, part))
+        return most
+
+
+def capacity_of(ledger: Ledger) -> dict[str, int]:
+    """All that a node has, in parts, by name; devices of a kind are summed."""
+    capacity = dict(ledger.capacity)
+    for kind, devices in ledger.device_sets.items():
+        capacity[kind] = len(devices.devices) * UNIT
+        if memory := sum(devices.filling.capacity):
+            capacity[GPU_MEMORY] = memory * UNIT
+    return capacity
+
+
+LONGEST: Final = 60.0
+"""Seconds that a task counts at most, and for which a turn can be put off."""
+
+LEAST: Final = 1e-6
+"""The part of a node that a task counts at least: it has a process."""
+
+
+class DominantShare:
+    """What a request is of a node.
+
+    Attributes:
+        amounts: of each resource that it asks for, in parts, and one over what there
+            is of it.
+        cost: the greatest part that it is of any of them.
+        cost_lent: the same without its CPUs.
+    """
+
+    __slots__ = ("amounts", "cost", "cost_lent")
+
+    def __init__(self, request: Request, capacity: Mapping[str, int]) -> None:
+        self.amounts = tuple(
+            (name, parts, 1 / max(capacity.get(name, 0), 1))
+            for name, parts in _amounts(request)
+        )
+        parts_of = {name: parts * one for name, parts, one in self.amounts}
+        self.cost = max(LEAST, *parts_of.values(), LEAST)
+        parts_of.pop(CPU, None)
+        self.cost_lent = max(LEAST, *parts_of.values(), LEAST)
+
+
+def _amounts(request: Request) -> list[tuple[str, int]]:
+    if isinstance(request.gang, BundleRef):
+        return []  # its gang has it already
+    if isinstance(request.gang, PlacementGroupSpec):
+        held: Counter[str] = Counter()
+        for bundle in request.gang.bundles:
+            held.update(dict(_amounts(bundle.request())))
+        return list(held.items())
+    found = [*request.scalars, *request.devices]
+    if request.gpu_memory > 0:
+        count = max(dict(request.devices).get(GPU, 0) // UNIT, 1)
+        found.append((GPU_MEMORY, request.gpu_memory * count * UNIT))
+    return [(name, parts) for name, parts in found if parts]
+
+
+class LeaseUsage:
+    """A lease on the account of the program whose task has it.
+
+    Attributes:
+        client: the program.
+        portion: what was asked for.
+        cost: what a second of it counts; 0 of what is held without end.
+        turn_since: when it was last the program's turn to have it.
+    """
+
+    __slots__ = (
+        *(
+            "_clients",
+            "_cost_lent",
+            "_full_cost",
+            "_held",
+            "_left",
+            "_since",
+            "turn_since",
+        ),
+        *("client", "cost", "portion"),
+    )
+
+    def __init__(
+        self, clients: Clients, client: Client, request: Request, is_endless: bool
+    ) -> None:
+        self._clients = clients
+        self.client = client
+        self.portion = portion = clients.portion_of(request)
+        self._since = self.turn_since = clients.now
+        self._left = LONGEST
+        self.cost = self._full_cost = 0.0 if is_endless else portion.cost
+        self._cost_lent = 0.0 if is_endless else portion.cost_lent
+        self._held = [(name, parts) for name, parts, _ in portion.amounts]
+        for name, parts in self._held:
+            self._move(name, parts)
+
+    def charge(self) -> None:
+        """Count what was had until now."""
+        now, client = self._clients.now, self.client
+        seconds = min(now - self._since, self._left)
+        client.tag += self.cost * seconds / client.weight
+        self._since = now
+        self._left -= seconds
+
+    def note_task(self) -> float:
+        """It is held for another task from now on; gives the age of its slice."""
+        self.charge()
+        self._left = LONGEST
+        return self._since - self.turn_since
+
+    def begin_slice(self) -> None:
+        """The program has its turn anew."""
+        self.turn_since = self._since
+
+    def end(self) -> None:
+        """Nothing is held any more."""
+        self.charge()
+        for name, parts in self._held:
+            self._move(name, -parts)
+        self._clients.forget(self.client)
+
+    def lend(self) -> None:
+        """The CPUs are others' for a while."""
+        self.charge()
+        self.cost = self._cost_lent
+        self._move(CPU, -self._cpus())
+
+    def resume(self) -> None:
+        """The CPUs are held again."""
+        self.charge()
+        self.cost = self._full_cost
+        self._move(CPU, self._cpus())
+
+    def keep_devices(self, kinds: Container[str]) -> None:
+        """All but devices is given back; nobody is charged for the rest."""
+        self.charge()
+        self.cost = 0.0
+        for name, parts in self._held:
+            if name not in kinds and name != GPU_MEMORY:
+                self._move(name, -parts)
+        self._held = [
+            each for each in self._held if each[0] in kinds or each[0] == GPU_MEMORY
+        ]
+
+    def _cpus(self) -> int:
+        return dict(self._held).get(CPU, 0)
+
+    def _move(self, name: str, parts: int) -> None:
+        held = self.client.held
+        left = held.get(name, 0) + parts
+        if left:
+            held[name] = left
+        else:
+            held.pop(name, None)
+
+
+def usage_of(lease: Lease) -> LeaseUsage | None:
+    """The account of a lease, None where no clients share the node."""
+    usage = lease.usage
+    assert usage is None or isinstance(usage, LeaseUsage), usage
+    return usage
+
+
+KNOWN: Final = 4096
+"""Requests whose portions are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One program.
+
+    Attributes:
+        weight: what it gets for each that another of weight 1 gets.
+        limits: what it may have, as it was said.
+        most: what it may hold of each limited resource, in parts.
+        held: what it holds, in parts; CPUs that are lent are not among that.
+        tag: what it has had, by weight.
+        since: when it last began a task, or first wanted to.
+        unfinished: its tasks that have not ended.
+        is_waiting: whether any of them waits in the queue.
+        has_left: whether it is forgotten once they have.
+    """
+
+    id: ClientId
+    weight: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+    most: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    tag: float = 0.0
+    since: float = 0.0
+    unfinished: int = 0
+    is_waiting: bool = False
+    has_left: bool = False
+
+
+class Clients:
+    """All programs that have joined, and the node's own.
+
+    Attributes:
+        now: when the latest event was.
+        begun: the tag of who began a task last, or a later one.
+    """
+
+    def __init__(self, ledger: Ledger, now: float) -> None:
+        self.now = now
+        self.begun = 0.0
+        self._ledger = ledger
+        self._capacity = capacity_of(ledger)
+        self._portions: dict[Request, DominantShare] = {}
+        self._by_id: dict[ClientId, Client] = {OWN: Client(OWN)}
+
+    def __repr__(self) -> str:
+        return f"<Clients {sorted(self._by_id)}>"
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._by_id.values())
+
+    def join(self, id_: ClientId, weight: float, limits: Limits) -> None:
+        """A program joins, or gets another weight and other limits.
+
+        Raises:
+            OptionError: a weight that is none, or limits that mean nothing here.
+        """
+        if not 0 < weight < inf:
+            raise OptionError(
+                f"weight={weight!r} is none; give a finite number above 0: who has 2 "
+                f"gets twice what another with 1 gets."
+            )
+        most = limits.on(self._ledger)
+        client = self.of(id_)
+        client.weight, client.limits, client.most = weight, limits, most
+        client.has_left = False
+
+    def leave(self, id_: ClientId) -> None:
+        """A program has left: forget it once its last task has ended."""
+        client = self._by_id.get(id_)
+        if client is not None:
+            client.has_left = True
+            self.forget(client)
+
+    def of(self, id_: ClientId) -> Client:
+        """What is known of a program; one that has not said that it joins has."""
+        client = self._by_id.get(id_)
+        if client is None:
+            client = self._by_id[id_] = Client(id_)
+        return client
+
+    def portion_of(self, request: Request) -> DominantShare:
+        """What a request is of the node."""
+        portion = self._portions.get(request)
+        if portion is None:
+            if len(self._portions) >= KNOWN:
+                self._portions.clear()
+            portion = self._portions[request] = DominantShare(request, self._capacity)
+        return portion
+
+    def amounts_of(self, request: Request) -> list[tuple[str, int]]:
+        """What a request asks for of each resource, in parts."""
+        return [(name, parts) for name, parts, _ in self.portion_of(request).amounts]
+
+    def allows(self, id_: ClientId, request: Request) -> bool:
+        """Whether a request is within what a program may hold, if it holds no more."""
+        most = self.of(id_).most
+        return all(
+            parts <= most.get(name, parts) for name, parts in self.amounts_of(request)
+        )
+
+    def admit(self, id_: ClientId, request: Request) -> None:
+        """Let a program submit one more task, or say why it may not.
+
+        Raises:
+            LimitError: it has as many unfinished ones as it may.
+            InfeasibleError: the task alone is more than the program may hold.
+        """
+        client = self._by_id.get(id_)
+        if client is None:
+            return
+        most = client.limits.max_waiting
+        if most is not None and client.unfinished >= most:
+            raise LimitError(
+                f"this program has {client.unfinished} tasks that have not ended, and "
+                f"its node lets it have {most} (max_waiting). Await some of them "
+                f"before it submits more, or join the node with a higher limit."
+            )
+        for name, parts in self.amounts_of(request) if client.most else ():
+            if parts > client.most.get(name, parts):
+                may = _told(name, client.most[name])
+                raise InfeasibleError(
+                    f"the task asks for {_told(name, parts)} {spoken(name)}, and its "
+                    f"node lets this program hold {may} at once: it would wait for "
+                    f"ever. Ask for less, or join the node with a higher limit."
+                )
+
+    def bars(self, record: TaskRecord) -> bool:
+        """Whether a task must wait since its program holds all that it may."""
+        client = self.of(record.client)
+        if not client.most:
+            return False
+        return any(
+            client.held.get(name, 0) + parts > client.most.get(name, inf)
+            for name, parts, _ in self.portion_of(record.spec.shape.request).amounts
+        )
+
+    def exceeds(self, client: Client) -> bool:
+        """Whether a program holds more than it may: a task took its CPUs again."""
+        return any(
+            client.held.get(name, 0) > parts for name, parts in client.most.items()
+        )
+
+    def why_barred(self, record: TaskRecord) -> str:
+        """In words what its program holds of what it may, of what a task waits for.
+
+        Empty if it does not wait for that.
+        """
+        client = self.of(record.client)
+        return in_words(
+            [
+                f"{_told(name, client.held.get(name, 0))} of at most "
+                f"{_told(name, client.most[name])} {spoken(name)}"
+                for name, parts in self.amounts_of(record.spec.shape.request)
+                if client.held.get(name, 0) + parts > client.most.get(name, inf)
+            ]
+        )
+
+    def why_limited(self, record: TaskRecord) -> str:
+        """For the end of a sentence: that the limit of its program is part of why."""
+        told = self.why_barred(record)
+        return f"; this program holds {told} that its node lets it have" if told else ""
+
+    def share_of(self, client: Client, request: Request) -> tuple[float, float]:
+        """The part that a program holds of what a request asks for, by weight.
+
+        Returns:
+            Of the resource of which it is the greatest: as it is now, and as it would
+            be if the request were granted.
+        """
+        held, now, then = client.held, 0.0, 0.0
+        portion = self.portion_of(request)
+        if not held:
+            return 0.0, portion.cost / client.weight
+        for name, parts, one in portion.amounts:
+            has = held.get(name, 0)
+            now = max(now, has * one)
+            then = max(then, (has + parts) * one)
+        return now / client.weight, max(then, now + LEAST) / client.weight
+
+    def held_by(self, client: Client) -> float:
+        """The greatest part that a program holds of any resource."""
+        shares = (n / max(self._capacity[name], 1) for name, n in client.held.items())
+        return max(shares, default=0.0)
+
+    def share_without(self, client: Client, request: Request) -> tuple[float, float]:
+        """The same, if it had not been granted one lease that it has been."""
+        held, now, then = client.held, 0.0, 0.0
+        for name, parts, one in self.portion_of(request).amounts:
+            has = held.get(name, 0)
+            now = max(now, (has - parts) * one)
+            then = max(then, has * one)
+        return now / client.weight, max(then, now + LEAST) / client.weight
+
+    def enter(self, record: TaskRecord, now: float) -> None:
+        """A task was submitted."""
+        self.now = now
+        client = self.of(record.client)
+        client.unfinished += 1
+        if not client.is_waiting:
+            self.note_wish(client)
+
+    def exit(self, record: TaskRecord) -> None:
+        """A task has ended."""
+        client = self.of(record.client)
+        client.unfinished -= 1
+        self.forget(client)
+
+    def forget(self, client: Client) -> None:
+        """Forget a program that has left, if nothing of it is left."""
+        is_over = client.has_left and not client.unfinished and not client.held
+        # One may have come anew, while a process of before was ending.
+        if is_over and self._by_id.get(client.id) is client:
+            del self._by_id[client.id]
+
+    def note_wish(self, client: Client) -> None:
+        """A program that did not wants a task run: from now on it is owed its part."""
+        client.since = self.now
+        client.tag = max(client.tag, self.begun)
+
+    def note_rest(self, id_: ClientId) -> None:
+        """Nothing of a program waits any more; it may be forgotten already."""
+        client = self._by_id.get(id_)
+        if client is not None:
+            client.is_waiting = False
+
+    def begin(self, record: TaskRecord, lease: Lease) -> None:
+        """A task has a lease: what it holds counts for its program."""
+        client, spec = self.of(record.client), record.spec
+        self.note_turn(client)
+        lease.usage = LeaseUsage(self, client, lease.request, spec.is_endless)
+
+    def take_over(self, record: TaskRecord, lease: Lease) -> None:
+        """A task has the lease of one that was before it on its worker.
+
+        That may be another program's, if it was sent there before any had joined.
+        """
+        usage = usage_of(lease)
+        if usage is not None and usage.client.id != record.client:
+            usage.end()
+            self.begin(record, lease)
+
+    def note_turn(self, client: Client) -> None:
+        """A program has had its turn."""
+        client.since = self.now
+        self.begun = max(self.begun, client.tag)
+
+
+def _told(name: str, parts: int) -> str:
+    return written(name, number(parts))
+
+
+T = TypeVar("T")
+
+EXPECTED: Final = 1e-3
+"""Seconds that a task is thought to take at least, and of which nothing is known."""
+
+
+class FairQueue(ReadyQueue):
+    """All waiting tasks of the node, each in a line of its program.
+
+    Attributes:
+        of_client: of each program that waits, its groups by what they ask for.
+    """
+
+    def __init__(self, clients: Clients, records: Iterable[TaskRecord]) -> None:
+        super().__init__()
+        self.of_client: dict[ClientId, dict[Request, Group]] = {}
+        self._clients = clients
+        for record in sorted(records, key=lambda record: record.id):
+            self.push(record)
+
+    def push(self, record: TaskRecord) -> None:
+        """Add a new task behind those of its program, shape and lane."""
+        self._line_of(record).push(record)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Give a task that has left the queue its old place again."""
+        self._line_of(record).push_back(record)
+
+    def _line_of(self, record: TaskRecord) -> Bucket:
+        shape, id_ = record.spec.shape, record.client
+        bucket = self.by_shape.get((id_, shape))
+        if bucket is not None:
+            return bucket
+        groups = self.of_client.get(id_)
+        if groups is None:
+            groups = self.of_client[id_] = {}
+            client = self._clients.of(id_)
+            self._clients.note_wish(client)
+            client.is_waiting = True
+        group = groups.get(shape.request)
+        if group is None:
+            group = groups[shape.request] = Group(shape.request, id_)
+            self.by_request[group.ask] = group
+        group.size += 1
+        bucket = self.by_shape[id_, shape] = Bucket(shape, group, (id_, shape))
+        return bucket
+
+    def bucket_of(self, record: TaskRecord) -> Bucket:
+        """Where a waiting task stands."""
+        return self.by_shape[record.client, record.spec.shape]
+
+    def discard(self, record: TaskRecord) -> None:
+        """Note that a task waits no longer; its state says so already."""
+        bucket = self.bucket_of(record)
+        bucket.discard(record)
+        if bucket.size == 0:
+            self._drop(bucket)
+
+    def _drop(self, bucket: Bucket) -> None:
+        super()._drop(bucket)
+        group = bucket.group
+        if group.size == 0:
+            groups = self.of_client[group.client]
+            del groups[group.request]
+            if not groups:
+                del self.of_client[group.client]
+                self._clients.note_rest(group.client)
+
+    def is_first(
+        self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
+    ) -> bool:
+        """Whether nothing of its program goes before this bucket's head."""
+        head = bucket.head()
+        assert head is not None, bucket
+        mine = precedence(head)
+        for group in self.of_client[bucket.group.client].values():
+            first = self.first(group)
+            if first is not None and first[0] < mine and concerns(group.request):
+                return False
+        return True
+
+    def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
+        """Each line with its first task, as their turns are likely to come."""
+        heads = {
+            id_: heads_in_turn(groups.values())
+            for id_, groups in self.of_client.items()
+        }
+        return self._mixed(heads, lambda pair: pair[0])
+
+    def in_turn(self) -> Iterator[TaskRecord]:
+        """Tasks as their turns are likely to come; the first few cost little."""
+        tasks = {
+            id_: tasks_in_turn(heads_in_turn(groups.values()))
+            for id_, groups in self.of_client.items()
+        }
+        return self._mixed(tasks, lambda record: record)
+
+    def _mixed(
+        self, lines: dict[ClientId, Iterator[T]], record_of: Callable[[T], TaskRecord]
+    ) -> Iterator[T]:
+        """Lines of programs as one, as if each task held as much as is thought."""
+        heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
+        for id_, line in lines.items():
+            client = self._clients.of(id_)
+            # Who holds something is likely to have had more when others end.
+            tag = client.tag + EXPECTED * self._clients.held_by(client) / client.weight
+            entry = next(line)
+            record = record_of(entry)
+            heap.append((sort_key(record)[0], tag, record.id, entry, client, line))
+        heapify(heap)
+        while heap:
+            _, tag, _, entry, client, line = heap[0]
+            yield entry
+            tag += self._expected(record_of(entry)) / client.weight
+            following = next(line, None)
+            if following is None:
+                pop_first(heap)
+            else:
+                record = record_of(following)
+                key = sort_key(record)[0], tag, record.id
+                heapreplace(heap, (*key, following, client, line))
+
+    def _expected(self, record: TaskRecord) -> float:
+        """What a task is thought to cost."""
+        mean = max(record.spec.pace.mean, EXPECTED)
+        return mean * self._clients.portion_of(record.spec.shape.request).cost

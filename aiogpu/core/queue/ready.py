@@ -1,0 +1,490 @@
+"""One line of waiting tasks: first come, first served, and anybody may leave.
+
+Who leaves is only counted, and skipped when his turn comes. Each leaving sweeps a
+few out at the front, and where those who left outnumber the rest, further behind:
+so memory does not grow with them, nor is any single step long, unless half of a
+line leaves from the back to the front.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush, heapreplace, merge
+from itertools import chain, islice
+from operator import itemgetter
+from typing import Final
+
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.request import Lane, Request, Shape
+from aiogpu.core.records import TaskRecord, TaskState, sort_key
+
+SWEPT: Final = 4
+"""Tasks that one leaving looks at."""
+
+SEARCHED: Final = 4096
+"""Tasks that are looked at one by one, for a position or for those near the front."""
+
+_WAITING: Final = TaskState.WAITING
+
+
+class FifoQueue:
+    """Tasks in order of their ids. `_swept` goes before `_rest`."""
+
+    def __init__(self) -> None:
+        self._swept: deque[TaskRecord] = deque()
+        self._rest: deque[TaskRecord] = deque()
+        self._left = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._swept) + len(self._rest) - self._left
+
+    def push(self, record: TaskRecord) -> None:
+        """Add a task with an id above all others."""
+        self._rest.append(record)
+
+    def extend(self, records: Iterable[TaskRecord]) -> None:
+        """Add tasks with ids above all others, in order of their ids."""
+        self._rest.extend(records)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Add a task that has been first before; costs as many as go before it."""
+        earlier = []
+        while (head := self.head()) is not None and head.id < record.id:
+            earlier.append(head)
+            self.pop()
+        self._swept.appendleft(record)
+        self._swept.extendleft(reversed(earlier))
+
+    def head(self) -> TaskRecord | None:
+        """The first that waits, None without one."""
+        for part in (self._swept, self._rest):
+            while part:
+                record = part[0]
+                if record.state is _WAITING:
+                    return record
+                part.popleft()
+                self._left -= 1
+        return None
+
+    def pop(self) -> None:
+        """Remove the head."""
+        (self._swept or self._rest).popleft()
+
+    def take(self, most: int) -> list[TaskRecord]:
+        """Remove the head and those behind it of the same spec, so many at most."""
+        taken: list[TaskRecord] = []
+        head = self.head()
+        assert head is not None, "the lane is empty"
+        part = self._swept or self._rest
+        while part and len(taken) < most:
+            record = part[0]
+            if record.state is not _WAITING:
+                self._left -= 1
+            elif record.spec is head.spec:
+                taken.append(record)
+            else:
+                break
+            part.popleft()
+        return taken
+
+    def note_left(self) -> None:
+        """One that stands here waits no longer."""
+        self._left += 1
+        front = self._swept or self._rest
+        for _ in range(SWEPT):
+            # Those who leave in order shall not be skipped all at once.
+            if front and front[0].state is not _WAITING:
+                front.popleft()
+                self._left -= 1
+        if self._left > len(self):
+            for _ in range(min(SWEPT, len(self._rest))):
+                record = self._rest.popleft()
+                if record.state is _WAITING:
+                    self._swept.append(record)
+                else:
+                    self._left -= 1
+            if not self._rest:
+                self._swept, self._rest = self._rest, self._swept
+
+    def position(self, record: TaskRecord) -> int:
+        """How many go before a task; those that left may count, far behind."""
+        before = 0
+        for looked, other in enumerate(chain(self._swept, self._rest)):
+            if other is record:
+                return before
+            if looked == SEARCHED:
+                break
+            before += other.state is _WAITING
+        place = bisect_left(self._swept, record.id, key=_id_of)
+        if place == len(self._swept):
+            place += bisect_left(self._rest, record.id, key=_id_of)
+        return max(before, min(place, len(self) - 1))
+
+    def near(self) -> Iterator[TaskRecord]:
+        """Those that wait near the front; of the first some thousands, not of all."""
+        for record in islice(chain(self._swept, self._rest), SEARCHED):
+            if record.state is _WAITING:
+                yield record
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        for part in (self._swept, self._rest):
+            for record in part:
+                if record.state is _WAITING:
+                    yield record
+
+
+def _id_of(record: TaskRecord) -> TaskId:
+    return record.id
+
+
+Precedence = tuple[Lane, int]
+"""Sorts what goes first: lane, then task id."""
+
+BucketKey = Shape | tuple[ClientId, Shape]
+"""What tasks of one bucket have in common; where programs share a node, theirs too."""
+
+GroupKey = Request | tuple[ClientId, Request]
+"""The same of the buckets of one group."""
+
+
+def precedence(record: TaskRecord) -> Precedence:
+    """Sort key over all shapes: priority, depth, then order of submission."""
+    return sort_key(record), record.id
+
+
+class Bucket:
+    """The waiting tasks of one shape.
+
+    Attributes:
+        line: by what the queue knows it.
+        size: how many wait.
+        turn: the place of its head, or of an earlier one, among those of its group.
+    """
+
+    def __init__(
+        self, shape: Shape, group: Group, line: BucketKey | None = None
+    ) -> None:
+        self.shape = shape
+        self.line: BucketKey = shape if line is None else line
+        self.group = group
+        self.size = 0
+        self.turn: Precedence | None = None
+        self._lanes: dict[Lane, FifoQueue] = {}
+        self._order: list[Lane] = []
+
+    def __repr__(self) -> str:
+        return f"<Bucket of {self.size} asking for {self.shape.request}>"
+
+    def __lt__(self, other: Bucket) -> bool:
+        return id(self) < id(other)
+
+    def push(self, record: TaskRecord) -> None:
+        """Add a new task behind those of its lane."""
+        self.size += 1
+        lane = self._lanes.get(
+            record.spec.lane if record.kin is None else record.kin.lane
+        )
+        if lane is None:
+            self._add_lane(record).push(record)
+            self._note(record)
+        else:
+            lane.push(record)
+
+    def extend(self, records: list[TaskRecord]) -> None:
+        """Add new tasks of one spec, which have no kin, behind those of their lane."""
+        first, *rest = records
+        self.push(first)
+        self._lanes[first.spec.lane].extend(rest)
+        self.size += len(rest)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Give a task that has left the queue its old place again."""
+        self.size += 1
+        lane = self._lanes.get(sort_key(record))
+        if lane is None:
+            lane = self._add_lane(record)
+        lane.push_back(record)
+        self._note(record)
+
+    def _add_lane(self, record: TaskRecord) -> FifoQueue:
+        key = sort_key(record)
+        lane = self._lanes[key] = FifoQueue()
+        insort(self._order, key)
+        return lane
+
+    def _note(self, record: TaskRecord) -> None:
+        """Have the group know it if this task goes before all that it knows of."""
+        turn = precedence(record)
+        if self.turn is None or turn < self.turn:
+            self.group.enter(self, turn)
+
+    def head(self) -> TaskRecord | None:
+        """The task whose turn it is, None when nothing waits."""
+        while self._order:
+            record = self._lanes[self._order[0]].head()
+            if record is not None:
+                return record
+            del self._lanes[self._order.pop(0)]
+        return None
+
+    def pop(self) -> None:
+        """Remove the head."""
+        self._lanes[self._order[0]].pop()
+        self.size -= 1
+
+    def take(self, most: int) -> list[TaskRecord]:
+        """Remove the head and those behind it of the same spec, so many at most."""
+        taken = self._lanes[self._order[0]].take(most)
+        self.size -= len(taken)
+        return taken
+
+    def discard(self, record: TaskRecord) -> None:
+        """Note that a task waits no longer; its state says so already."""
+        self.size -= 1
+        self._lanes[sort_key(record)].note_left()
+
+    def position(self, record: TaskRecord) -> int:
+        """How many of this shape go before it. Costs at most a search by halves."""
+        before = 0
+        for key in self._order:
+            if key == sort_key(record):
+                return before + self._lanes[key].position(record)
+            before += len(self._lanes[key])
+        return before
+
+    def near(self) -> Iterator[TaskRecord]:
+        """Those whose turn comes first; some thousands of each lane at most."""
+        for key in self._order:
+            yield from self._lanes[key].near()
+
+    def oldest(self) -> float:
+        """When the one that has waited longest was submitted. Costs O(lanes)."""
+        heads = (lane.head() for lane in self._lanes.values())
+        return min(head.since for head in heads if head is not None)
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        for key in self._order:
+            yield from self._lanes[key]
+
+
+class Group:
+    """The buckets that ask for the same resources, and which of them goes first.
+
+    Every bucket has one entry in a heap. A head mostly gives way to a later one, so
+    the entry is corrected when it comes up; only an earlier head is entered anew.
+
+    Attributes:
+        client: the program whose they are, where there are several.
+        ask: by what the queue knows it.
+        size: how many buckets there are.
+        stuck: the first of its tasks, when it last did not fit.
+        reserve_at: when something is to be kept for that one.
+        is_warned: whether one of them was warned; see `stalls`.
+    """
+
+    def __init__(self, request: Request, client: ClientId | None = None) -> None:
+        self.request = request
+        self.client = OWN if client is None else client
+        self.ask: GroupKey = request if client is None else (client, request)
+        self.size = 0
+        self.stuck: TaskRecord | None = None
+        self.reserve_at = 0.0
+        self.is_warned = False
+        self._turns: list[tuple[Precedence, Bucket]] = []
+
+    def enter(self, bucket: Bucket, turn: Precedence) -> None:
+        """A bucket is new, or has an earlier head than before."""
+        bucket.turn = turn
+        heappush(self._turns, (turn, bucket))
+
+    def first(self) -> tuple[Precedence, TaskRecord, Bucket] | None:
+        """The task whose turn it is, None when nothing waits."""
+        turns = self._turns
+        while turns:
+            turn, bucket = turns[0]
+            head = bucket.head() if bucket.turn is turn else None
+            if head is None:
+                heappop(turns)
+                continue
+            if head.id == turn[1]:
+                return turn, head, bucket
+            bucket.turn = precedence(head)
+            heapreplace(turns, (bucket.turn, bucket))
+        return None
+
+    def in_turn(self) -> Iterator[tuple[Precedence, TaskRecord, Bucket]]:
+        """The heads of all buckets, in order; changes nothing but what `head` does.
+
+        The heap is walked by another one, of the places where the next may stand, so
+        the first few cost little however many there are.
+        """
+        turns = self._turns
+        line: list[tuple[Precedence, int, Bucket]] = []
+        following: tuple[int, ...] = (0,)
+        while True:
+            for place in following:
+                if place < len(turns):
+                    turn, bucket = turns[place]
+                    heappush(line, (turn, place, bucket))
+            if not line:
+                return
+            turn, place, bucket = heappop(line)
+            head: TaskRecord | None = None
+            if place < 0:
+                following, head = (), bucket.head()
+            else:
+                following = (2 * place + 1, 2 * place + 2)
+                if bucket.turn is turn:
+                    head = bucket.head()
+            if head is not None and head.id == turn[1]:
+                yield turn, head, bucket
+            elif head is not None:
+                heappush(line, (precedence(head), -1, bucket))
+
+
+class ReadyQueue:
+    """All waiting tasks of the node.
+
+    Attributes:
+        by_shape: the buckets that hold a task; empty when nothing waits.
+        by_request: the groups that hold one.
+        unserved: shapes whose tasks are passed over, since no worker can be started
+            for their environments and none is idle; known since all that waits was
+            last looked at.
+    """
+
+    def __init__(self) -> None:
+        self.unserved: set[Shape] = set()
+        self.by_shape: dict[BucketKey, Bucket] = {}
+        self.by_request: dict[GroupKey, Group] = {}
+
+    def __len__(self) -> int:
+        return sum(bucket.size for bucket in self.by_shape.values())
+
+    def __repr__(self) -> str:
+        return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
+
+    def push(self, record: TaskRecord) -> None:
+        """Add a new task behind those of its shape and lane."""
+        shape = record.spec.shape
+        (self.by_shape.get(shape) or self._add(shape)).push(record)
+
+    def push_back(self, record: TaskRecord) -> None:
+        """Give a task that has left the queue its old place again."""
+        shape = record.spec.shape
+        (self.by_shape.get(shape) or self._add(shape)).push_back(record)
+
+    def _add(self, shape: Shape) -> Bucket:
+        group = self.by_request.get(shape.request)
+        if group is None:
+            group = self.by_request[shape.request] = Group(shape.request)
+        group.size += 1
+        bucket = self.by_shape[shape] = Bucket(shape, group)
+        return bucket
+
+    def pop(self, bucket: Bucket) -> None:
+        """Remove the head of a bucket."""
+        bucket.pop()
+        if bucket.size == 0:
+            self._drop(bucket)
+
+    def take(self, bucket: Bucket, most: int) -> list[TaskRecord]:
+        """Remove the head of a bucket and those like it behind, so many at most."""
+        taken = bucket.take(most)
+        if bucket.size == 0:
+            self._drop(bucket)
+        return taken
+
+    def discard(self, record: TaskRecord) -> None:
+        """Note that a task waits no longer; its state says so already."""
+        bucket = self.by_shape[record.spec.shape]
+        bucket.discard(record)
+        if bucket.size == 0:
+            self._drop(bucket)
+
+    def bucket_of(self, record: TaskRecord) -> Bucket:
+        """Where a waiting task stands."""
+        return self.by_shape[record.spec.shape]
+
+    def first(self, group: Group) -> tuple[Precedence, TaskRecord, Bucket] | None:
+        """The task of a group whose turn it is, None if all are passed over."""
+        if not self.unserved:
+            return group.first()
+        for turn in group.in_turn():
+            if turn[2].shape not in self.unserved:
+                return turn
+        return None
+
+    def _drop(self, bucket: Bucket) -> None:
+        bucket.turn = None
+        del self.by_shape[bucket.line]
+        bucket.group.size -= 1
+        if bucket.group.size == 0:
+            del self.by_request[bucket.group.ask]
+
+    def is_first(
+        self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
+    ) -> bool:
+        """Whether nothing that waits goes before this bucket's head.
+
+        `concerns` says of a request whether it matters here.
+        """
+        if len(self.by_shape) == 1:
+            return True
+        head = bucket.head()
+        assert head is not None, bucket
+        mine = precedence(head)
+        for group in self.by_request.values():
+            first = self.first(group)
+            if first is not None and first[0] < mine and concerns(group.request):
+                return False
+        return True
+
+    def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
+        """Each shape with its first task, in the order of those."""
+        return heads_in_turn(self.by_request.values())
+
+    def in_turn(self) -> Iterator[TaskRecord]:
+        """Tasks in the order of their turn; the first few cost little.
+
+        They are all of them, but for those far behind in a long line: so it costs
+        little too where hundreds of thousands have left the midst of it.
+        """
+        return tasks_in_turn(self.heads_in_turn())
+
+    def some(self) -> TaskRecord | None:
+        """Any task that waits, the first of its shape; None without one."""
+        for bucket in self.by_shape.values():
+            return bucket.head()
+        return None
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        for bucket in self.by_shape.values():
+            yield from bucket
+
+
+def heads_in_turn(groups: Iterable[Group]) -> Iterator[tuple[TaskRecord, Bucket]]:
+    """The buckets of some groups with their first tasks, in the order of those."""
+    heads = [group.in_turn() for group in groups]
+    for _, head, bucket in merge(*heads, key=itemgetter(0)):
+        yield head, bucket
+
+
+def tasks_in_turn(heads: Iterator[tuple[TaskRecord, Bucket]]) -> Iterator[TaskRecord]:
+    """The tasks of buckets, which come in the order of their heads, in order."""
+    coming = next(heads, None)
+    line: list[tuple[Precedence, TaskRecord, Iterator[TaskRecord]]] = []
+    while coming or line:
+        if coming and (not line or precedence(coming[0]) < line[0][0]):
+            rest = coming[1].near()
+            coming = next(heads, None)
+            record = next(rest, None)
+        else:
+            _, first, rest = heappop(line)
+            yield first
+            record = next(rest, None)
+        if record is not None:
+            heappush(line, (precedence(record), record, rest))

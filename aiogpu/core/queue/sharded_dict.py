@@ -1,0 +1,122 @@
+"""Things by task id, in shards, so that growing never copies more than one shard.
+
+A plain dict of a million entries copies itself as a whole when it grows, which
+holds the loop for 50 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, count
+from typing import Any, Final, Generic, TypeVar, cast
+
+from aiogpu.core.model.ids import TaskId
+
+T = TypeVar("T")
+
+BITS: Final = 12
+"""Ids that differ in these last bits alone share a shard."""
+
+_NOTHING: Final[dict[TaskId, Any]] = {}
+
+
+class ShardedDict(Generic[T]):
+    """A mapping from task ids that were handed out in order.
+
+    Attributes:
+        young: the shard of the latest ids. Who looks there first, and asks the table
+            for what is not there, saves a call where tasks end soon.
+    """
+
+    def __init__(self) -> None:
+        self.young: dict[TaskId, T] = {}
+        self._latest = 0
+        self._shards = {0: self.young}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards.values()))
+
+    def __bool__(self) -> bool:
+        return len(self._shards) > 1 or bool(self.young)
+
+    def __iter__(self) -> Iterator[TaskId]:
+        return chain.from_iterable(self._shards.values())
+
+    def __contains__(self, task: object) -> bool:
+        return isinstance(task, int) and self.get(TaskId(task)) is not None
+
+    def __getitem__(self, task: TaskId) -> T:
+        return self._shards[task >> BITS][task]
+
+    def __setitem__(self, task: TaskId, value: T) -> None:
+        number = task >> BITS
+        if number != self._latest:
+            self._open(number)
+        self._shards[number][task] = value
+
+    def _open(self, number: int) -> None:
+        """Begin another shard; of the last one, forget that it was kept empty."""
+        if not self.young:
+            del self._shards[self._latest]
+        self._latest = number
+        self.young = self._shards.setdefault(number, {})
+
+    def extend(self, first: TaskId, values: Sequence[T]) -> None:
+        """Add things whose ids follow each other."""
+        start = 0
+        while start < len(values):
+            task = first + start
+            number = task >> BITS
+            if number != self._latest:
+                self._open(number)
+            end = start + ((number + 1) << BITS) - task
+            ids = cast("Iterator[TaskId]", count(task))
+            self._shards[number].update(zip(ids, values[start:end], strict=False))
+            start = end
+
+    def __delitem__(self, task: TaskId) -> None:
+        self.pop(task)
+
+    def get(self, task: TaskId) -> T | None:
+        """What belongs to the id, None without it."""
+        shard = self._shards.get(task >> BITS)
+        return None if shard is None else shard.get(task)
+
+    def some(self, tasks: Collection[TaskId]) -> list[T | None]:
+        """What belongs to each of these ids, None without it."""
+        found = [*map(self.young.get, tasks)]
+        if None not in found:
+            return found
+        shards = self._shards
+        return [shards.get(task >> BITS, _NOTHING).get(task) for task in tasks]
+
+    def pop_some(self, tasks: Collection[TaskId]) -> None:
+        """Remove what belongs to these ids.
+
+        Raises:
+            KeyError: there is nothing for one of them.
+        """
+        shards = self._shards
+        for task in tasks:
+            del shards[task >> BITS][task]
+        for number in {task >> BITS for task in tasks}:
+            if not shards[number] and number != self._latest:
+                del shards[number]
+
+    def pop(self, task: TaskId) -> T:
+        """Remove what belongs to the id.
+
+        Raises:
+            KeyError: there is nothing.
+        """
+        number = task >> BITS
+        shard = self._shards[number]
+        value = shard.pop(task)
+        if not shard and number != self._latest:
+            del self._shards[number]
+        return value
+
+    def values(self) -> Iterator[T]:
+        """All that is there, in order of the ids' shards."""
+        for shard in self._shards.values():
+            yield from shard.values()

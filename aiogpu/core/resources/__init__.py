@@ -1,0 +1,1 @@
+"""What the node has, and who holds what of it."""

@@ -1,0 +1,511 @@
+"""How full devices are, by both measures: their parts, and the bytes of their memory.
+
+Arithmetic alone; which device is chosen, and for whom, is said elsewhere. The rules
+are those of `docs/decisions/0024-device-memory-is-a-second-measure.md`:
+
+- who names bytes reserves them beside the share;
+- who names none takes the part of the memory that the share is of the device;
+- a whole device is all of its memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.model.request import Device, Request, named_bytes
+from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.core.resources.topology import Topology, indices
+
+if TYPE_CHECKING:
+    from aiogpu.core.model.request import DeviceSelector
+
+
+class DeviceOccupancy:
+    """What is taken of each of some devices, by index.
+
+    Attributes:
+        capacity: bytes of memory of each, 0 where unknown.
+        free: free parts of each; others only read it.
+        named: bytes reserved by name; others only read it.
+        named_mask: the devices on which there are some.
+    """
+
+    def __init__(self, capacity: Sequence[int]) -> None:
+        self.capacity = tuple(capacity)
+        self.free = [UNIT] * len(self.capacity)
+        self.named = [0] * len(self.capacity)
+        self.named_mask = 0
+        # Parts of those who have named their bytes: these stand for no memory.
+        self._apart = [0] * len(self.capacity)
+
+    def alone(self, index: int) -> DeviceOccupancy:
+        """A copy of one device, as the only one: to be moved without moving this."""
+        other = DeviceOccupancy(self.capacity[index : index + 1])
+        other.free = [self.free[index]]
+        other.named = [self.named[index]]
+        other.named_mask = self.named_mask >> index & 1
+        other._apart = [self._apart[index]]
+        return other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceOccupancy) and (
+            (self.free, self.named, self._apart, self.named_mask)
+            == (other.free, other.named, other._apart, other.named_mask)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def move(self, index: int, part: int, memory: int, sign: int) -> None:
+        """Take a share with its memory (`sign` 1), or give it back (-1)."""
+        self.free[index] -= sign * part
+        self.name(index, part, memory, sign)
+
+    def name(self, index: int, part: int, memory: int, sign: int) -> None:
+        """What `move` does beside the parts."""
+        named = named_bytes(part, memory)
+        if named:
+            self.named[index] += sign * named
+            self._apart[index] += sign * part
+            bit = 1 << index
+            self.named_mask = self.named_mask & ~bit | bit * (self.named[index] > 0)
+
+    def free_memory(self, index: int) -> int:
+        """Bytes that nobody has reserved, by name or by a share; 0 where unknown."""
+        implied = UNIT - self.free[index] - self._apart[index]
+        capacity = self.capacity[index]
+        return capacity - capacity * implied // UNIT - self.named[index]
+
+    def has_memory(self, index: int, amount: int, memory: int) -> bool:
+        """Whether a device has the memory for a share, whatever parts are free."""
+        capacity = self.capacity[index]
+        if memory and capacity < max(memory, 1):
+            return False
+        if amount >= UNIT:
+            return not self.named[index]
+        if memory > 0:
+            return self.free_memory(index) >= memory
+        if not self.named[index]:
+            return True
+        implied = UNIT - self.free[index] - self._apart[index]
+        return capacity * (implied + amount) // UNIT + self.named[index] <= capacity
+
+    def has_room(self, index: int, amount: int, memory: int) -> bool:
+        """Whether a device has room for what a request takes of each."""
+        part = min(amount, UNIT)
+        return self.free[index] >= part and self.has_memory(index, part, memory)
+
+    def with_memory(self, mask: int, amount: int, memory: int) -> int:
+        """Those devices of a mask that have the memory for a share."""
+        # Where nobody has named bytes, the parts say all of it.
+        looked_at = mask if memory else mask & self.named_mask
+        while looked_at:
+            bit = looked_at & -looked_at
+            looked_at ^= bit
+            if not self.has_memory(bit.bit_length() - 1, amount, memory):
+                mask ^= bit
+        return mask
+
+    def fullest(self, mask: int, *, spread: bool) -> int:
+        """Of the devices of a mask those with the least free memory, or the most."""
+        levels: dict[int, int] = {}
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            level = self.free_memory(bit.bit_length() - 1)
+            levels[level] = levels.get(level, 0) | bit
+        if not levels:
+            return 0
+        return levels[max(levels) if spread else min(levels)]
+
+    def check(self) -> None:
+        """Assert that nothing is taken twice. Costs O(devices)."""
+        for index, capacity in enumerate(self.capacity):
+            apart, named = self._apart[index], self.named[index]
+            assert bool(named) == bool(self.named_mask >> index & 1), self.named_mask
+            assert 0 <= apart <= UNIT - self.free[index], (index, apart)
+            assert bool(named) or not apart, (index, apart)
+            assert 0 <= self.free_memory(index) <= capacity, (index, named)
+
+
+class DeviceAvailability:
+    """Why devices of one kind are not to be used.
+
+    Attributes:
+        aside: why a device is given to nobody for now, by index; others only read it.
+        aside_mask: those devices.
+        avoided_mask: devices that are chosen last.
+    """
+
+    def __init__(self) -> None:
+        self.aside: dict[int, str] = {}
+        self.aside_mask = 0
+        self.avoided_mask = 0
+        self._unsettled: dict[int, str] = {}
+        self._sick: dict[int, str] = {}
+        self._foreign: dict[int, str] = {}
+        self._followed: DeviceAvailability | None = None
+        self._followers: list[DeviceAvailability] = []
+
+    def follow(self, other: DeviceAvailability) -> None:
+        """Have the same devices aside as `other`, for the same reasons, from now on."""
+        self._followed = other
+        other._followers.append(self)
+        self._copy(other)
+
+    def unfollow(self) -> None:
+        """End `follow`."""
+        followed, self._followed = self._followed, None
+        assert followed is not None, self
+        followed._followers.remove(self)
+
+    def _copy(self, other: DeviceAvailability) -> None:
+        self.aside = other.aside
+        self.aside_mask, self.avoided_mask = other.aside_mask, other.avoided_mask
+
+    def set_aside(self, index: int, reason: str) -> None:
+        """Give a device to nobody until it is back; who has a share of it keeps it."""
+        self._unsettled[index] = reason
+        self._judge(index)
+
+    def put_back(self, index: int) -> None:
+        """Undo `set_aside`; nothing happens where it was not."""
+        self._unsettled.pop(index, None)
+        self._judge(index)
+
+    def mark_sick(self, index: int, reason: str) -> None:
+        """The same as `set_aside`, for a reason that comes and goes by itself."""
+        self._sick[index] = reason
+        self._judge(index)
+
+    def mark_well(self, index: int) -> None:
+        """Undo `mark_sick`; nothing happens where it was not."""
+        self._sick.pop(index, None)
+        self._judge(index)
+
+    def note_foreign(self, index: int, reason: str | None, *, is_avoided: bool) -> None:
+        """Processes are on a device that are none of the node's; None: none any more.
+
+        Args:
+            index: the device.
+            reason: who they are.
+            is_avoided: whether others are chosen first; else it is set aside.
+        """
+        bit = 1 << index
+        self._foreign.pop(index, None)
+        self.avoided_mask &= ~bit
+        if reason is not None and is_avoided:
+            self.avoided_mask |= bit
+        elif reason is not None:
+            self._foreign[index] = reason
+        self._judge(index)
+
+    def _judge(self, index: int) -> None:
+        """Put together why a device is given to nobody, if it is not."""
+        seen, sick = self._unsettled.get(index, ""), self._sick.get(index, "")
+        # Both may tell of one failure, in the same words.
+        fresh = [reason for reason in sick.split("; ") if reason not in seen]
+        others = self._foreign.get(index, "")
+        if seen or sick or others:
+            self.aside[index] = "; ".join(filter(None, (seen, *fresh, others)))
+            self.aside_mask |= 1 << index
+        else:
+            self.aside.pop(index, None)
+            self.aside_mask &= ~(1 << index)
+        for follower in self._followers:
+            follower._copy(self)
+
+    def check_aside(self) -> None:
+        """Assert that the mask is that of the reasons."""
+        mask = sum(1 << index for index in self.aside)
+        assert mask == self.aside_mask, (self.aside, self.aside_mask)
+        if self._followed is not None:
+            assert self.aside is self._followed.aside, self
+            assert self.aside_mask == self._followed.aside_mask, self
+            assert self.avoided_mask == self._followed.avoided_mask, self
+            return
+        known = self._unsettled.keys() | self._sick.keys() | self._foreign.keys()
+        assert self.aside.keys() == known, (self.aside, known)
+
+
+Share = tuple[int, int]
+"""Index of a device in its set, and the amount taken of it in parts."""
+
+Affinity = tuple[int, Sequence[int]]
+"""Single devices as a mask, and sets of several as a mask each."""
+
+COLD: Final[Affinity] = (0, ())
+
+_REMEMBERED: Final = 256
+"""Conditions of which it is remembered which devices fulfil them."""
+
+
+class DeviceSet(DeviceAvailability):
+    """Shares of the devices of one kind, such as all GPUs of the node.
+
+    Attributes:
+        kind: the name of the resource, "GPU".
+        devices: the devices, by index.
+        filling: what is taken of each; others only read it.
+        free: the free parts of each device, by index; others only read it.
+        free_mask: the devices of which no part is taken; others only read it.
+        unverified: devices, by index, of which a share was given back although
+            nobody could see that the memory behind it is free.
+    """
+
+    def __init__(self, kind: str, devices: Sequence[Device]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.devices = tuple(devices)
+        # What is asked of GPU memory says nothing of other kinds of devices.
+        self._has_memory = kind == GPU
+        self.filling = DeviceOccupancy(
+            [device.memory if self._has_memory else 0 for device in self.devices]
+        )
+        self.free = self.filling.free
+        self._bits = tuple(1 << index for index in range(len(self.devices)))
+        self._of_type: dict[str | None, int] = {None: sum(self._bits)}
+        for device, bit in zip(self.devices, self._bits, strict=True):
+            if device.type is not None:
+                self._of_type[device.type] = self.mask_of_type(device.type) | bit
+        self._where: dict[tuple[str | None, DeviceSelector], int] = {}
+        self._of_size: dict[int, int] = {}
+        self._links = Topology(self.devices)
+        # CUDA enumerates one MIG instance to a process:
+        # https://docs.nvidia.com/datacenter/tesla/mig-user-guide/
+        self._combinable = self._mask(device.parent is None for device in self.devices)
+        self.free_mask = sum(self._bits)
+        self.unverified: set[int] = set()
+        # The rest, unless nothing is free of it: masks by free amount, none of them
+        # empty, and the amounts in order.
+        self._at: dict[int, int] = {}
+        self._levels: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<DeviceSet {self.kind}: {sum(self.free) / UNIT:g}/{len(self.free)}>"
+
+    def _mask(self, are_in: Iterable[bool]) -> int:
+        return sum(bit for bit, is_in in zip(self._bits, are_in, strict=True) if is_in)
+
+    def mask_of_type(self, accelerator_type: str | None) -> int:
+        """The devices of that type, or all of them for None."""
+        return self._of_type.get(accelerator_type, 0)
+
+    def wanted_type(self, request: Request) -> str | None:
+        """The type that a request asks of this kind; beside GPUs it is for these."""
+        if self._has_memory or all(kind != GPU for kind, _ in request.devices):
+            return request.accelerator_type
+        return None
+
+    def fitting(self, request: Request) -> int:
+        """The devices that are of a request's type and fulfil its `where`."""
+        mask = self._of_type.get(self.wanted_type(request), 0)
+        if request.where is None or not self._has_memory:
+            return mask
+        key = request.accelerator_type, request.where
+        known = self._where.get(key)
+        if known is None:
+            if len(self._where) >= _REMEMBERED:
+                self._where.clear()
+            fits = request.where.fits
+            known = self._where[key] = mask & self._mask(map(fits, self.devices))
+        return known
+
+    def demand(self, request: Request) -> int:
+        """What a request says of the memory of devices of this kind; 0 for nothing."""
+        return request.gpu_memory if self._has_memory else 0
+
+    def usable(self, amount: int, request: Request) -> int:
+        """The devices that could serve `amount` of a request if nothing was taken."""
+        mask = self.fitting(request)
+        if amount > UNIT:
+            mask &= self._combinable
+        if memory := self.demand(request):
+            mask &= self._with_capacity(max(memory, 1))
+        return mask
+
+    def _with_capacity(self, least: int) -> int:
+        known = self._of_size.get(least)
+        if known is None:
+            if len(self._of_size) >= _REMEMBERED:
+                self._of_size.clear()
+            known = self._mask(size >= least for size in self.filling.capacity)
+            self._of_size[least] = known
+        return known
+
+    def room_for(self, amount: int, request: Request) -> int:
+        """How many could have `amount` of a request at once, if nothing was taken."""
+        usable = self.usable(amount, request)
+        if amount >= UNIT:
+            return usable.bit_count() // (amount // UNIT)
+        # A share never spans devices.
+        memory = self.demand(request)
+        rooms = 0
+        for index, capacity in enumerate(self.filling.capacity):
+            if usable >> index & 1:
+                by_parts = UNIT // amount if amount else capacity // memory
+                rooms += min(by_parts, capacity // memory) if memory > 0 else by_parts
+        return rooms
+
+    def could_serve(self, amount: int, request: Request, mask: int) -> bool:
+        """Whether the devices of a mask, chosen for `amount`, are free for it now."""
+        part = min(amount, UNIT)
+        return (
+            not mask & self.aside_mask
+            and all(self.free[index] >= part for index in indices(mask))
+            and self._with_memory(mask, amount, request) == mask
+        )
+
+    def emptiest(self, mask: int) -> Iterator[int]:
+        """The devices of a mask, those first of which most is free; then the lowest."""
+        filed_at = [self._at[level] for level in reversed(self._levels)]
+        for filed in (self.free_mask, *filed_at):
+            yield from indices(mask & filed)
+            mask &= ~filed
+        yield from indices(mask)
+
+    def choose(
+        self, amount: int, request: Request, barred: int = 0, warm: Affinity = COLD
+    ) -> tuple[Share, ...] | None:
+        """Say which shares would serve `amount` now, None if it must wait.
+
+        Of devices that are equally good, a warm one goes first, then the lowest. Of
+        sets of whole devices, a warm one goes first, then the one that is best linked.
+
+        Args:
+            amount: in parts; above one device a multiple of `UNIT`, 0 for memory alone.
+            request: which devices, with which memory, and whether its share goes to
+                the emptiest of them instead of the fullest that has room.
+            barred: mask of devices that may not be used.
+            warm: devices for each of which something is ready, and sets of them.
+        """
+        if self.avoided_mask:
+            best = barred | self.avoided_mask
+            if found := self._choose(amount, request, best, warm):
+                return found
+        return self._choose(amount, request, barred, warm)
+
+    def _choose(
+        self, amount: int, request: Request, barred: int, warm: Affinity
+    ) -> tuple[Share, ...] | None:
+        # Of GPUs at once: most requests are for these.
+        kind = request.accelerator_type
+        kind = kind if self._has_memory else self.wanted_type(request)
+        allowed = self._of_type.get(kind, 0) & ~(barred | self.aside_mask)
+        named = self.filling.named_mask
+        if named or request.gpu_memory or request.where is not None:
+            allowed = self._with_memory(
+                allowed & self.fitting(request), amount, request
+            )
+        found = self.free_mask & allowed
+        if amount > UNIT:
+            return self._several(amount // UNIT, found & self._combinable, warm[1])
+        if not amount:
+            found = self.filling.fullest(allowed, spread=request.spread)
+        elif amount < UNIT:
+            if apart := found & named:
+                # Who has memory of it is on it: it is no whole device for anybody.
+                found = found & ~named or found if request.spread else apart
+            if not (request.spread and found):
+                with_room = self._levels[bisect_left(self._levels, amount) :]
+                for level in reversed(with_room) if request.spread else with_room:
+                    if filed := self._at[level] & allowed:
+                        found = filed
+                        break
+        found = found & warm[0] or found
+        return (((found & -found).bit_length() - 1, amount),) if found else None
+
+    def _with_memory(self, mask: int, amount: int, request: Request) -> int:
+        return self.filling.with_memory(mask, amount, self.demand(request))
+
+    def _several(
+        self, wanted: int, mask: int, warm_sets: Sequence[int]
+    ) -> tuple[Share, ...] | None:
+        if mask.bit_count() < wanted:
+            return None
+        for warm in warm_sets:
+            if warm.bit_count() == wanted and not warm & ~mask:
+                mask = warm
+                break
+        else:
+            if self._links.matter:
+                mask = self._links.best(mask, wanted)
+        whole: list[Share] = []
+        for _ in range(wanted):
+            index = (mask & -mask).bit_length() - 1
+            whole.append((index, UNIT))
+            mask ^= self._bits[index]
+        return tuple(whole)
+
+    def take(self, shares: Iterable[Share], memory: int = 0) -> None:
+        """Take shares that `choose` has named and nobody has taken since.
+
+        Args:
+            shares: of which devices, and how much of each.
+            memory: the `Request.gpu_memory` that they were chosen for.
+        """
+        for index, amount in shares:
+            self._file(index, self.free[index] - amount)
+            if memory:
+                self._name(index, amount, memory, 1)
+
+    def give_back(self, shares: Iterable[Share], memory: int = 0) -> None:
+        """Return shares taken before, with the same `memory`."""
+        for index, amount in shares:
+            self._file(index, self.free[index] + amount)
+            if memory:
+                self._name(index, amount, memory, -1)
+
+    def _name(self, index: int, amount: int, memory: int, sign: int) -> None:
+        if self._has_memory:
+            self.filling.name(index, amount, memory, sign)
+
+    def memory_reserved(self, index: int) -> int:
+        """Bytes of a device's memory that are held, by name or by shares."""
+        return self.filling.capacity[index] - self.filling.free_memory(index)
+
+    def memory_of(self, share: Share, memory: int) -> int:
+        """Bytes that one share holds of its device's memory; 0 where unknown.
+
+        Args:
+            share: the device and the amount of it.
+            memory: the `Request.gpu_memory` that it was taken for.
+        """
+        index, amount = share
+        if self._has_memory and (named := named_bytes(amount, memory)):
+            return named
+        return self.filling.capacity[index] * amount // UNIT
+
+    def _file(self, index: int, level: int) -> None:
+        """File a device under what is free of it now."""
+        at, bit, before = self._at, self._bits[index], self.free[index]
+        self.free[index] = level
+        if before == UNIT:
+            self.free_mask ^= bit
+        elif before:
+            left = at[before] ^ bit
+            if left:
+                at[before] = left
+            else:
+                del at[before]
+                del self._levels[bisect_left(self._levels, before)]
+        if level == UNIT:
+            self.free_mask |= bit
+        elif level in at:
+            at[level] |= bit
+        elif level:
+            at[level] = bit
+            insort(self._levels, level)
+
+    def check(self) -> None:
+        """Assert that every device is filed under what is free of it."""
+        filed: dict[int, int] = {}
+        for bit, level in zip(self._bits, self.free, strict=True):
+            filed[level] = filed.get(level, 0) | bit
+        assert filed.pop(UNIT, 0) == self.free_mask, (self.free, self.free_mask)
+        filed.pop(0, None)
+        assert filed == self._at, (self.free, self._at)
+        assert sorted(filed) == self._levels, (self.free, self._levels)
+        self.check_aside()
+        self.filling.check()

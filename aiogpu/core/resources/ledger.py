@@ -1,0 +1,553 @@
+"""What one task holds of a ledger, and of which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from aiogpu.core.model.ids import LeaseId, WorkerId
+from aiogpu.core.model.request import Bundle, Device, Request
+from aiogpu.core.model.units import (
+    CPU,
+    GPU,
+    GPU_MEMORY,
+    TYPE_PREFIX,
+    UNIT,
+    number,
+    written,
+)
+from aiogpu.core.resources.devices import (
+    COLD,
+    Affinity,
+    DeviceOccupancy,
+    DeviceSet,
+    Share,
+)
+from aiogpu.core.resources.feasibility import find_infeasible
+
+
+class LeaseAccount(Protocol):
+    """Charges a client for what one lease holds; see `queue.fair_share`."""
+
+    def end(self) -> None:
+        """All of it is given back."""
+
+    def lend(self) -> None:
+        """Its CPUs are given back for a while."""
+
+    def resume(self) -> None:
+        """Its CPUs are held again."""
+
+    def keep_devices(self, kinds: Container[str]) -> None:
+        """All but devices of these kinds is given back."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one task holds: the request, and which devices serve it.
+
+    Attributes:
+        id: counts up from 1.
+        request: what was asked for.
+        shares: device shares by kind, in the order of `request.devices`.
+        is_lent: whether its CPUs are given back for as long as its task waits.
+        usage: charges its client for it; None where no clients share the node.
+        home: the bundle of a gang from which it was taken, None for the node itself.
+        parts: of a gang's lease, its bundles.
+        memories: of a gang's, as `shares`: the `gpu_memory` that each was taken for;
+            empty where none of its bundles names any.
+        holder: the worker that has it, None before one has.
+    """
+
+    id: LeaseId
+    request: Request
+    shares: tuple[tuple[Share, ...], ...] = ()
+    is_lent: bool = False
+    usage: LeaseAccount | None = None
+    home: BundleLedger | None = None
+    parts: tuple[BundleLedger, ...] = ()
+    memories: tuple[tuple[int, ...], ...] = ()
+    holder: WorkerId | None = None
+
+    def held(self) -> Iterator[tuple[str, Share, int]]:
+        """Its shares, each with its kind and the `gpu_memory` it was taken for."""
+        for at, (kind, _) in enumerate(self.request.devices):
+            shares = self.shares[at]
+            each = (self.request.gpu_memory,) * len(shares)
+            memories = self.memories[at] if self.memories else each
+            for share, memory in zip(shares, memories, strict=True):
+                yield kind, share, memory
+
+    def part_of(self, kind: str, index: int) -> int:
+        """What it holds of a device."""
+        return sum(
+            part
+            for (name, _), shares in zip(self.request.devices, self.shares, strict=True)
+            if name == kind
+            for at, part in shares
+            if at == index
+        )
+
+
+class ByDevice:
+    """The leases of a ledger that have shares."""
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._on: dict[str, dict[int, dict[LeaseId, Lease]]] = {k: {} for k in kinds}
+
+    def on(self, kind: str, index: int) -> Collection[Lease]:
+        """Those that hold something of a device."""
+        return self._on[kind].get(index, {}).values()
+
+    def add(self, lease: Lease) -> None:
+        """A lease was taken."""
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            on = self._on[kind]
+            for index, _ in shares:
+                if index in on:
+                    on[index][lease.id] = lease
+                else:
+                    on[index] = {lease.id: lease}
+
+    def discard(self, lease: Lease) -> None:
+        """A lease has ended."""
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            on = self._on[kind]
+            for index, _ in shares:
+                # Two bundles of a gang may be on one device.
+                on[index].pop(lease.id, None)
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Assert that it knows these leases and no others. Costs O(leases)."""
+        fresh = ByDevice(self._on)
+        for lease in leases:
+            fresh.add(lease)
+        for kind, on in self._on.items():
+            held = {index: some for index, some in on.items() if some}
+            assert held == fresh._on[kind], (kind, held)
+
+
+class Ledger:
+    """The node's resources: exact amounts, taken and given back whole.
+
+    Attributes:
+        gangs: the bundles of the gangs that were granted, by key; see `bundles`.
+        ended: how many leases that somebody held have ended, those of bundles as
+            well. A lease that was only tried on does not count.
+    """
+
+    def __init__(
+        self, scalars: Mapping[str, int], device_sets: Iterable[DeviceSet] = ()
+    ) -> None:
+        self.capacity = dict(scalars)
+        self.free = dict(scalars)
+        self.device_sets = {devices.kind: devices for devices in device_sets}
+        self.leases: dict[LeaseId, Lease] = {}
+        self._by_device: ByDevice | None = None
+        self.gangs: dict[str, tuple[BundleLedger, ...]] = {}
+        self.ended = 0
+        self._last_id = 0
+
+    def __repr__(self) -> str:
+        totals = self.totals()
+        amounts = (
+            f"{name} {written(name, free)}/{written(name, totals[name])}"
+            for name, free in self.available().items()
+        )
+        return f"<Ledger {', '.join(amounts)}; {len(self.leases)} leases>"
+
+    def take(
+        self,
+        request: Request,
+        barred: Mapping[str, int] | None = None,
+        kept: Mapping[str, int] | None = None,
+        warm: Affinity = COLD,
+    ) -> Lease | None:
+        """Take all that is asked for, or nothing and answer None.
+
+        Args:
+            request: what is asked for.
+            barred: by kind, a mask of devices that this request may not use.
+            kept: by name, parts of scalars that this request must leave free.
+            warm: devices that are as good as others, but for which something is
+                ready; of a request's only kind of devices.
+        """
+        free = self.free
+        for name, amount in request.scalars:
+            if free.get(name, 0) < amount:
+                return None
+        if kept is not None:
+            for name, amount in request.scalars:
+                if free[name] - kept.get(name, 0) < amount:
+                    return None
+        shares: tuple[tuple[Share, ...], ...] = ()
+        if request.devices:
+            chosen = self._choose(request, barred, warm)
+            if chosen is None:
+                return None
+            shares = chosen
+            for (kind, _), taken in zip(request.devices, shares, strict=True):
+                self.device_sets[kind].take(taken, request.gpu_memory)
+        for name, amount in request.scalars:
+            free[name] -= amount
+        return self._begin(request, shares)
+
+    def _begin(self, request: Request, shares: tuple[tuple[Share, ...], ...]) -> Lease:
+        self._last_id += 1
+        lease = Lease(LeaseId(self._last_id), request, shares)
+        self.leases[lease.id] = lease
+        if self._by_device is not None:
+            self._by_device.add(lease)
+        return lease
+
+    @property
+    def by_device(self) -> ByDevice:
+        """The leases that hold something of a device; kept from the first look on."""
+        if self._by_device is None:
+            self._by_device = ByDevice(self.device_sets)
+            for lease in self.leases.values():
+                self._by_device.add(lease)
+        return self._by_device
+
+    def merge(self, leases: Iterable[Lease], request: Request) -> Lease:
+        """Make one lease of several, which together hold what a request asks for."""
+        shares: dict[str, list[Share]] = {kind: [] for kind, _ in request.devices}
+        memories: dict[str, list[int]] = {kind: [] for kind in shares}
+        for lease in leases:
+            del self.leases[lease.id]
+            if self._by_device is not None:
+                self._by_device.discard(lease)
+            for kind, share, memory in lease.held():
+                shares[kind].append(share)
+                memories[kind].append(memory)
+        merged = self._begin(request, tuple(map(tuple, shares.values())))
+        if any(map(any, memories.values())):
+            merged.memories = tuple(map(tuple, memories.values()))
+        return merged
+
+    def _choose(
+        self, request: Request, barred: Mapping[str, int] | None, warm: Affinity
+    ) -> tuple[tuple[Share, ...], ...] | None:
+        found: list[tuple[Share, ...]] = []
+        for kind, amount in request.devices:
+            devices = self.device_sets.get(kind)
+            chosen = devices and devices.choose(
+                amount, request, barred.get(kind, 0) if barred else 0, warm
+            )
+            if not chosen:
+                return None
+            found.append(chosen)
+        return tuple(found)
+
+    def would_help(self, lease: Lease, request: Request) -> bool:
+        """Whether a request that does not fit might, if this lease were given back."""
+        held = dict(lease.request.scalars)
+        for name, amount in request.scalars:
+            if self.free.get(name, 0) < amount and name not in held:
+                return False
+        kinds = {kind for kind, _ in lease.request.devices}
+        return all(
+            kind in kinds or self._chooses(kind, amount, request)
+            for kind, amount in request.devices
+        )
+
+    def _chooses(self, kind: str, amount: int, request: Request) -> bool:
+        devices = self.device_sets.get(kind)
+        found = devices and devices.choose(amount, request)
+        return bool(found)
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease; all it held is free at once.
+
+        Raises:
+            KeyError: the lease was given back before.
+        """
+        home = lease.home or self
+        del home.leases[lease.id]
+        if lease.holder is not None:
+            self.ended += 1
+        if lease.is_lent:
+            self.resume(lease)
+        for name, amount in lease.request.scalars:
+            home.free[name] += amount
+        if home._by_device is not None:
+            home._by_device.discard(lease)
+        if lease.memories:
+            for kind, share, memory in lease.held():
+                home.device_sets[kind].give_back((share,), memory)
+        else:
+            memory = lease.request.gpu_memory
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            ):
+                home.device_sets[kind].give_back(shares, memory)
+        if lease.usage is not None:
+            lease.usage.end()
+
+    def keep_devices(self, lease: Lease) -> None:
+        """Give back all of a lease but its devices, which are not free yet."""
+        if lease.is_lent:
+            self.resume(lease)
+        home = lease.home or self
+        for name, amount in lease.request.scalars:
+            home.free[name] += amount
+        lease.request = replace(lease.request, scalars=())
+        if lease.usage is not None:
+            lease.usage.keep_devices(self.device_sets)
+
+    def lend(self, lease: Lease) -> None:
+        """Give back the CPUs of a lease whose task waits for others; nothing else."""
+        lease.is_lent = True
+        home = lease.home or self
+        for name, amount in lease.request.scalars:
+            if name == CPU:
+                home.free[name] += amount
+        if lease.usage is not None:
+            lease.usage.lend()
+
+    def resume(self, lease: Lease) -> None:
+        """Undo `lend`, at once: there may be less than nothing free afterwards."""
+        lease.is_lent = False
+        home = lease.home or self
+        for name, amount in lease.request.scalars:
+            if name == CPU:
+                home.free[name] -= amount
+        if lease.usage is not None:
+            lease.usage.resume()
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more CPUs are held than there are, after `resume`."""
+        return self.free.get(CPU, 0) < 0
+
+    def why_infeasible(self, request: Request) -> str | None:
+        """Say in words what this node lacks even when idle, None if nothing."""
+        return find_infeasible(self.capacity, self.device_sets, request)
+
+    def room_for(self, request: Request, are_lent: bool = False) -> int | None:
+        """How many leases of a request an idle node can have at once.
+
+        Args:
+            request: what each of them asks for.
+            are_lent: whether their CPUs are given back.
+
+        Returns:
+            None where there is no end to them: they hold nothing.
+        """
+        rooms = [
+            self.capacity.get(name, 0) // amount
+            for name, amount in request.scalars
+            if amount and not (are_lent and name == CPU)
+        ]
+        for kind, amount in request.devices:
+            devices = self.device_sets.get(kind)
+            rooms.append(devices.room_for(amount, request) if devices else 0)
+        return min(rooms, default=None)
+
+    def reserved(self, lease: Lease) -> tuple[tuple[str, int, int], ...]:
+        """What a lease holds of the memory of each of its devices.
+
+        Returns:
+            For each: its kind, its index, and the bytes; 0 where its memory is not
+            known. They are those that were asked for by name, or else the part that
+            the share is of the device's.
+        """
+        sets = (lease.home or self).device_sets
+        return tuple(
+            (kind, share[0], sets[kind].memory_of(share, memory))
+            for kind, share, memory in lease.held()
+        )
+
+    def drains(self, lease: Lease) -> bool:
+        """Whether a lease holds something of a device that is given to nobody now."""
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            mask = self.device_sets[kind].aside_mask
+            if mask and any(mask >> index & 1 for index, _ in shares):
+                return True
+        return False
+
+    def totals(self) -> dict[str, float]:
+        """Capacity in the user's terms; every resource by name."""
+        totals = {name: number(amount) for name, amount in self.capacity.items()}
+        for kind, devices in self.device_sets.items():
+            totals[kind] = float(len(devices.devices))
+            if memory := sum(devices.filling.capacity):
+                totals[GPU_MEMORY] = float(memory)
+        return totals
+
+    def available(self) -> dict[str, float]:
+        """What is free now in the user's terms; 0.0 where nothing is.
+
+        Of GPU memory, bytes that nobody has reserved, be it by a share.
+        """
+        available = {name: number(max(amount, 0)) for name, amount in self.free.items()}
+        for kind, devices in self.device_sets.items():
+            given = [i for i in range(len(devices.free)) if i not in devices.aside]
+            available[kind] = number(sum(devices.free[index] for index in given))
+            if any(devices.filling.capacity):
+                free = sum(map(devices.filling.free_memory, given))
+                available[GPU_MEMORY] = float(free)
+        return available
+
+    def check(self) -> None:
+        """Assert that capacity less all leases is what is free. Costs O(leases)."""
+        free = dict(self.capacity)
+        fillings = {
+            kind: DeviceOccupancy(devices.filling.capacity)
+            for kind, devices in self.device_sets.items()
+        }
+        for lease in self.leases.values():
+            request = lease.request
+            for name, amount in request.scalars:
+                if name != CPU or not lease.is_lent:
+                    free[name] -= amount
+            for (_, amount), taken in zip(request.devices, lease.shares, strict=True):
+                assert sum(part for _, part in taken) == amount, lease
+            for kind, (index, part), memory in lease.held():
+                has_memory = any(fillings[kind].capacity)
+                fillings[kind].move(index, part, memory if has_memory else 0, 1)
+        assert free == self.free, (free, self.free)
+        assert all(free[name] >= 0 for name in free if name != CPU), free
+        for kind, filling in fillings.items():
+            assert filling == self.device_sets[kind].filling, (kind, filling)
+            assert all(0 <= amount <= UNIT for amount in filling.free), kind
+            self.device_sets[kind].check()
+        if self._by_device is not None:
+            self._by_device.check(self.leases.values())
+        for gang in self.gangs.values():
+            for bundle in gang:
+                bundle.check()
+
+
+class BundleLedger(Ledger):
+    """What one bundle of a gang holds, and who of its members has what of it.
+
+    Attributes:
+        key: of the gang.
+        index: of the bundle.
+        bundle: what was asked for.
+        masks: by kind, the devices of which it holds something.
+        outside: a lease of the rest of these, which is never given back.
+    """
+
+    def __init__(
+        self,
+        whole: Ledger,
+        key: str,
+        index: int,
+        bundle: Bundle,
+        shares: tuple[tuple[Share, ...], ...],
+    ) -> None:
+        self.key = key
+        self.index = index
+        self.bundle = bundle
+        self._shares = shares
+        self._whole = whole
+        # Of a bundle of memory alone, what is not its has none of that memory.
+        is_bare = bundle.named_bytes and not dict(bundle.devices)[GPU]
+        self._apart = 1 if is_bare else 0
+        scalars, self.masks = dict(self.bundle.scalars), dict[str, int]()
+        sets = []
+        for (kind, _), held in zip(self.bundle.devices, shares, strict=True):
+            devices = whole.device_sets[kind].devices
+            if kind == GPU and bundle.named_bytes:
+                devices = _with_memory(devices, held[0], bundle.named_bytes)
+            sets.append(DeviceSet(kind, devices))
+            self.masks[kind] = sum(1 << at for at, _ in held)
+            for at, _ in held:
+                if name := devices[at].type:
+                    scalars.setdefault(TYPE_PREFIX + name, UNIT)
+        super().__init__(scalars, sets)
+        self._close_off()
+        self._could_ever: dict[Request, bool] = {}
+
+    def _close_off(self) -> None:
+        """Have the rest of the devices taken, by a lease that is never given back."""
+        rest, amounts = [], []
+        for (kind, _), held in zip(self.bundle.devices, self._shares, strict=True):
+            devices, mine = self.device_sets[kind], dict(held)
+            others = tuple(
+                share
+                for at in range(len(devices.devices))
+                for share in _rest_of(at, mine.get(at))
+            )
+            devices.take(others, self._apart)
+            rest.append(others)
+            amounts.append((kind, sum(amount for _, amount in others)))
+        request = Request(devices=tuple(amounts), gpu_memory=self._apart)
+        self.outside = Lease(LeaseId(0), request, tuple(rest))
+        self.leases[self.outside.id] = self.outside
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no member holds anything of it."""
+        return len(self.leases) == 1
+
+    def open(self) -> BundleLedger:
+        """Take in members; from now on it lacks the devices that the node lacks."""
+        for kind, devices in self.device_sets.items():
+            devices.follow(self._whole.device_sets[kind])
+        return self
+
+    def close(self) -> None:
+        """Undo `open`."""
+        for devices in self.device_sets.values():
+            devices.unfollow()
+
+    def emptied(self) -> BundleLedger:
+        """The same with nobody in it and nothing set aside."""
+        return BundleLedger(
+            self._whole, self.key, self.index, self.bundle, self._shares
+        )
+
+    def take(
+        self,
+        request: Request,
+        barred: Mapping[str, int] | None = None,
+        kept: Mapping[str, int] | None = None,
+        warm: Affinity = COLD,
+    ) -> Lease | None:
+        """Take all that is asked for, or nothing; see `Ledger.take`."""
+        lease = super().take(request, barred, kept, warm)
+        if lease is not None:
+            lease.home = self
+        return lease
+
+    def could_ever(self, request: Request) -> bool:
+        """Whether it would do for a request with nobody in it."""
+        known = self._could_ever.get(request)
+        if known is None:
+            known = self.emptied().take(request) is not None
+            self._could_ever[request] = known
+        return known
+
+    def has_devices_for(self, request: Request) -> bool:
+        """Whether enough of its devices are not set aside for a request."""
+        for kind, amount in request.devices:
+            devices = self.device_sets[kind]
+            usable = devices.usable(amount, request) & self.masks[kind]
+            if (usable & ~devices.aside_mask).bit_count() < max(amount // UNIT, 1):
+                return False
+        return True
+
+
+def _rest_of(at: int, mine: int | None) -> tuple[Share, ...]:
+    """What is not a bundle's of a device of which it has so much; None for nothing."""
+    if mine == 0:
+        return (at, UNIT // 2), (at, UNIT - UNIT // 2)
+    return ((at, UNIT - (mine or 0)),) if mine != UNIT else ()
+
+
+def _with_memory(
+    devices: Sequence[Device], held: Share, named: int
+) -> tuple[Device, ...]:
+    """A node's devices, of which one has the memory that a bundle names of it.
+
+    So much that the bundle's share stands for it; or two bytes more, where it has no
+    share: `_rest_of` takes these.
+    """
+    at, amount = held
+    memory = named * UNIT // amount if amount else named + 2
+    changed = replace(devices[at], memory=memory)
+    return (*devices[:at], changed, *devices[at + 1 :])

@@ -1,0 +1,355 @@
+"""How the bundles of a gang are laid out over devices, for good or on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+from aiogpu.core.model.request import (
+    ANY,
+    SPREAD,
+    STRICT_SPREAD,
+    Bundle,
+    BundleRef,
+    PlacementGroupSpec,
+    Request,
+)
+from aiogpu.core.model.units import CPU
+from aiogpu.core.resources.devices import COLD, Affinity, DeviceSet
+from aiogpu.core.resources.feasibility import find_infeasible
+from aiogpu.core.resources.ledger import (
+    BundleLedger,
+    Lease,
+    Ledger,
+)
+
+STEPS: Final = 200
+"""Layouts that are tried beyond one for each bundle."""
+
+
+class Layout:
+    """Which devices each bundle gets: the hardest first, and back where one fails.
+
+    Devices that are alike are tried once, and a few layouts in all: laying out is bin
+    packing, of which the hardest cases would take for ever.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        gang: PlacementGroupSpec,
+        barred: Mapping[str, int],
+        kept: Mapping[str, int] | None,
+    ) -> None:
+        self._ledger = ledger
+        self._barred = barred
+        self._kept = kept
+        self._is_spread = gang.strategy == SPREAD
+        self._requests = [
+            bundle.request(spread=self._is_spread) for bundle in gang.bundles
+        ]
+        numbers = range(len(gang.bundles))
+        self._order = sorted(numbers, key=lambda i: _ease(gang.bundles[i]))
+        self._steps = STEPS + len(self._order)
+        self._found: dict[int, Lease] = {}
+
+    def find(self) -> list[Lease] | None:
+        """Take a lease for each bundle, in their order; None if they do not all fit."""
+        if not self._may_fit() or not self._fill(0):
+            return None
+        return [self._found[index] for index in range(len(self._order))]
+
+    def _may_fit(self) -> bool:
+        """Whether there is enough of everything, however it is divided."""
+        free = dict(self._ledger.free)
+        for kind, devices in self._ledger.device_sets.items():
+            free[kind] = sum(devices.free)
+        for request in self._requests:
+            for name, amount in (*request.scalars, *request.devices):
+                free[name] = free.get(name, 0) - amount
+                if free[name] < 0:
+                    return False
+        return True
+
+    def _fill(self, depth: int) -> bool:
+        if depth == len(self._order):
+            return True
+        index = self._order[depth]
+        apart = [self._with_used()] if self._is_spread and self._found else []
+        for barred in (*apart, dict(self._barred)):
+            while self._steps:
+                self._steps -= 1
+                lease = self._ledger.take(self._requests[index], barred, self._kept)
+                if lease is None:
+                    break
+                self._found[index] = lease
+                if self._fill(depth + 1):
+                    return True
+                self._ledger.give_back(self._found.pop(index))
+                if not lease.shares:
+                    return False
+                self._bar_alike(lease, barred)
+        return False
+
+    def _with_used(self) -> dict[str, int]:
+        """What is barred, and the devices of the bundles that have some."""
+        barred = dict(self._barred)
+        for lease in self._found.values():
+            for kind, mask in masks_of(lease):
+                barred[kind] = barred.get(kind, 0) | mask
+        return barred
+
+    def _bar_alike(self, lease: Lease, barred: dict[str, int]) -> None:
+        """Bar the device that was of no use, and those that are as it is."""
+        kind = lease.request.devices[0][0]
+        devices, first = self._ledger.device_sets[kind], lease.shares[0][0][0]
+        alike = _look_of(devices, first)
+        barred[kind] = barred.get(kind, 0) | sum(
+            1 << at
+            for at in range(len(devices.devices))
+            if _look_of(devices, at) == alike
+        )
+
+
+def _ease(bundle: Bundle) -> tuple[bool, int, int]:
+    """Sorts first what is hardest to place: of a type, of many devices, of much."""
+    devices = max((amount for _, amount in bundle.devices), default=0)
+    return not bundle.accelerator_type, -devices, -sum(n for _, n in bundle.scalars)
+
+
+def _look_of(devices: DeviceSet, at: int) -> tuple[object, ...]:
+    """What of a device matters for who can be on it."""
+    device, filling = devices.devices[at], devices.filling
+    memory = filling.capacity[at], filling.free_memory(at)
+    return devices.free[at], device.type, device.parent is None, *memory
+
+
+def masks_of(lease: Lease) -> Iterable[tuple[str, int]]:
+    """The devices of a lease as masks, by kind."""
+    for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        mask = 0
+        for at, _ in shares:
+            mask |= 1 << at
+        yield kind, mask
+
+
+class LedgerCopy(Ledger):
+    """A ledger of the same node to try something on: of it all, or of what is free.
+
+    Attributes:
+        barred: by kind, devices that are given to nobody for now.
+    """
+
+    def __init__(self, ledger: Ledger, *, is_idle: bool = False) -> None:
+        sets = ledger.device_sets
+        super().__init__(
+            ledger.capacity, [DeviceSet(one.kind, one.devices) for one in sets.values()]
+        )
+        self.barred = {kind: devices.aside_mask for kind, devices in sets.items()}
+        if not is_idle:
+            self.free = dict(ledger.free)
+            for lease in ledger.leases.values():
+                self._move(lease, -1)
+
+    def put_back(self, lease: Lease) -> None:
+        """Suppose that a lease has ended."""
+        for name, amount in lease.request.scalars:
+            if name != CPU or not lease.is_lent:
+                self.free[name] += amount
+        self._move(lease, 1)
+
+    def take_away(self, lease: Lease) -> None:
+        """Suppose that somebody has what a lease holds, but for its CPUs."""
+        for name, amount in lease.request.scalars:
+            if name != CPU:
+                self.free[name] -= amount
+        self._move(lease, -1)
+
+    def _move(self, lease: Lease, sign: int) -> None:
+        for kind, share, memory in lease.held():
+            devices = self.device_sets[kind]
+            if sign > 0:
+                devices.give_back((share,), memory)
+            else:
+                devices.take((share,), memory)
+
+
+COUNTED: Final = 10_000
+"""Members of one bundle that are counted."""
+
+
+class Withheld(Protocol):
+    """What is kept for one request, so that others may not take it."""
+
+    @property
+    def barred(self) -> Mapping[str, int]:
+        """Devices by kind, as bit masks."""
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """Amounts of undivided resources, in parts."""
+
+    @property
+    def part(self) -> BundleLedger | None:
+        """The bundle of which it is kept, None for what is in no bundle."""
+
+
+def bundles_for(ledger: Ledger, within: BundleRef) -> Sequence[BundleLedger]:
+    """The bundles from which a member may take; none until its gang is granted."""
+    parts = ledger.gangs.get(within.key, ())
+    return parts if within.bundle == ANY else parts[within.bundle : within.bundle + 1]
+
+
+def take_grouped(
+    ledger: Ledger,
+    request: Request,
+    reservation: Withheld | None = None,
+    warm: Affinity = COLD,
+) -> Lease | None:
+    """Take what a gang asks for, or a member of one; `Ledger.take` for all others.
+
+    Args:
+        ledger: the node's.
+        request: what is asked for.
+        reservation: what is kept for another, None for nothing.
+        warm: see `Ledger.take`.
+    """
+    gang = request.gang
+    if isinstance(gang, BundleRef):
+        for part in bundles_for(ledger, gang):
+            barred, kept = _withheld(reservation, part)
+            lease = part.take(request, barred, kept, warm)
+            if lease is not None:
+                return lease
+        return None
+    barred, kept = _withheld(reservation, None)
+    if gang is None:
+        return ledger.take(request, barred, kept, warm)
+    return take_group(ledger, gang, request, barred or {}, kept)
+
+
+def _withheld(
+    kept: Withheld | None, part: BundleLedger | None
+) -> tuple[Mapping[str, int] | None, Mapping[str, int] | None]:
+    """The devices and the amounts of a bundle, or of the node, that are another's."""
+    if kept is None or kept.part is not part:
+        return None, None
+    return kept.barred, kept.kept
+
+
+def take_group(
+    ledger: Ledger,
+    gang: PlacementGroupSpec,
+    request: Request,
+    barred: Mapping[str, int],
+    kept: Mapping[str, int] | None = None,
+) -> Lease | None:
+    """Take all bundles of a gang, or nothing; the lease has them as its parts."""
+    leases = Layout(ledger, gang, barred, kept).find()
+    if leases is None:
+        return None
+    lease = ledger.merge(leases, request)
+    lease.parts = ledger.gangs[gang.key] = tuple(
+        BundleLedger(ledger, gang.key, index, gang.bundles[index], one.shares).open()
+        for index, one in enumerate(leases)
+    )
+    return lease
+
+
+def give_back_group(ledger: Ledger, lease: Lease) -> None:
+    """End a gang's lease; none of its members holds anything any more."""
+    for part in ledger.gangs.pop(lease.parts[0].key):
+        part.close()
+    ledger.give_back(lease)
+
+
+def would_help(ledger: Ledger, lease: Lease, request: Request) -> bool:
+    """Whether a request that does not fit might, if this lease were given back."""
+    gang, home = request.gang, lease.home
+    if gang is None and home is None:
+        return ledger.would_help(lease, request)
+    if not isinstance(gang, BundleRef):
+        return gang is not None and home is None
+    if home is None or home.key != gang.key:
+        return False
+    return gang.bundle in (ANY, home.index)
+
+
+def candidates(ledger: Ledger, request: Request) -> list[BundleLedger]:
+    """The bundles for which a member may wait; those that would do now come first."""
+    within = request.gang
+    assert isinstance(within, BundleRef), request
+    parts = [p for p in bundles_for(ledger, within) if p.could_ever(request)]
+    # Sorting keeps the order of bundles that are alike.
+    return sorted(parts, key=lambda part: not part.has_devices_for(request))
+
+
+def roomiest(ledger: Ledger, request: Request) -> BundleLedger | None:
+    """The first bundle for which a member may wait; None if there is none."""
+    return next(iter(candidates(ledger, request)), None)
+
+
+def why_infeasible(ledger: Ledger, request: Request) -> str | None:
+    """A clause that says why a request never fits; None if it may."""
+    gang = request.gang
+    if gang is None:
+        return ledger.why_infeasible(request)
+    if isinstance(gang, BundleRef):
+        parts = bundles_for(ledger, gang)
+        if any(part.could_ever(request) for part in parts):
+            return None
+        if gang.key not in ledger.gangs:
+            return None
+        have = ", ".join(f"{part.index}: {_told(part)}" for part in parts)
+        return f"no bundle that it may use could hold it ({have or 'there is none'})"
+    if gang.strategy == STRICT_SPREAD and len(gang.bundles) > 1:
+        return (
+            f"STRICT_SPREAD has each of its {len(gang.bundles)} bundles on a machine "
+            f"of its own, and this node is one; SPREAD has them on different devices"
+        )
+    for index, bundle in enumerate(gang.bundles):
+        reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle.request())
+        if reason is not None:
+            return f"for bundle {index}, {bundle}, {reason}"
+    if Layout(LedgerCopy(ledger, is_idle=True), gang, {}, None).find() is None:
+        return "its bundles do not all fit at once"
+    return None
+
+
+def _told(part: BundleLedger) -> str:
+    """What a bundle holds, and on which devices."""
+    told = [str(part.bundle)]
+    for kind, mask in part.masks.items():
+        devices = part.device_sets[kind].devices
+        names = [
+            f"{kind} {device.id}{f' of type {device.type}' if device.type else ''}"
+            for at, device in enumerate(devices)
+            if mask >> at & 1
+        ]
+        told.append(" and ".join(names))
+    return " on ".join(told)
+
+
+def room_for(ledger: Ledger, request: Request, are_lent: bool = False) -> int | None:
+    """How many leases of a request an idle node, or an empty group, can have at once.
+
+    None where there is no end to them; for a group itself, and for members of one that
+    is not granted yet, 1.
+    """
+    gang = request.gang
+    if gang is None:
+        return ledger.room_for(request, are_lent)
+    parts = bundles_for(ledger, gang) if isinstance(gang, BundleRef) else ()
+    if not parts:
+        return 1
+    held = [name for name, _ in request.scalars if not (are_lent and name == CPU)]
+    if not held and not request.devices:
+        return None
+    count = 0
+    for part in parts:
+        empty = part.emptied()
+        while count < COUNTED and (lease := Ledger.take(empty, request)):
+            if are_lent:
+                empty.lend(lease)
+            count += 1
+    return count

@@ -1,0 +1,1 @@
+"""Decides which task runs when, on which devices, in which worker."""

@@ -1,0 +1,180 @@
+"""Ending what nobody wants any more: tasks in whichever state, workers that idle."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.effects import (
+    Effect,
+    Forget,
+    Interrupt,
+    Kill,
+    Reclaim,
+    Retire,
+)
+from aiogpu.core.model.request import Environment
+from aiogpu.core.records import (
+    Stop,
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.scheduler.revocation import revoke
+from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.core.scheduler.timers import AlarmKind
+
+MOMENT: Final = 1e-3
+"""Seconds that pass between two interrupts at least."""
+
+
+def withdraw(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """Stop a task in whichever state it is; its owner waits for nothing."""
+    if record.state is TaskState.WAITING:
+        node.end(record)
+        node.ready.discard(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.DELAYED:
+        del node.delayed[record.id]
+        node.end(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.EXPECTING:
+        del node.expecting[record.id]
+        node.end(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.STARTING:
+        unclaim(node, record)
+        node.end(record)
+        effects.append(Forget(record.id))
+    elif record.state is TaskState.QUEUED:
+        assert record.worker is not None, record
+        move_task(record, TaskState.STOPPING)
+        revoke(record.worker, effects)
+    elif record.state is not TaskState.STOPPING and record.spec.is_lease:
+        reclaim(record, effects)
+    elif record.state is not TaskState.STOPPING:
+        assert record.worker is not None, record
+        move_task(record, TaskState.STOPPING)
+        interrupt(node, record, now, effects)
+        if record.worker.queue:
+            revoke(record.worker, effects)
+
+
+def unclaim(node: SchedulerState, record: TaskRecord) -> None:
+    """Take a task from the worker that is being forked for it, with its lease."""
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease = worker.task = record.worker = None
+    node.workers.put_unclaimed(worker)
+
+
+def interrupt(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """Ask a task's worker to stop it, once more if need be."""
+    assert record.worker is not None, record
+    if record.stop is None:
+        record.stop = Stop(now + node.grace_of(record))
+    stop = record.stop
+    effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
+    stop.interrupts += 1
+    again = min(now + max(node.patience.interrupt_every, MOMENT), stop.kill_at)
+    node.timers.set(again, AlarmKind.STOP, record.id)
+
+
+def go_on_stopping(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """A task that was asked to stop has not answered yet."""
+    worker = record.worker
+    assert record.stop is not None, record
+    assert worker is not None, record
+    if now < record.stop.kill_at:
+        interrupt(node, record, now, effects)
+    elif worker.queue:
+        # Being taken back; what is queued shall not die with it.
+        again = now + node.patience.long
+        node.timers.set(again, AlarmKind.STOP, record.id)
+    else:
+        kill_worker(worker, effects)
+
+
+def kill_worker(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """Kill a worker; an answer may be under way, and what follows would die for it."""
+    worker.is_last, worker.refill_at = not worker.queue, -1
+    effects.append(Kill(worker.id))
+
+
+def retire_idle(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+    """Retire those that have been idle longest, if there are too many."""
+    while node.workers.idle > node.most_idle:
+        worker = node.workers.pop_idle(node.spares.kept)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def evict_idle_worker(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+    """Retire an idle worker for each task that lacks nothing but a worker."""
+    room = node.room
+    while len(room.leaving) < room.refused and node.workers.idle:
+        worker = node.workers.pop_idle(_none)
+        room.leaving.add(worker.id)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def _none(_: Environment) -> int:
+    """No clean workers are kept where there is no room."""
+    return 0
+
+
+def retire_spares(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+    """Retire the spares of environments that nobody has used for long."""
+    for environment in node.spares.unwanted(now):
+        retire_clean(node, environment, now, effects)
+    node.note_spares()
+
+
+def retire_clean(
+    node: SchedulerState, environment: Environment, now: float, effects: list[Effect]
+) -> None:
+    """Retire the workers that wait for their first task, those that start included."""
+    for worker in node.workers.drop_unclaimed(environment):
+        worker.is_stale = True
+    for worker in node.workers.clean(environment):
+        node.workers.leave_idle(worker)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def retire_bound(
+    node: SchedulerState, kind: str, index: int, now: float, effects: list[Effect]
+) -> None:
+    """Retire the workers that have a device open, those that are busy in their time."""
+    for worker in node.workers.bound_to(kind, index):
+        if worker.state is WorkerState.BUSY:
+            worker.is_stale = True
+            continue
+        node.workers.leave_idle(worker)
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+
+
+def let_end(node: SchedulerState, worker: WorkerRecord, now: float) -> None:
+    """A worker gets no more work, and a while to end."""
+    move_worker(worker, WorkerState.ENDING)
+    node.timers.set(now + node.patience.exit_grace, AlarmKind.END, worker.id)
+
+
+def reclaim(record: TaskRecord, effects: list[Effect]) -> None:
+    """Nobody may hold a lease any more; it is `LeaseReturned` when nobody does."""
+    assert record.worker is not None, record
+    move_task(record, TaskState.STOPPING)
+    if not record.spec.is_grouped:
+        effects.append(Reclaim(record.id, record.worker.id))

@@ -1,0 +1,238 @@
+"""Waits that can never end: found, and told in words.
+
+Tasks that wait hold what they have (all but CPUs). Suppose that all else ends and
+gives back what it holds: whoever then still waits for a task that does not fit waits
+for ever. What they hold is also their workers, where the number of those is bounded.
+This is the banker's algorithm (Dijkstra, EWD 108) turned round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from math import inf
+
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.request import BundleRef, Request
+from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.records import TaskRecord, TaskState
+from aiogpu.core.resources.devices import DeviceOccupancy
+from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
+from aiogpu.core.resources.placement_group import Layout, LedgerCopy, bundles_for
+from aiogpu.core.scheduler.state import SchedulerState, with_expected
+
+
+def find_deadlocks(node: SchedulerState) -> list[tuple[TaskRecord, str]]:
+    """The tasks whose wait has to fail so that all others can end, each with why."""
+    state = TaskState.BLOCKED
+    blocked = {id_: one for id_, one in node.blocked.items() if one.state is state}
+    node.blocked = dict(blocked)
+    most = node.room.most
+    if len(blocked) < most and not any(map(_keeps_something, blocked.values())):
+        return []
+    found: dict[TaskId, tuple[TaskRecord, str]] = {}
+    while stuck := _reduce(node, blocked, found):
+        # The one that was started last has the least to lose. Who waits for it may
+        # wait for others as well.
+        child = max(stuck, key=lambda record: record.id)
+        if len(blocked) < most:
+            limit = node.clients.why_limited(child) if node.clients else ""
+            found[child.id] = child, _explain(child, blocked.values()) + limit
+        else:
+            found[child.id] = child, _explain_full(child, most)
+    return list(found.values())
+
+
+def _reduce(
+    node: SchedulerState,
+    blocked: dict[TaskId, TaskRecord],
+    failed: Container[TaskId],
+) -> list[TaskRecord]:
+    """Let all end that can; give the tasks that are waited for and do not fit."""
+
+    def awaited(record: TaskRecord) -> Iterator[TaskRecord]:
+        waits_for = record.kin.waits_for if record.kin else {}
+        children = with_expected(node, iter(waits_for.values()))
+        return (child for child in children if child.id not in failed)
+
+    rest = _Rest(node, blocked.values())
+    moved = True
+    while moved and blocked:
+        moved = False
+        for record in list(blocked.values()):
+            if all(_can_end(child, blocked, rest) for child in awaited(record)):
+                del blocked[record.id]
+                rest.give_back(record)
+                moved = True
+    return [
+        child
+        for record in blocked.values()
+        for child in awaited(record)
+        if child.state is TaskState.WAITING and not rest.fits(child)
+    ]
+
+
+def _can_end(child: TaskRecord, blocked: dict[TaskId, TaskRecord], rest: _Rest) -> bool:
+    if child.state is TaskState.WAITING:
+        return rest.fits(child)
+    return child.id not in blocked
+
+
+def _lease(record: TaskRecord) -> Lease:
+    assert record.worker is not None, record
+    assert record.worker.lease is not None, record.worker
+    return record.worker.lease
+
+
+def _keeps_something(record: TaskRecord) -> bool:
+    request = _lease(record).request
+    return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
+
+
+class _Stock:
+    """What of a ledger is not held by those that wait."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.free = dict(ledger.capacity)
+        self.fillings = {
+            kind: DeviceOccupancy(devices.filling.capacity)
+            for kind, devices in ledger.device_sets.items()
+        }
+        if isinstance(ledger, BundleLedger):
+            self.move(ledger.outside, -1)
+
+    def move(self, lease: Lease, sign: int) -> None:
+        """Have one of those that wait begin, or end."""
+        for name, amount in lease.request.scalars:
+            if name != CPU:
+                self.free[name] += sign * amount
+        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+            memory = self.ledger.device_sets[kind].demand(lease.request)
+            for index, part in shares:
+                self.fillings[kind].move(index, part, memory, -sign)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request could be met, if all others have ended."""
+        if any(self.free.get(name, 0) < amount for name, amount in request.scalars):
+            return False
+        for kind, amount in request.devices:
+            devices = self.ledger.device_sets.get(kind)
+            if devices is None:
+                return False
+            usable, filling = devices.usable(amount, request), self.fillings[kind]
+            memory = devices.demand(request)
+            fitting = sum(
+                filling.has_room(index, amount, memory)
+                for index in range(len(filling.capacity))
+                if usable >> index & 1
+            )
+            if fitting < max(amount // UNIT, 1):
+                return False
+        return True
+
+
+class _Rest:
+    """What there is if all ends but some that wait."""
+
+    def __init__(self, node: SchedulerState, holders: Iterable[TaskRecord]) -> None:
+        self._ledger = node.ledger
+        self._workers = node.room.most
+        self._stocks: dict[int, _Stock] = {}
+        self._waiting = list(holders)
+        self._known: dict[Request, bool] = {}
+        self._clients = node.clients
+        self._held: Counter[tuple[ClientId, str]] = Counter()
+        for record in self._waiting:
+            self._move(record, -1)
+
+    def give_back(self, record: TaskRecord) -> None:
+        self._known.clear()
+        self._waiting.remove(record)
+        self._move(record, 1)
+
+    def _stock(self, ledger: Ledger) -> _Stock:
+        stock = self._stocks.get(id(ledger))
+        if stock is None:
+            stock = self._stocks[id(ledger)] = _Stock(ledger)
+        return stock
+
+    def _move(self, record: TaskRecord, sign: int) -> None:
+        lease = _lease(record)
+        self._workers += sign
+        if self._clients is not None:
+            for name, parts in self._clients.amounts_of(lease.request):
+                if name != CPU:
+                    self._held[record.client, name] -= sign * parts
+        self._stock(lease.home or self._ledger).move(lease, sign)
+
+    def fits(self, record: TaskRecord) -> bool:
+        request = record.spec.shape.request
+        if self._workers <= 0 or not self._is_allowed(record.client, request):
+            return False
+        known = self._known.get(request)
+        if known is None:
+            known = self._known[request] = self._try(request)
+        return known
+
+    def _is_allowed(self, id_: ClientId, request: Request) -> bool:
+        """Whether a program may have that beside what those that wait hold."""
+        if self._clients is None:
+            return True
+        most = self._clients.of(id_).most
+        return all(
+            self._held[id_, name] + parts <= most.get(name, inf)
+            for name, parts in self._clients.amounts_of(request)
+        )
+
+    def _try(self, request: Request) -> bool:
+        gang = request.gang
+        if gang is None:
+            return self._stock(self._ledger).fits(request)
+        if isinstance(gang, BundleRef):
+            parts = bundles_for(self._ledger, gang)
+            return any(self._stock(part).fits(request) for part in parts)
+        plan = LedgerCopy(self._ledger, is_idle=True)
+        for record in self._waiting:
+            if _lease(record).home is None:
+                plan.take_away(_lease(record))
+        return Layout(plan, gang, {}, None).find() is not None
+
+
+def _waiter(record: TaskRecord) -> TaskRecord | None:
+    return record.kin.awaited_by if record.kin else None
+
+
+def _explain(child: TaskRecord, blocked: Iterable[TaskRecord]) -> str:
+    """The chain from the first that waits to the one that cannot run."""
+    chain: list[TaskRecord] = []
+    record = _waiter(child)
+    while record is not None and record not in chain:
+        chain.insert(0, record)
+        record = _waiter(record)
+    # Nobody waits for one by itself whose result another expects.
+    following = [*chain[1:], child] if chain else []
+    told = [
+        f"{one.spec.name} holds {_lease(one).request} and waits for {other.spec.name}"
+        for one, other in zip(chain, following, strict=True)
+    ]
+    others = [
+        f"{one.spec.name} holds {_lease(one).request} and waits as well"
+        for one in blocked
+        if one not in chain
+    ]
+    return (
+        f"{child.spec.name} asks for {child.spec.shape.request}, and those that wait "
+        f"hold it: {'; '.join(told + others)}"
+    )
+
+
+def _explain_full(child: TaskRecord, most: int) -> str:
+    """All workers that there can be have tasks that wait."""
+    waiter = _waiter(child)
+    waits = f", as {waiter.spec.name} does for {child.spec.name}" if waiter else ""
+    return (
+        f"{child.spec.name} needs a worker process, of which this node can have {most} "
+        f"at a time, and each of these has a task that waits{waits}; `aiogpu doctor` "
+        f"says what bounds them"
+    )

@@ -1,0 +1,359 @@
+"""Leases for code that none of the node's workers runs: granted, and given back.
+
+To the queue such a lease is a task like any other. When its turn has come, no worker
+is found for it but a holder recorded: a worker in name, which stands for processes
+that others start and end. Nobody here can stop these; so what nobody may hold any more
+is reclaimed, and is free when it is said that they have gone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.effects import (
+    Abandon,
+    Ahead,
+    Assign,
+    Effect,
+    Forget,
+    Granted,
+    Reserved,
+    Retire,
+    Spawn,
+)
+from aiogpu.core.events import LeaseReturned
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.queue.ready import Bucket
+from aiogpu.core.records import (
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    binding_of,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.placement_group import give_back_group, would_help
+from aiogpu.core.scheduler.cancellation import interrupt, let_end
+from aiogpu.core.scheduler.placement import may_go_on
+from aiogpu.core.scheduler.revocation import watch
+from aiogpu.core.scheduler.state import Restarts, SchedulerState
+from aiogpu.core.scheduler.timers import AlarmKind
+
+
+def grant(
+    node: SchedulerState,
+    record: TaskRecord,
+    lease: Lease,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Give a lease to whoever has asked for it."""
+    holder = node.workers.stand_in()
+    move_task(record, TaskState.RUNNING)
+    record.worker, holder.task, holder.lease = holder, record, lease
+    lease.holder = holder.id
+    holder.watched, holder.watched_since = record, now
+    node.granted[holder.id] = holder
+    if record.spec.is_grouped:
+        effects.append(Reserved(record.id, holder.id))
+    else:
+        effects.append(Granted(record.id, holder.id, lease))
+
+
+def on_returned(
+    node: SchedulerState, event: LeaseReturned, _: float, effects: list[Effect]
+) -> None:
+    """Those who held a lease have gone; its devices may have to be seen free."""
+    holder = node.granted.get(event.holder)
+    if holder is None or holder.task is None:
+        return
+    record, lease = holder.task, holder.lease
+    assert lease is not None, holder
+    record.worker = holder.task = None
+    if event.settles and not node.is_closing:
+        node.ledger.keep_devices(lease)
+        move_worker(holder, WorkerState.SETTLING)
+    else:
+        del node.granted[holder.id]
+        if lease.parts:
+            give_back_group(node.ledger, lease)
+        else:
+            node.ledger.give_back(lease)
+    node.end(record)
+    effects.append(Forget(record.id))
+
+
+def end_all(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+    """The node closes, and its ledger with it; what its holders do goes on."""
+    for holder in list(node.granted.values()):
+        assert holder.task is not None, holder
+        if holder.task.state is TaskState.RUNNING:
+            effects.append(Abandon(holder.task.id))
+        on_returned(node, LeaseReturned(holder.id), now, effects)
+
+
+_QUEUED: Final = TaskState.QUEUED
+_RUNNING: Final = TaskState.RUNNING
+
+
+def start(
+    node: SchedulerState,
+    record: TaskRecord,
+    lease: Lease,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Find a worker for a task, an idle one that fits or a new one; grant a lease."""
+    if node.clients is not None:
+        node.clients.begin(record, lease)
+    if record.spec.is_lease:
+        grant(node, record, lease, now, effects)
+    else:
+        _find_worker(node, record, lease, now, effects)
+
+
+def _find_worker(
+    node: SchedulerState,
+    record: TaskRecord,
+    lease: Lease,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    spec, workers = record.spec, node.workers
+    environment = spec.shape.environment
+    if spec.max_calls and node.spares.want(environment, now):
+        node.note_spares()
+    if spec.max_calls != 1:
+        worker = workers.take_bound(binding_of(spec, lease))
+        if worker is not None:
+            effects.append(assign(node, record, worker, lease, now))
+            return
+    worker = workers.take_clean(environment)
+    if worker is not None:
+        effects.append(assign(node, record, worker, lease, now))
+    else:
+        worker = workers.take_unclaimed(environment)
+        if worker is None:
+            worker = workers.create(environment)
+            effects.append(Spawn(worker.id, environment))
+            if node.outages and environment in node.outages:
+                node.outages[environment].worker = worker.id
+        move_task(record, TaskState.STARTING)
+        record.worker, worker.task, worker.lease = worker, record, lease
+        lease.holder = worker.id
+    if node.spares.missing(environment, workers.spares(environment)):
+        later = node.patience.refill_after
+        if not later:
+            refill_spares(node, effects)
+        elif node.spares.await_refill():
+            # Not beside the task that has just begun: forking would slow it down.
+            node.timers.set(now + later, AlarmKind.REFILL, 0)
+
+
+def refill_spares(node: SchedulerState, effects: list[Effect]) -> None:
+    """Have clean workers forked until there are as many as are wanted."""
+    node.spares.note_refill()
+    if node.room.refused and node.ready.by_shape:
+        return
+    for environment in node.spares.wanted:
+        if environment in node.outages:
+            continue
+        there = node.workers.spares(environment)
+        missing = node.spares.missing(environment, there)
+        for _ in range(min(missing, node.room.now - len(node.workers))):
+            spare = node.workers.create(environment)
+            node.workers.put_unclaimed(spare)
+            effects.append(Spawn(spare.id, environment))
+
+
+def welcome(
+    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """A forked worker has connected: it begins with its task, or waits for one."""
+    node.spares.note_start(worker.environment, True)
+    node.room.note_change()
+    record, lease = worker.task, worker.lease
+    if record is not None and lease is not None:
+        record.starts_failed = 0
+        effects.append(assign(node, record, worker, lease, now))
+    elif worker.is_stale:
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+    else:
+        node.workers.put_idle(worker)
+
+
+def assign(
+    node: SchedulerState,
+    record: TaskRecord,
+    worker: WorkerRecord,
+    lease: Lease,
+    now: float,
+) -> Assign:
+    """Give a connected worker its only task."""
+    spec = record.spec
+    is_first = worker.binding is None
+    if is_first:
+        worker.binding = binding_of(spec, lease)
+    if spec.max_calls:
+        calls = worker.calls.get(spec.function, 0) + 1
+        worker.is_last = calls >= spec.max_calls
+        if spec.is_endless:
+            node.restarts.setdefault(record.id, Restarts()).began = now
+    move_task(record, _RUNNING)
+    move_worker(worker, WorkerState.BUSY)
+    record.worker, worker.task, worker.lease = worker, record, lease
+    lease.holder = worker.id
+    if worker.look_at is None:
+        watch(node, worker, node.patience.unheard, now)
+    return Assign(record.id, worker.id, lease, is_first, worker.is_last)
+
+
+def release_cpus(node: SchedulerState, record: TaskRecord) -> None:
+    """Give back a running task's CPUs for as long as it runs."""
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    if not worker.lease.is_lent:
+        node.ledger.lend(worker.lease)
+
+
+def release(
+    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """End the lease of a worker without a task; of one that ends, later."""
+    if worker.is_last or worker.refill_at < 0:
+        let_end(node, worker, now)
+        return
+    if worker.is_stale:
+        let_end(node, worker, now)
+        effects.append(Retire(worker.id))
+        return
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease = None
+    node.workers.put_idle(worker)
+
+
+def take_turn(
+    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    """Begin with the next of those that the worker has been sent ahead.
+
+    One that was cancelled there is decided about when its queue is `Revoked`; if it
+    was before, and the task is still here, it has begun.
+    """
+    record = worker.task = worker.queue.popleft()
+    if node.clients is not None and worker.lease is not None:
+        node.clients.take_over(record, worker.lease)
+    if record.state is _QUEUED:
+        record.state = _RUNNING
+    elif not worker.is_revoking:
+        # It was known to have begun before the answer of the one before it came.
+        interrupt(node, record, now, effects)
+    if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
+        shape = record.spec.shape
+        line = shape if node.clients is None else (record.client, shape)
+        bucket = node.ready.by_shape.get(line)
+        if bucket is not None and may_follow(node, worker, bucket):
+            ahead: list[TaskId] = []
+            refill(node, worker, bucket, now, ahead)
+            if ahead:
+                effects.append(Ahead(worker.id, ahead))
+
+
+def hand_over(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    bucket: Bucket,
+    effects: list[Effect],
+    now: float,
+) -> bool:
+    """Give the worker, with its lease, the next task of its shape; False if none may.
+
+    Whatever its last task held is held on, so the ledger need not know.
+    """
+    record = bucket.head()
+    if record is None or record.spec.max_calls or worker.is_last:
+        return False
+    if worker.refill_at < 0:
+        return False
+    if not may_follow(node, worker, bucket):
+        return False
+    _leave_queue(node, record, bucket)
+    record.state = _RUNNING
+    record.worker, worker.task = worker, record
+    ahead = [record.id]
+    effects.append(Ahead(worker.id, ahead))
+    if bucket.size:
+        refill(node, worker, bucket, now, ahead)
+    if worker.look_at is None:
+        watch(node, worker, node.patience.unheard, now)
+    return True
+
+
+def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bool:
+    """Whether a lease may go on in this shape without asking whose turn it is."""
+    ledger, kept, lease = node.ledger, node.reservation, worker.lease
+    assert lease is not None, worker
+    # What is kept for this very shape's first is what the lease would give him.
+    if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
+        return False
+    if node.solitude.is_wanted:
+        return False
+    if worker.is_stale or (lease.shares and ledger.drains(lease)):
+        return False
+    # A task that has waited took its CPUs again although others had them: those that
+    # end make up for it.
+    if (lease.home or ledger).is_overdrawn:
+        return False
+    clients = node.clients
+    if clients is not None and not may_go_on(node, lease, bucket):
+        return False
+    if node.room.refused:
+        # Whoever comes first may need this worker's place, whatever it holds.
+        return node.ready.is_first(bucket)
+    return node.ready.is_first(bucket, lambda other: would_help(ledger, lease, other))
+
+
+def _leave_queue(node: SchedulerState, record: TaskRecord, bucket: Bucket) -> None:
+    node.ready.pop(bucket)
+    if node.reservation is not None and node.reservation.record is record:
+        node.reservation = None
+
+
+def refill(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    bucket: Bucket,
+    now: float,
+    ahead: list[TaskId],
+) -> None:
+    """Add tasks to be sent ahead, if they are short; each worker gets a fair part."""
+    queue = worker.queue
+    fair = bucket.size // max(len(node.ledger.leases), 2)
+    while True:
+        record = bucket.head()
+        if record is None or record.spec.max_calls:
+            break
+        room = min(record.spec.pace.depth, fair) - len(queue)
+        if room <= 0:
+            break
+        kept = node.reservation
+        if kept is not None:
+            room = 1
+            if kept.record is record:
+                node.reservation = None
+        taken = node.ready.take(bucket, room)
+        for each in taken:
+            each.state = _QUEUED
+            each.worker = worker
+            ahead.append(each.id)
+        queue.extend(taken)
+    worker.refill_at = len(queue) // 2
+    if queue:
+        soon = now + node.patience.long
+        if worker.look_at is None or worker.look_at > soon:
+            watch(node, worker, node.patience.long, now)

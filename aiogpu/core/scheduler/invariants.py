@@ -1,0 +1,160 @@
+"""What must hold between any two events, as code. Costs O(everything)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.units import CPU
+from aiogpu.core.queue.fair_share import usage_of
+from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.state import SchedulerState
+
+WITHOUT_WORKER: Final = (TaskState.WAITING, TaskState.EXPECTING, TaskState.DELAYED)
+ON_A_BUSY_ONE: Final = (
+    TaskState.QUEUED,
+    TaskState.RUNNING,
+    TaskState.BLOCKED,
+    TaskState.STOPPING,
+)
+
+
+def check(node: SchedulerState) -> None:
+    """Assert that the books of the node agree with each other."""
+    node.ledger.check()
+    node.workers.check()
+    _check_clients(node)
+    leases = [holder.lease for holder in node.holders if holder.lease is not None]
+    held = [lease.id for lease in leases if lease.home is None]
+    assert sorted(held) == sorted(node.ledger.leases), (held, node.ledger)
+    _check_gangs(node, leases)
+    records = list(node.tasks.values())
+    waiting = [record for record in records if record.state is TaskState.WAITING]
+    assert sorted(r.id for r in node.ready) == sorted(r.id for r in waiting)
+    assert len(node.ready) == len(waiting), node.ready
+    delayed = [record for record in records if record.state is TaskState.DELAYED]
+    assert sorted(r.id for r in delayed) == sorted(node.delayed), node.delayed
+    expecting = [r.id for r in records if r.state is TaskState.EXPECTING]
+    assert sorted(expecting) == sorted(node.expecting), node.expecting
+    blocked = {r.id for r in records if r.state is TaskState.BLOCKED}
+    assert blocked <= node.blocked.keys(), node.blocked
+    assert all(id_ in node.tasks for id_ in node.blocked), node.blocked
+    for record in records:
+        _check_task(record)
+        _check_kin(node, record)
+    for worker in node.workers:
+        _check_worker(worker)
+    for holder in node.granted.values():
+        assert node.workers.get(holder.id) is None, holder.id
+        leased, is_settling = holder.task, holder.state is WorkerState.SETTLING
+        assert (leased is None) == is_settling, holder.id
+        if leased is not None:
+            assert leased.worker is holder, holder.id
+            assert leased.spec.is_lease, holder.id
+
+
+def _check_gangs(node: SchedulerState, leases: list[Lease]) -> None:
+    """What members hold is what their bundles say, and who is granted has bundles."""
+    parts = [part for gang in node.ledger.gangs.values() for part in gang]
+    for part in parts:
+        held = [lease.id for lease in leases if lease.home is part]
+        assert sorted([0, *held]) == sorted(part.leases), (part, held)
+    if node.is_closing:
+        return
+    homes = {id(lease.home) for lease in leases if lease.home is not None}
+    assert homes <= {id(part) for part in parts}, homes
+    assert node.ledger.gangs.keys() <= node.gangs.keys(), node.gangs
+    for key, known in node.gangs.items():
+        state = known.record.state
+        assert node.tasks.get(known.record.id) is known.record, key
+        assert (key in node.ledger.gangs) is (state is not TaskState.WAITING), key
+        assert known.is_open or state is not TaskState.RUNNING, key
+        assert all(task in node.tasks for task in map(_id_of, known.living)), key
+
+
+def _id_of(record: TaskRecord) -> TaskId:
+    return record.id
+
+
+def _check_clients(node: SchedulerState) -> None:
+    """What programs hold is what their leases say, and what wait are theirs."""
+    clients = node.clients
+    if clients is None:
+        return
+    held: Counter[tuple[ClientId, str]] = Counter()
+    for worker in node.holders:
+        lease = worker.lease
+        usage = None if lease is None else usage_of(lease)
+        if lease is None or usage is None:
+            continue
+        for name, parts in clients.amounts_of(lease.request):
+            if name != CPU or not lease.is_lent:
+                held[usage.client.id, name] += parts
+        assert worker.task is None or worker.task.client == usage.client.id
+    said = {(one.id, name): n for one in clients for name, n in one.held.items()}
+    assert said == {each: n for each, n in held.items() if n}, (said, held)
+    unfinished = Counter(record.client for record in node.tasks.values())
+    assert unfinished == {one.id: one.unfinished for one in clients if one.unfinished}
+    waiting = {record.client for record in node.ready}
+    assert waiting == {one.id for one in clients if one.is_waiting}, waiting
+
+
+def _check_task(record: TaskRecord) -> None:
+    assert record.state is not TaskState.ENDED, record
+    worker = record.worker
+    assert (worker is None) == (record.state in WITHOUT_WORKER), record.id
+    if worker is None:
+        return
+    is_starting = record.state is TaskState.STARTING
+    expected = WorkerState.STARTING if is_starting else WorkerState.BUSY
+    assert worker.state is expected, (record.id, worker.id)
+    assert worker.lease is not None, worker.id
+    assert worker.lease.request == record.spec.shape.request, worker.id
+    if record.state is TaskState.QUEUED:
+        assert record in worker.queue, record.id
+    elif record.state is TaskState.STOPPING:
+        assert record is worker.task or record in worker.queue, record.id
+    else:
+        assert worker.task is record, record.id
+    is_blocked = record.state is TaskState.BLOCKED
+    assert not is_blocked or worker.lease.is_lent, worker.id
+
+
+def _check_worker(worker: WorkerRecord) -> None:
+    for record in worker.queue:
+        assert record.worker is worker, worker.id
+        assert record.state in (TaskState.QUEUED, TaskState.STOPPING), record.id
+        assert not record.spec.max_calls, record.id
+        assert not worker.is_last, worker.id
+    if worker.queue:
+        assert worker.task is not None, worker.id
+    if worker.task is not None:
+        assert worker.task.worker is worker, worker.id
+    if worker.lease is not None and worker.lease.is_lent:
+        task = worker.task
+        if task is None:
+            assert worker.state is WorkerState.ENDING, worker.id
+        elif not task.spec.is_endless:
+            assert task.state in (TaskState.BLOCKED, TaskState.STOPPING), worker.id
+
+
+def _check_kin(node: SchedulerState, record: TaskRecord) -> None:
+    kin = record.kin
+    if kin is None:
+        return
+    for child in kin.children.values():
+        assert node.tasks.get(child.id) is child, (record.id, child.id)
+        assert child.kin is not None, child.id
+        assert child.kin.parent is record, child.id
+    for child in kin.waits_for.values():
+        assert node.tasks.get(child.id) is child, (record.id, child.id)
+        assert child.kin is not None, child.id
+        assert child.kin.awaited_by is record, child.id
+    assert not kin.waits_for or record.state in (
+        TaskState.BLOCKED,
+        TaskState.STOPPING,
+    ), record.id
+    if kin.parent is not None:
+        assert node.tasks.get(kin.parent.id) is kin.parent, record.id

@@ -1,0 +1,391 @@
+"""Matches what waits with what is free.
+
+One function looks at all that is ready and takes leases for what fits, in order of
+priority and submission; each is started before the next is looked at. A task that
+does not fit holds up those of its own shape only, as in Ray; other shapes go past
+it, until it has waited so long that what it needs is kept for it (`reservation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.effects import Effect
+from aiogpu.core.model.ids import ClientId
+from aiogpu.core.model.request import Request
+from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, FairQueue, usage_of
+from aiogpu.core.queue.ready import Bucket, Group, Precedence
+from aiogpu.core.records import TaskRecord, sort_key
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.placement_group import would_help
+from aiogpu.core.scheduler.cancellation import evict_idle_worker
+from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.core.scheduler.timers import AlarmKind
+
+if TYPE_CHECKING:
+    from aiogpu.core.scheduler.state import Reservation
+
+
+def place(
+    node: SchedulerState, now: float, effects: list[Effect]
+) -> Iterator[tuple[TaskRecord, Lease]]:
+    """Take tasks from the queue, each with its lease, until nothing more fits.
+
+    Where one lacks nothing but a worker, an idle one that fits nobody before it has
+    to go: `effects` says which.
+    """
+    before, node.reservation = node.reservation, None
+    node.room.refused = 0
+    ready = node.ready
+    ready.unserved.clear()
+    turns: list[tuple[Precedence, int, Group]] = []
+    for number, group in enumerate(ready.by_request.values()):
+        first = group.first()
+        assert first is not None, group
+        turns.append((first[0], number, group))
+    heapify(turns)
+    while turns:
+        group = turns[0][2]
+        first = ready.first(group)
+        assert first is not None, group
+        _, record, bucket = first
+        lease = node.take(record)
+        if lease is None and bucket.shape in ready.unserved:
+            _go_on(turns, ready.first(group))
+            continue
+        if lease is None:
+            heappop(turns)
+            evict_idle_worker(node, now, effects)
+            if node.reservation is None:
+                node.reservation = keep_for(node, group, before, now)
+            continue
+        ready.pop(bucket)
+        yield record, lease
+        _go_on(turns, ready.first(group))
+
+
+def _go_on(
+    turns: list[tuple[Precedence, int, Group]],
+    after: tuple[Precedence, TaskRecord, Bucket] | None,
+) -> None:
+    """The first task of the first group has been looked at; another is its first."""
+    if after is None:
+        heappop(turns)
+    else:
+        heapreplace(turns, (after[0], *turns[0][1:]))
+
+
+def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
+    """A task does not fit: if it is the first of its group, count from now on."""
+    request = record.spec.shape.request
+    is_shared = node.clients is not None
+    group = node.ready.by_request[(record.client, request) if is_shared else request]
+    if group.stuck is not record:
+        first = node.ready.first(group)
+        if first is not None and first[1] is record:
+            group.stuck = record
+            group.reserve_at = now + node.patience.reserve_after
+            if node.stalls_at is None and not group.is_warned:
+                node.stalls_at = now + node.patience.warn_after
+                node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
+
+
+def keep_for(
+    node: SchedulerState,
+    group: Group,
+    before: Reservation | None,
+    now: float,
+) -> Reservation | None:
+    """Keep something for the first of a group, if it has been that for long.
+
+    One that has only stood behind others of its kind is held up by nobody: where a
+    million wait, each is soon on its way once it comes first.
+    """
+    first = node.ready.first(group)
+    assert first is not None, group
+    record = first[1]
+    note_stuck(node, record, now)
+    if now < group.reserve_at or (node.outages and node.has_outage(record)):
+        return None
+    from aiogpu.core.scheduler.reservation import (  # who waits, waits
+        STANDS,
+        reserve,
+        stands,
+    )
+
+    if before is not None and before.record is not record:
+        before = None
+    if before is not None and stands(node, before, now):
+        return before
+    reservation = reserve(node, record, now, before)
+    if reservation is None:
+        group.reserve_at = now + STANDS
+    elif before is not None:
+        # Whoever was let past must not put off the moment that was promised.
+        reservation.until = min(reservation.until, before.until)
+    return reservation
+
+
+Turns = list[tuple[Precedence, int, Group]]
+"""The groups of one program as a heap, in the order of their heads."""
+
+SLICE: Final = 0.02
+"""Seconds for which a program may go on with a lease, whoever waits: another program's
+task would need another process, and its start takes about as long."""
+
+
+def place_fairly(
+    node: SchedulerState, now: float, effects: list[Effect]
+) -> Iterator[tuple[TaskRecord, Lease]]:
+    """Take tasks from the queue as `placement.place` does, in the order of turns."""
+    queue, clients = node.ready, node.clients
+    assert isinstance(queue, FairQueue), queue
+    assert clients is not None, node
+    node.room.refused = 0
+    queue.unserved.clear()
+    round_ = Round(node, queue, clients)
+    if not round_.stands():
+        node.reservation = None
+    while (one := round_.next()) is not None:
+        group = one.turns[0][2]
+        first = queue.first(group)
+        if first is None:
+            # Another program's task of the same shape could not have a worker.
+            round_.leave_out(one)
+            continue
+        _, record, bucket = first
+        if clients.bars(record):
+            round_.leave_out(one)
+            continue
+        refused = node.room.refused
+        lease = node.take(record)
+        if lease is None and bucket.shape in queue.unserved:
+            round_.go_on(one)
+            continue
+        if lease is None:
+            round_.leave_out(one)
+            if refused == node.room.refused:
+                round_.refuse(record)
+            evict_idle_worker(node, now, effects)
+            _reserve(node, queue, group, now)
+            continue
+        if node.reservation is not None and node.reservation.record is record:
+            node.reservation = None
+        queue.pop(bucket)
+        yield record, lease
+        round_.go_on(one)
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A program in a round.
+
+    Attributes:
+        turns: its groups.
+        priority: of the first of them, negated.
+        task: the number of its first task.
+        now, then: what it holds of what that asks for, and what it would (`share_of`).
+    """
+
+    client: Client
+    turns: Turns
+    priority: int = 0
+    task: int = 0
+    now: float = 0.0
+    then: float = 0.0
+
+
+class Round:
+    """Who is still to be looked at, when all that waits is looked at once."""
+
+    def __init__(
+        self, node: SchedulerState, queue: FairQueue, clients: Clients
+    ) -> None:
+        self._node = node
+        self._queue = queue
+        self._clients = clients
+        self._left: dict[ClientId, Candidate] = {}
+        self._refused: set[Request] = set()
+        for id_, groups in queue.of_client.items():
+            turns: Turns = []
+            for number, group in enumerate(groups.values()):
+                first = group.first()
+                assert first is not None, group
+                turns.append((first[0], number, group))
+            heapify(turns)
+            self._left[id_] = one = Candidate(clients.of(id_), turns)
+            self._note(one)
+
+    def stands(self) -> bool:
+        """Whether what is kept is still for the first of its kind."""
+        kept = self._node.reservation
+        if kept is None:
+            return False
+        request = kept.record.spec.shape.request
+        group = self._queue.of_client.get(kept.record.client, {}).get(request)
+        first = None if group is None else group.first()
+        return first is not None and first[1] is kept.record
+
+    def _note(self, one: Candidate) -> None:
+        """Another group is its first, or it holds more; nothing more may fit."""
+        turns = one.turns
+        while turns and turns[0][2].request in self._refused:
+            heappop(turns)
+        if not turns:
+            del self._left[one.client.id]
+            return
+        ((priority, _), one.task), _, group = turns[0]
+        one.priority = priority
+        one.now, one.then = self._clients.share_of(one.client, group.request)
+
+    def go_on(self, one: Candidate) -> None:
+        """The first task of a program has begun."""
+        _, number, group = one.turns[0]
+        after = self._queue.first(group)
+        if after is None:
+            heappop(one.turns)
+        else:
+            heapreplace(one.turns, (after[0], number, group))
+        self._note(one)
+
+    def leave_out(self, one: Candidate) -> None:
+        """Nothing more of the first group of a program can begin."""
+        heappop(one.turns)
+        self._note(one)
+
+    def refuse(self, record: TaskRecord) -> None:
+        """A task does not fit: neither do others that ask for the same."""
+        node, request = self._node, record.spec.shape.request
+        kept = node.reservation
+        is_kept_away = kept is not None and not kept.lets_pass(record)
+        if not is_kept_away and not node.solitude.is_wanted:
+            self._refused.add(request)
+            for one in list(self._left.values()):
+                if one.turns[0][2].request == request:
+                    self._note(one)
+
+    def next(self) -> Candidate | None:
+        """The program whose turn it is; None when nobody is left.
+
+        Before it come those whose first task does not fit, and has others behind it: a
+        program's share is that of what it could begin with.
+        """
+        if not self._left:
+            return None
+        priority = min(one.priority for one in self._left.values())
+        candidates = [one for one in self._left.values() if one.priority == priority]
+        if len(candidates) > 1:
+            for one in candidates:
+                if len(one.turns) > 1 and not self._fits(one):
+                    return one
+        return self._fairest(candidates)
+
+    def _fits(self, one: Candidate) -> bool:
+        first = self._queue.first(one.turns[0][2])
+        return first is not None and self._node.fits(first[1])
+
+    def _fairest(self, candidates: list[Candidate]) -> Candidate:
+        kept = self._node.reservation
+        if kept is not None:
+            for one in candidates:
+                if one.task == kept.record.id:
+                    return one
+        floor = min(one.then for one in candidates)
+        overdue = self._clients.now - LONGEST
+        return min(
+            (
+                each
+                for each in candidates
+                if each.now < floor or each.client.since <= overdue
+            ),
+            key=lambda each: (each.client.tag, each.now, each.task),
+        )
+
+
+def _reserve(node: SchedulerState, queue: FairQueue, group: Group, now: float) -> None:
+    """Keep something for the first of a group, once it is its program's turn.
+
+    What is kept already stays so, unless it is for a lower priority.
+    """
+    first, kept, clients = queue.first(group), node.reservation, node.clients
+    assert first is not None, group
+    assert clients is not None, node
+    record = first[1]
+    note_stuck(node, record, now)
+    if kept is not None and kept.record is not record:
+        if sort_key(record)[0] >= sort_key(kept.record)[0]:
+            return
+    elif kept is None and now < group.reserve_at + LONGEST:
+        if now < group.reserve_at:
+            return
+        for worker in node.workers:
+            usage = None if worker.lease is None else usage_of(worker.lease)
+            if usage is not None:
+                usage.charge()
+        mine = clients.of(record.client).tag
+        if any(clients.of(id_).tag < mine for id_ in queue.of_client):
+            return
+    is_others = kept is not None and kept.record is not record
+    found = keep_for(node, group, kept, now)
+    if found is not None or not is_others:
+        node.reservation = found
+
+
+def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
+    """Whether a program may go on with a lease, or has to give way to another.
+
+    The lease counts as given back, and only those count whom that would help.
+    """
+    clients, queue, head = node.clients, node.ready, bucket.head()
+    assert clients is not None, node
+    assert isinstance(queue, FairQueue), queue
+    assert head is not None, bucket
+    client = clients.of(head.client)
+    usage = usage_of(lease)
+    if usage is None or usage.client is not client or clients.exceeds(client):
+        return False
+    if usage.note_task() < SLICE:
+        return True
+    helped: dict[Request, bool] = {}
+    rivals = []
+    for group in queue.by_request.values():
+        first = None if group.client == head.client else group.first()
+        if first is None or sort_key(first[1])[0] > sort_key(head)[0]:
+            continue
+        request = group.request
+        if request not in helped:
+            helped[request] = would_help(node.ledger, lease, request)
+        if helped[request] and not clients.bars(first[1]):
+            if sort_key(first[1])[0] < sort_key(head)[0]:
+                return False
+            rivals.append(first[1])
+    if rivals and not _is_fairest(clients, lease, head, rivals):
+        return False
+    clients.note_turn(client)
+    usage.begin_slice()
+    return True
+
+
+def _is_fairest(
+    clients: Clients, lease: Lease, head: TaskRecord, rivals: list[TaskRecord]
+) -> bool:
+    """Whether it is the turn of one that has a lease, and not of others."""
+    client, request = clients.of(head.client), lease.request
+    now, floor = clients.share_without(client, request)
+    shares = []
+    for record in rivals:
+        other = clients.of(record.client)
+        has, would = clients.share_of(other, record.spec.shape.request)
+        floor = min(floor, would)
+        shares.append((other.tag, has, record.id, other.since))
+    overdue = clients.now - LONGEST
+    if now >= floor:
+        return False
+    return not any(
+        (tag, has, id_) < (client.tag, now, head.id)
+        for tag, has, id_, since in shares
+        if has < floor or since <= overdue
+    )

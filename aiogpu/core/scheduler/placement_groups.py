@@ -1,0 +1,141 @@
+"""The gangs of a node, and who runs in them: from the first wish to the last lease.
+
+To the queue a gang is a task like any other, held without end as a lease is. Its
+members are set aside until it is granted; once it is removed, they end with it, and
+what it held is free when the last of them has stopped. `tend` sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiogpu.core.effects import Effect, Evict, Forget, Misfit
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
+from aiogpu.core.records import TaskRecord, TaskState
+from aiogpu.core.resources.placement_group import (
+    bundles_for,
+    give_back_group,
+    why_infeasible,
+)
+from aiogpu.core.scheduler.state import (
+    PlacementGroup,
+    SchedulerState,
+    await_results,
+    resolve,
+)
+from aiogpu.core.scheduler.task_tree import stop
+
+REMOVED: Final = "was removed"
+UNKNOWN: Final = "was removed before, or never asked for on this node"
+TWICE: Final = "it was asked for before"
+GONE: Final = (TaskState.STOPPING, TaskState.ENDED)
+
+
+def enter(
+    node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...] | None
+) -> list[Effect]:
+    """Take in a new gang, or a member of one that may have to wait for its grant."""
+    gang = record.spec.shape.request.gang
+    assert gang is not None, record
+    known = node.gangs.get(gang.key)
+    if isinstance(gang, PlacementGroupSpec):
+        if known is not None:
+            return _refuse(node, record, Misfit(record.id, TWICE))
+        node.gangs[gang.key] = PlacementGroup(record, gang)
+    elif known is None or known.record.state in GONE:
+        return _refuse(node, record, Evict(record.id, gang.name, UNKNOWN))
+    elif reason := _why_misfit(node, known, record):
+        return _refuse(node, record, Misfit(record.id, reason))
+    else:
+        known.add(record)
+        if not known.is_open:
+            known.pending[record.id] = needs
+            needs = (*(needs or ()), known.record.id)
+    if needs is None:
+        node.ready.push(record)
+    else:
+        await_results(node, record, needs)
+    return []
+
+
+def _refuse(node: SchedulerState, record: TaskRecord, why: Effect) -> list[Effect]:
+    node.end(record)
+    return [why, Forget(record.id)]
+
+
+def _why_misfit(
+    node: SchedulerState, known: PlacementGroup, record: TaskRecord
+) -> str | None:
+    """Why it can never run in its gang, as far as that is known yet."""
+    if not known.is_open:
+        return None
+    request = record.spec.shape.request
+    if request not in known.misfits:
+        known.misfits[request] = why_infeasible(node.ledger, request)
+    return known.misfits[request]
+
+
+def advance_groups(node: SchedulerState, now: float, effects: list[Effect]) -> bool:
+    """Let members go on, or end with their gang; whether any may be placed now."""
+    has_changed = False
+    for key, known in list(node.gangs.items()):
+        state = known.record.state
+        if state is TaskState.RUNNING and not known.is_open:
+            has_changed |= _open(node, known, now, effects)
+        elif state in GONE:
+            _evict(node, known, now, effects)
+            has_changed |= _end(node, key, known, effects)
+    return has_changed
+
+
+def _open(
+    node: SchedulerState, known: PlacementGroup, now: float, effects: list[Effect]
+) -> bool:
+    """It is granted: its members wait for their turn in its bundles."""
+    known.is_open = True
+    pending, known.pending = known.pending, {}
+    for task, needs in pending.items():
+        record = node.tasks.get(task)
+        if record is None:
+            continue
+        if reason := _why_misfit(node, known, record):
+            effects.append(Misfit(task, reason))
+            stop(node, record, now, effects)
+        elif needs is None:
+            resolve(node, task)
+        elif task in node.expecting:
+            node.expecting[task] = needs
+    return bool(pending)
+
+
+def _evict(
+    node: SchedulerState, known: PlacementGroup, now: float, effects: list[Effect]
+) -> None:
+    """It is none any more: so are its members, and what these have started."""
+    known.pending.clear()
+    for record in known.living:
+        if record.state not in GONE:
+            effects.append(Evict(record.id, known.gang.name, REMOVED))
+            stop(node, record, now, effects)
+
+
+def _end(
+    node: SchedulerState, key: str, known: PlacementGroup, effects: list[Effect]
+) -> bool:
+    """Give back what it holds once nobody is left in it; whether that has been done."""
+    record = known.record
+    if record.state is TaskState.STOPPING:
+        if not all(
+            part.is_idle for part in bundles_for(node.ledger, BundleRef(key, ""))
+        ):
+            return False
+        holder, record.worker = record.worker, None
+        assert holder is not None, record
+        assert holder.lease is not None, holder
+        del node.granted[holder.id]
+        give_back_group(node.ledger, holder.lease)
+        node.end(record)
+        effects.append(Forget(record.id))
+    del node.gangs[key]
+    return True

@@ -1,0 +1,442 @@
+"""Environments for which no worker can be started now, and when the next try is.
+
+After a failed start, tasks of that environment wait in the queue and hold nothing;
+workers of it that are alive still serve them. After a pause one worker is tried. If it
+starts, all others may follow; if not, the next pause is twice as long, up to a bound,
+for as long as tasks wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aiogpu.core.effects import Effect, Forget, Lose, Settle
+from aiogpu.core.events import SetAside, Settled, WorkerGone
+from aiogpu.core.model.config import STARTS_ALLOWED
+from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.request import (
+    UNLIMITED,
+    DeviceSelector,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.core.records import (
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    move_task,
+    move_worker,
+)
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.resources.placement_group import roomiest
+from aiogpu.core.scheduler.cancellation import kill_worker
+from aiogpu.core.scheduler.deadlock import find_deadlocks
+from aiogpu.core.scheduler.revocation import count_begun, return_task
+from aiogpu.core.scheduler.state import (
+    Outage,
+    Restarts,
+    SchedulerState,
+)
+from aiogpu.core.scheduler.task_tree import on_task_ended
+from aiogpu.core.scheduler.timers import AlarmKind
+
+if TYPE_CHECKING:
+    from aiogpu.core.model.request import Environment
+
+
+def note_outage(
+    node: SchedulerState, environment: Environment, reason: str, now: float
+) -> None:
+    """A worker could not be started: start no other for a while."""
+    outage = node.outages.get(environment)
+    if outage is None:
+        outage = node.outages[environment] = Outage(reason, now)
+    outage.reason = reason
+    if outage.is_paused:
+        return  # It was tried together with the one that has failed already.
+    outage.failures += 1
+    outage.is_paused = True
+    outage.retry_at = now + node.patience.crowded_delay(outage.failures)
+    node.timers.set(outage.retry_at, AlarmKind.OUTAGE, 0)
+
+
+def retry_outages(node: SchedulerState, now: float) -> None:
+    """Allow one worker for each environment whose pause is over.
+
+    One that no task waits for is forgotten: the next task tries at once.
+    """
+    for environment, outage in list(node.outages.items()):
+        if outage.is_paused and outage.retry_at <= now:
+            outage.is_paused = False
+            buckets = node.ready.by_shape.values()
+            if not any(each.shape.environment == environment for each in buckets):
+                del node.outages[environment]
+
+
+class Failure(NamedTuple):
+    """What an answer says of how its task has failed, if it has.
+
+    Attributes:
+        retry: by an exception for which it is to be tried again.
+        ran_out: for want of device memory.
+    """
+
+    retry: bool
+    ran_out: bool
+
+
+def _restarts(node: SchedulerState, record: TaskRecord) -> Restarts:
+    return node.restarts.setdefault(record.id, Restarts())
+
+
+def note_death(node: SchedulerState, record: TaskRecord, now: float) -> bool:
+    """Its worker has died; False if that has happened too often in a row."""
+    restarts = _restarts(node, record)
+    if now - restarts.began >= node.patience.sound_after:
+        restarts.in_a_row = 0
+    restarts.in_a_row += 1
+    return restarts.in_a_row <= node.patience.restarts_in_a_row
+
+
+def pause_of(node: SchedulerState, record: TaskRecord) -> float:
+    """Seconds until it is begun anew."""
+    return node.patience.retry_delay(_restarts(node, record).in_a_row)
+
+
+def may_retry(record: TaskRecord) -> bool:
+    """Use up one retry of the task; False if it has none left."""
+    if record.retries_left == 0:
+        return False
+    if record.retries_left != UNLIMITED:
+        record.retries_left -= 1
+    record.retries += 1
+    return True
+
+
+def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
+    """Have a task wait again, at once or after a while; it holds nothing any more."""
+    if record.spec.is_endless:
+        delay = pause_of(node, record)
+    else:
+        delay = node.patience.retry_delay(record.retries)
+    # It may have answered before the kill that was to make room.
+    record.is_starved = record.is_outgrown = False
+    if delay == 0:
+        node.wait_again(record)
+        return
+    record.worker = None
+    if node.solitude.is_wanted:
+        node.solitude.leave(record)
+    move_task(record, TaskState.DELAYED)
+    node.delayed[record.id] = record
+    node.timers.set(now + delay, AlarmKind.RETRY, record.id)
+
+
+def go_on_waiting(node: SchedulerState, record: TaskRecord) -> None:
+    """A task has been delayed for long enough."""
+    del node.delayed[record.id]
+    node.wait_again(record)
+
+
+def widened(spec: TaskSpec) -> TaskSpec | None:
+    """The same with a GPU of its own; None if it has that, or does not ask for it."""
+    request = spec.shape.request
+    amounts = dict(request.devices)
+    if not spec.retries_oom or spec.is_endless or amounts.get(GPU, UNIT) >= UNIT:
+        return None
+    shape = Shape(_whole(request), spec.shape.environment)
+    return replace(spec, shape=shape, retries_oom=False)
+
+
+def _whole(request: Request) -> Request:
+    devices = tuple(
+        (kind, UNIT if kind == GPU else amount) for kind, amount in request.devices
+    )
+    where = request.where
+    if request.gpu_memory > 0:
+        # It is not to come to a smaller device than before.
+        least = max(request.gpu_memory, where.least_memory if where else 0)
+        where = replace(where or DeviceSelector(), least_memory=least)
+    return replace(request, devices=devices, where=where, gpu_memory=0)
+
+
+def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
+    """Have a task that holds nothing any more wait for a device of its own.
+
+    Returns:
+        False if it may not, or would wait for ever: then nothing has changed.
+    """
+    spec = widened(record.spec)
+    if spec is None:
+        return False
+    before = record.spec
+    record.spec = spec
+    if _is_beyond_limits(node, record) or _would_deadlock(node, record):
+        record.spec = before
+        return False
+    record.is_outgrown = record.is_starved = False
+    node.wait_again(record)
+    return True
+
+
+def _is_beyond_limits(node: SchedulerState, record: TaskRecord) -> bool:
+    """Whether it would never get what it asks for now."""
+    request, clients = record.spec.shape.request, node.clients
+    if clients is not None and not clients.allows(record.client, request):
+        return True
+    return not _may_be_free(node, request)
+
+
+def _may_be_free(node: SchedulerState, request: Request) -> bool:
+    """Whether a device that could serve it is held by nobody without end.
+
+    Whichever has served its share could serve it whole.
+    """
+    usable = node.ledger.device_sets[GPU].usable(UNIT, request)
+    part = None
+    if request.gang is not None:
+        part = roomiest(node.ledger, request)
+        usable &= part.masks[GPU] if part is not None else 0
+    for worker in node.holders:
+        lease, task = worker.lease, worker.task
+        if lease is None or lease.home is not part:
+            continue
+        if task is not None and task.spec.is_endless:
+            held = zip(lease.request.devices, lease.shares, strict=True)
+            usable &= ~sum(
+                1 << index
+                for (kind, _), shares in held
+                if kind == GPU
+                for index, _ in shares
+            )
+    return usable != 0
+
+
+def _would_deadlock(node: SchedulerState, record: TaskRecord) -> bool:
+    """Whether those that wait for it hold what it would wait for."""
+    if not node.blocked:
+        return False
+    state, record.state = record.state, TaskState.WAITING
+    found = find_deadlocks(node)
+    record.state = state
+    return bool(found)
+
+
+GIVEN_UP: Final = (
+    "It has died again and again, soon after it had begun anew, and is not begun anew "
+    "any more."
+)
+
+
+def on_worker_gone(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    event: WorkerGone,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Take a worker whose processes have ended off the books."""
+    inflight = [worker.task, *worker.queue] if worker.task else []
+    begun = count_begun(inflight, event.began)
+    is_new = worker.state is WorkerState.STARTING
+    if is_new and not inflight:
+        node.spares.note_start(worker.environment, False)
+    if is_new and (event.is_crowded or event.outage):
+        _stand_back(node, worker, event, now)
+        return
+    worker.task = None
+    worker.queue.clear()
+    if event.settles and worker.lease is not None and not node.is_closing:
+        node.ledger.keep_devices(worker.lease)
+        move_worker(worker, WorkerState.SETTLING)
+    else:
+        _remove(node, worker)
+    for record in reversed(inflight[max(begun, 1) :]):
+        return_task(node, record, effects)
+    for number, record in enumerate(inflight[: max(begun, 1)]):
+        record.worker = None
+        has_run = not is_new and number < begun
+        note = ""
+        if record.is_outgrown and has_run and not record.spec.is_endless:
+            is_kept = _has_exclusive_run(node, record)
+        else:
+            note = GIVEN_UP if _is_given_up(node, record, has_run, now) else ""
+            is_kept = not note and _try_again(node, record, has_run, now)
+        if not is_kept:
+            _lose(node, record, worker.id, effects, note)
+        if record.kin is not None:
+            on_task_ended(node, record, now, effects)
+
+
+def _try_again(
+    node: SchedulerState, record: TaskRecord, has_run: bool, now: float
+) -> bool:
+    """Try a task again whose worker has gone; False if it may not be."""
+    if not (_has_another_run if has_run else _has_another_start)(node, record):
+        return False
+    if record.is_starved and not record.spec.is_endless:
+        record.is_starved = False
+        node.solitude.await_turn(node, record, now)
+    elif has_run:
+        retry_later(node, record, now)
+    else:
+        record.is_outgrown = False
+        node.wait_again(record)
+    return True
+
+
+def _has_exclusive_run(node: SchedulerState, record: TaskRecord) -> bool:
+    """What used more than it had reserved would do so again, but alone."""
+    is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
+    return is_wanted and try_exclusively(node, record)
+
+
+def _stand_back(
+    node: SchedulerState, worker: WorkerRecord, event: WorkerGone, now: float
+) -> None:
+    """A worker could not be started: its task waits again, which is no failure."""
+    record, worker.task = worker.task, None
+    _remove(node, worker)
+    if event.is_crowded:
+        node.note_crowded(event.outage, now)
+    else:
+        note_outage(node, worker.environment, event.outage, now)
+    if record is not None:
+        node.wait_again(record)
+
+
+def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
+    lease, worker.lease = worker.lease, None
+    if lease is not None:
+        node.ledger.give_back(lease)
+    if worker.state is not WorkerState.STARTING:
+        node.room.note_change()
+    if node.outages:
+        outage = node.outages.get(worker.environment)
+        if outage is not None and outage.worker == worker.id:
+            outage.worker = None
+    if node.granted.pop(worker.id, None) is None:
+        node.workers.remove(worker)
+    node.room.leaving.discard(worker.id)
+    return lease
+
+
+def _has_another_start(_: SchedulerState, record: TaskRecord) -> bool:
+    """Whether a task whose worker ended before it had begun gets another one."""
+    record.starts_failed += 1
+    is_wanted = record.state is not TaskState.STOPPING
+    return is_wanted and record.starts_failed < STARTS_ALLOWED
+
+
+def _has_another_run(node: SchedulerState, record: TaskRecord) -> bool:
+    """Whether a task that its worker's end has hit is tried again."""
+    is_wanted = record.state is not TaskState.STOPPING
+    if record.is_starved and record.is_alone:
+        return False  # it does not even fit alone
+    return is_wanted and not node.is_closing and may_retry(record)
+
+
+def _is_given_up(
+    node: SchedulerState, record: TaskRecord, has_run: bool, now: float
+) -> bool:
+    """Whether what should never end has died too often in a row."""
+    is_wanted = record.state is not TaskState.STOPPING and record.retries_left != 0
+    if not (has_run and record.spec.is_endless and is_wanted):
+        return False
+    return not note_death(node, record, now)
+
+
+def _lose(
+    node: SchedulerState,
+    record: TaskRecord,
+    worker: WorkerId,
+    effects: list[Effect],
+    note: str,
+) -> None:
+    was_wanted = record.state is not TaskState.STOPPING
+    node.end(record)
+    effects.append(Lose(record.id, worker, note) if was_wanted else Forget(record.id))
+
+
+def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """End a worker whose task uses more memory than there is."""
+    assert worker.task is not None, worker
+    worker.task.is_starved = True
+    kill_worker(worker, effects)
+
+
+def outgrow(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """End a worker whose task uses more device memory than it has reserved."""
+    assert worker.task is not None, worker
+    worker.task.is_outgrown = True
+    kill_worker(worker, effects)
+
+
+def _devices_returned(
+    node: SchedulerState, worker_id: WorkerId
+) -> list[tuple[DeviceSet, int]]:
+    """End the lease of a worker that settles; the devices that it was for, by index."""
+    worker = node.workers.get(worker_id) or node.granted.get(worker_id)
+    if worker is None or worker.state is not WorkerState.SETTLING:
+        return []
+    lease = _remove(node, worker)
+    assert lease is not None, worker
+    held = zip(lease.request.devices, lease.shares, strict=True)
+    return [
+        (node.ledger.device_sets[kind], index)
+        for (kind, _), shares in held
+        for index, _ in shares
+    ]
+
+
+def settle(node: SchedulerState, event: Settled) -> None:
+    """Give back what a worker held whose devices are free."""
+    for devices, index in _devices_returned(node, event.worker):
+        if event.is_verified:
+            devices.unverified.discard(index)
+        else:
+            devices.unverified.add(index)
+
+
+def set_aside(node: SchedulerState, event: SetAside) -> None:
+    """Give nobody the devices that a worker held and that do not become free."""
+    for devices, index in _devices_returned(node, event.worker):
+        devices.set_aside(index, event.reason)
+
+
+def settle_all(node: SchedulerState) -> None:
+    """The node closes: nobody will ask for what is still unsettled."""
+    for worker in list(node.holders):
+        if worker.state is WorkerState.SETTLING:
+            _remove(node, worker)
+
+
+def end_specially(
+    node: SchedulerState,
+    record: TaskRecord,
+    failure: Failure,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """End a task that is not of the commonest kind, or try it again."""
+    was_wanted = record.state is not TaskState.STOPPING
+    may_go_on = was_wanted and not node.is_closing
+    if may_go_on and failure.ran_out and _goes_alone(node, record):
+        pass
+    elif may_go_on and failure.retry and may_retry(record):
+        retry_later(node, record, now)
+    else:
+        node.end(record)
+        effects.append(Settle(record.id) if was_wanted else Forget(record.id))
+    if record.kin is not None:
+        on_task_ended(node, record, now, effects)
+
+
+def _goes_alone(node: SchedulerState, record: TaskRecord) -> bool:
+    """Whether what ran out of device memory gets devices of its own now."""
+    return try_exclusively(node, record)

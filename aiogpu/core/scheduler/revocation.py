@@ -1,0 +1,164 @@
+"""Workers that are looked at, and what is taken back from those that come no further.
+
+A busy worker answers nothing, so the queue behind a long task is taken back without
+its help: whoever carries out `Revoke` makes sure that the worker begins nothing more
+of it, and says in `Revoked` how far it had come.
+"""
+
+from __future__ import annotations
+
+from aiogpu.core.effects import Effect, Forget, Kill, Revoke
+from aiogpu.core.events import Revoked
+from aiogpu.core.records import (
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    move_worker,
+)
+from aiogpu.core.scheduler.state import SchedulerState
+from aiogpu.core.scheduler.timers import AlarmKind
+
+
+def watch(
+    node: SchedulerState, worker: WorkerRecord, seconds: float, now: float
+) -> None:
+    """Look at a busy worker so many seconds later."""
+    worker.look_at = now + seconds
+    worker.watched, worker.watched_since = worker.task, now
+    node.timers.set(worker.look_at, AlarmKind.LOOK, worker.id)
+
+
+def look(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    when: float,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """An alarm set by `watch` rings: see whether the worker has come further."""
+    if worker.look_at != when:
+        return  # it is looked at some other time
+    worker.look_at = None
+    record, patience = worker.task, node.patience
+    if record is None or worker.state is not WorkerState.BUSY:
+        return
+    if record is not worker.watched:
+        watch(node, worker, patience.long if worker.queue else patience.unheard, now)
+        return
+    if worker.queue:
+        record.spec.pace.note_long()
+    revoke(worker, effects)
+
+
+def revoke(worker: WorkerRecord, effects: list[Effect]) -> None:
+    """Take back what the worker has not begun; it is known which when `Revoked`."""
+    if not worker.is_revoking:
+        worker.is_revoking = True
+        worker.revocations += 1
+        effects.append(Revoke(worker.id, worker.revocations))
+
+
+def on_revoked(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    event: Revoked,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """Return what was not begun to the queue, each task to its old place."""
+    if not worker.is_revoking or worker.revocations != event.number:
+        return  # it has ended all that was meant
+    worker.is_revoking = False
+    assert worker.task is not None, worker
+    inflight = [worker.task, *worker.queue]
+    begun = count_begun(inflight, event.began)
+    for record in reversed(inflight[max(begun, 1) :]):
+        worker.queue.pop()
+        return_task(node, record, effects)
+    worker.refill_at = min(worker.refill_at, 0)
+    if begun == 0:
+        _return_head(node, worker, now, effects)
+
+
+def spoil(node: SchedulerState, worker: WorkerRecord, effects: list[Effect]) -> None:
+    """A worker ends by itself now, and runs nothing of what it was sent ahead."""
+    worker.is_last = True
+    while worker.queue:
+        return_task(node, worker.queue.pop(), effects)
+
+
+def count_begun(inflight: list[TaskRecord], began: int | None) -> int:
+    """How many of a worker's tasks it has begun, if that one is the last."""
+    for number, record in enumerate(inflight, start=1):
+        if record.id == began:
+            return number
+    return 0
+
+
+def return_task(
+    node: SchedulerState, record: TaskRecord, effects: list[Effect]
+) -> None:
+    """A task that was sent has not run, and will not: it waits again or has ended."""
+    if record.state is TaskState.STOPPING:
+        record.worker = None
+        node.end(record)
+        effects.append(Forget(record.id))
+    else:
+        node.wait_again(record)
+
+
+def _return_head(
+    node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
+) -> None:
+    record = worker.task
+    assert record is not None, worker
+    worker.task = None
+    return_task(node, record, effects)
+    is_new = record is not worker.watched
+    is_heard = is_new or now - worker.watched_since < node.patience.unheard
+    if is_heard and worker.refill_at >= 0:
+        leave_task(node, worker)
+        return
+    # It is stopped or hangs where no task is: others shall not wait for it too.
+    worker.is_last = True
+    move_worker(worker, WorkerState.ENDING)
+    effects.append(Kill(worker.id))
+
+
+def leave_task(node: SchedulerState, worker: WorkerRecord) -> None:
+    """A worker holds a lease for a task that it does not run after all."""
+    assert worker.lease is not None, worker
+    node.ledger.give_back(worker.lease)
+    worker.lease, worker.is_last = None, False
+    # What may still be under way was about what the worker has not got any more.
+    worker.is_revoking = False
+    node.workers.put_idle(worker)
+
+
+def on_skipped(
+    node: SchedulerState,
+    worker: WorkerRecord,
+    record: TaskRecord,
+    effects: list[Effect],
+) -> None:
+    """A task whose turn had come was taken back in the same moment; it did not run."""
+    if worker.task is not record:
+        if record in worker.queue:
+            worker.queue.remove(record)
+            return_task(node, record, effects)
+        return
+    worker.task = None
+    return_task(node, record, effects)
+    if worker.queue:
+        worker.task = worker.queue.popleft()
+        if node.clients is not None and worker.lease is not None:
+            node.clients.take_over(worker.task, worker.lease)
+        if worker.task.state is TaskState.QUEUED:
+            worker.task.state = TaskState.RUNNING
+    elif worker.refill_at >= 0:
+        leave_task(node, worker)
+    else:
+        # It was killed for the task before this one, and has not gone yet.
+        worker.is_last, worker.is_revoking = True, False
+        move_worker(worker, WorkerState.ENDING)

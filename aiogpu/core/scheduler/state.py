@@ -1,0 +1,539 @@
+"""What the scheduler knows of its node, and the few moves that all its parts make.
+
+State without decisions: those are made in `dispatch`, `watch`, `stopping`,
+`family`, `placement` and `reservation`, which all work on this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import (
+    ANY,
+    BundleRef,
+    PlacementGroupSpec,
+    Request,
+)
+from aiogpu.core.queue.ready import Precedence, ReadyQueue, precedence
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.records import (
+    Kin,
+    TaskRecord,
+    TaskState,
+    WorkerRecord,
+    WorkerState,
+    binding_of,
+    limit_of,
+    move_task,
+    sort_key,
+)
+from aiogpu.core.resources.devices import COLD
+from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
+from aiogpu.core.resources.placement_group import give_back_group, take_grouped
+from aiogpu.core.scheduler.timers import AlarmKind, Timers
+from aiogpu.core.scheduler.workers import Spares, WorkerLimit, Workers
+
+if TYPE_CHECKING:
+    from aiogpu.core.model.ids import ClientId
+    from aiogpu.core.model.request import Environment
+    from aiogpu.core.queue.fair_share import Clients
+
+
+class ExclusiveRetries:
+    """Who is to run alone.
+
+    Attributes:
+        is_wanted: whether anybody is; then others are held up.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self._waiting: deque[TaskRecord] = deque()
+        self._current: TaskRecord | None = None
+
+    def __repr__(self) -> str:
+        return f"<Solitude for {self._current}, then {len(self._waiting)}>"
+
+    def await_turn(self, node: SchedulerState, record: TaskRecord, now: float) -> None:
+        """A task that holds nothing any more shall run alone."""
+        record.is_alone = True
+        record.worker = None
+        move_task(record, TaskState.DELAYED)
+        node.delayed[record.id] = record
+        self._waiting.append(record)
+        self.is_wanted = True
+        node.timers.set(now + node.patience.alone_within, AlarmKind.ALONE, record.id)
+
+    def bars(self, record: TaskRecord) -> bool:
+        """Whether a task must not start now, so that another can run alone."""
+        if not self.is_wanted or record is self._current:
+            return False
+        # Whoever waits for it runs already, and could not end without it.
+        return record.kin is None or (
+            record.kin.parent is None and record.kin.awaited_by is None
+        )
+
+    def begin(self, node: SchedulerState) -> tuple[TaskRecord, Lease] | None:
+        """If nothing else runs, take what the first of those that wait needs."""
+        if self._current is not None or not self._waiting or not _is_quiet(node):
+            return None
+        record = self._waiting[0]
+        if node.clients is not None and node.clients.bars(record):
+            return None
+        lease = take_grouped(node.ledger, record.spec.shape.request)
+        if lease is None:
+            return None
+        if not node.has_worker(record, lease):
+            node.ledger.give_back(lease)
+            if not node.has_outage(record):
+                node.room.refused = max(node.room.refused, 1)
+            return None
+        self._current = self._waiting.popleft()
+        del node.delayed[record.id]
+        return record, lease
+
+    def give_up(self, node: SchedulerState, record: TaskRecord) -> None:
+        """A task has waited for its turn for too long: it is tried like any other."""
+        if record in self._waiting:
+            self.leave(record)
+            del node.delayed[record.id]
+            node.wait_again(record)
+
+    def leave(self, record: TaskRecord) -> None:
+        """A task has ended or begins anew; if it ran alone, others may start again."""
+        if record is self._current:
+            self._current = None
+        elif record in self._waiting:
+            self._waiting.remove(record)
+        self._note()
+
+    def _note(self) -> None:
+        self.is_wanted = self._current is not None or bool(self._waiting)
+
+
+REMEMBERED: Final = 64
+"""Members beyond twice those that live that are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class Outage:
+    """The failed starts of workers for one environment, since one last succeeded.
+
+    Attributes:
+        reason: of the last failure.
+        since: when the first start failed.
+        failures: failed tries in a row; workers that fail together count as one.
+        retry_at: when the next worker is tried.
+        is_paused: that moment has not come yet.
+        worker: the one that is being tried.
+    """
+
+    reason: str
+    since: float
+    failures: int = 0
+    retry_at: float = 0.0
+    is_paused: bool = False
+    worker: WorkerId | None = None
+
+    @property
+    def bars(self) -> bool:
+        """Whether no worker may be forked for this environment now."""
+        return self.is_paused or self.worker is not None
+
+
+@dataclass(slots=True, eq=False)
+class PlacementGroup:
+    """One gang.
+
+    Attributes:
+        record: it, as the queue has it.
+        members: those that were given it; also some that have ended.
+        pending: those that wait for its grant, and whose results each expects as well.
+        is_open: whether they were let go on, since it is granted.
+        most: members that are remembered until some are forgotten.
+        misfits: why those with a request can never run in it, None if they can.
+    """
+
+    record: TaskRecord
+    gang: PlacementGroupSpec
+    members: dict[TaskId, TaskRecord] = field(default_factory=dict)
+    pending: dict[TaskId, tuple[TaskId, ...] | None] = field(default_factory=dict)
+    is_open: bool = False
+    most: int = REMEMBERED
+    misfits: dict[Request, str | None] = field(default_factory=dict)
+
+    @property
+    def living(self) -> list[TaskRecord]:
+        """The members that have not ended."""
+        ended = TaskState.ENDED
+        return [one for one in self.members.values() if one.state is not ended]
+
+    def add(self, record: TaskRecord) -> None:
+        """Remember one more member."""
+        self.members[record.id] = record
+        if len(self.members) > self.most:
+            self.members = {one.id: one for one in self.living}
+            self.most = 2 * len(self.members) + REMEMBERED
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Those of one task.
+
+    Attributes:
+        began: when it was begun last.
+        in_a_row: how often it was begun anew after it had lived for a short time.
+    """
+
+    began: float = 0.0
+    in_a_row: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What others may not take.
+
+    Attributes:
+        record: for whom it is kept.
+        turn: his place; who goes before it may take anything.
+        barred: devices by kind, as bit masks.
+        kept: amounts of undivided resources, in parts.
+        until: when he can begin at the latest, infinite where nobody knows.
+        planned_at: when this was thought out.
+        grace: seconds that a task gets to end after its timeout, unless it has
+            its own.
+        part: the bundle of which it is kept, None for what is nobody's.
+        seen: how many leases had ended, and which devices were set aside.
+    """
+
+    record: TaskRecord
+    turn: Precedence
+    barred: Mapping[str, int]
+    kept: Mapping[str, int]
+    until: float
+    planned_at: float
+    grace: float
+    part: BundleLedger | None = None
+    seen: tuple[int, ...] = ()
+
+    def wants(self, lease: Lease) -> bool:
+        """Whether a lease holds something of what is kept."""
+        if lease.home is not self.part:
+            return False
+        if any(name in self.kept for name, _ in lease.request.scalars):
+            return True
+        return any(
+            self.barred.get(kind, 0) >> index & 1
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            )
+            for index, _ in shares
+        )
+
+    def lets_pass(self, record: TaskRecord) -> bool:
+        """Whether a task may take what is kept, or takes none of that."""
+        if (record.spec.is_grouped or self.part) and not self._concerns(record):
+            return True
+        if record.client != self.record.client:
+            # Whose turn it is among programs changes; what is kept is kept.
+            is_before = sort_key(record)[0] < self.turn[0][0]
+        else:
+            is_before = precedence(record) < self.turn
+        if is_before or record is self.record:
+            return True
+        kin = record.kin
+        if kin is not None and (kin.parent is not None or kin.awaited_by is not None):
+            # Its parent may be one of those that are waited for.
+            return True
+        timeout, grace = record.spec.timeout, record.spec.cancel_grace
+        if timeout is None or self.until == inf:
+            return False
+        grace = self.grace if grace is None else grace
+        return record.since + timeout + grace <= self.until
+
+    def _concerns(self, record: TaskRecord) -> bool:
+        within = record.spec.shape.request.gang
+        if not isinstance(within, BundleRef):
+            return self.part is None
+        part = self.part
+        if part is None or part.key != within.key:
+            return False
+        return within.bundle in (ANY, part.index)
+
+
+_ENDED: Final = TaskState.ENDED
+
+
+class SchedulerState:
+    """The ledger, the queue and the records of one node.
+
+    Attributes:
+        delayed: tasks that have failed and will wait again some time later.
+        expecting: tasks whose arguments are not all there yet, and whose results
+            those are, as far as they are tasks of this node.
+        gangs: those that are asked for or held, by key.
+        granted: who stands for the holders of leases, by id; also of such as were
+            given back, while their devices were not seen free.
+        restarts: of what is endless.
+        blocked: tasks that wait for others, and some that did so a moment ago.
+        reservation: what is kept for a task that has waited long, None for none.
+        solitude: who is to run alone.
+        spares: how many clean workers are kept ready.
+        outages: environments for which no worker can be started now.
+        most_idle: workers that may wait for work.
+        room: how many workers there may be.
+        stalls_at: when those that wait are looked at next, None where none need be.
+        clients: the programs that share the node, None while it is one's alone.
+    """
+
+    def __init__(self, ledger: Ledger, patience: SchedulerConfig | None = None) -> None:
+        self.ledger = ledger
+        self.patience = patience or SchedulerConfig()
+        self.ready: ReadyQueue = ReadyQueue()
+        self.workers = Workers()
+        self.tasks: ShardedDict[TaskRecord] = ShardedDict()
+        self.delayed: dict[TaskId, TaskRecord] = {}
+        self.expecting: dict[TaskId, tuple[TaskId, ...]] = {}
+        self.gangs: dict[str, PlacementGroup] = {}
+        self.granted: dict[WorkerId, WorkerRecord] = {}
+        self.timers = Timers()
+        self.blocked: dict[TaskId, TaskRecord] = {}
+        self.reservation: Reservation | None = None
+        self.stalls_at: float | None = None
+        self.is_closing = False
+        self.clients: Clients | None = None
+        self.restarts: dict[TaskId, Restarts] = {}
+        self.solitude = ExclusiveRetries()
+        self.room = WorkerLimit()
+        self.outages: dict[Environment, Outage] = {}
+        patient = self.patience
+        self.spares = Spares(patient.spare_workers, patient.spares_for, self.timers)
+        self.most_idle = patient.idle_workers + self.spares.target
+
+    @property
+    def holders(self) -> Iterable[WorkerRecord]:
+        """All who may hold something: the workers, and who stands for others."""
+        return chain(self.workers, self.granted.values())
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something free may be kept from some of those that wait."""
+        is_for_another = self.reservation is not None or self.solitude.is_wanted
+        return is_for_another or self.room.refused > 0
+
+    def admit(
+        self, request: Request, client: ClientId, parent: TaskId | None = None
+    ) -> None:
+        """Let a program submit a task, or say why it may not; a child is its parent's.
+
+        Raises:
+            LimitError: the program has as many unfinished ones as it may.
+            InfeasibleError: the task alone is more than the program may hold.
+        """
+        if self.clients is not None:
+            starter = None if parent is None else self.tasks.get(parent)
+            whose = client if starter is None else starter.client
+            self.clients.admit(whose, request)
+
+    def take(self, record: TaskRecord) -> Lease | None:
+        """Take what a task asks for, unless it is kept for another.
+
+        What no worker could be had for is not taken either.
+        """
+        lease = self._take(record)
+        if lease is None or self.has_worker(record, lease):
+            return lease
+        self.ledger.give_back(lease)
+        if self.outages and self.has_outage(record):
+            self.ready.unserved.add(record.spec.shape)
+        else:
+            self.room.refused += 1
+        return None
+
+    def note_spares(self) -> None:
+        """Spares are wanted for more environments than before, or for fewer."""
+        self.most_idle = self.patience.idle_workers + self.spares.total
+
+    def has_outage(self, record: TaskRecord) -> bool:
+        """Whether no worker may be started for a task's environment now."""
+        outage = self.outages.get(record.spec.shape.environment)
+        return outage is not None and outage.bars and not record.spec.is_lease
+
+    def fits(self, record: TaskRecord) -> bool:
+        """Whether a task could take what it asks for now, had it a worker."""
+        lease = self._take(record)
+        if lease is None:
+            return False
+        if lease.parts:
+            give_back_group(self.ledger, lease)
+        else:
+            self.ledger.give_back(lease)
+        return True
+
+    def _take(self, record: TaskRecord) -> Lease | None:
+        if self.clients is not None and self.clients.bars(record):
+            return None
+        if self.solitude.is_wanted and self.solitude.bars(record):
+            return None
+        reservation = self.reservation
+        spec = record.spec
+        request = spec.shape.request
+        warm = COLD
+        if len(request.devices) == 1 and spec.max_calls != 1:
+            limit = limit_of(request) if request.gpu_memory else 0
+            key = spec.shape.environment, request.devices[0][0], limit
+            warmth = self.workers.warmth
+            warm = warmth.single(*key), warmth.several(*key)
+        if spec.is_grouped:
+            if reservation is not None and reservation.lets_pass(record):
+                reservation = None
+            return take_grouped(self.ledger, request, reservation, warm)
+        if reservation is None or reservation.lets_pass(record):
+            return self.ledger.take(request, warm=warm)
+        return self.ledger.take(request, reservation.barred, reservation.kept, warm)
+
+    def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
+        """Whether there is a worker for a task with this lease, or room for one."""
+        is_barred = bool(self.outages) and self.has_outage(record)
+        if len(self.workers) < self.room.now and not is_barred:
+            return True
+        spec = record.spec
+        if spec.is_lease:
+            return True
+        if self.workers.spares(spec.shape.environment):
+            return True
+        return spec.max_calls != 1 and self.workers.has_bound(binding_of(spec, lease))
+
+    def note_crowded(self, reason: str, now: float) -> None:
+        """There was no room for a worker: do with those that are there, for a while."""
+        if self.room.shrink(len(self.workers), reason, now):
+            self._grow_later(now)
+
+    def grow(self, now: float) -> None:
+        """Try whether there is room for a few more than lately."""
+        starting = WorkerState.STARTING
+        is_quiet = not any(worker.state is starting for worker in self.workers)
+        if self.room.grow(is_quiet):
+            self._grow_later(now)
+
+    def _grow_later(self, now: float) -> None:
+        room = self.room
+        room.retry_at = now + self.patience.crowded_delay(room.failures)
+        self.timers.set(room.retry_at, AlarmKind.ROOM, 0)
+
+    def grace_of(self, record: TaskRecord) -> float:
+        """Seconds from the first interrupt of a task to the kill of its worker.
+
+        Who lives without end and is ended with the node has the node's own.
+        """
+        grace = record.spec.cancel_grace
+        if self.is_closing and record.spec.is_endless:
+            grace = None
+        return self.patience.cancel_grace if grace is None else grace
+
+    def end(self, record: TaskRecord) -> None:
+        """A task's code has stopped, or will never run: forget it."""
+        move_task(record, _ENDED)
+        if self.tasks.young.pop(record.id, None) is None:
+            self.tasks.pop(record.id)
+        if self.clients is not None:
+            self.clients.exit(record)
+        if self.solitude.is_wanted:
+            self.solitude.leave(record)
+        if record.spec.timeout is not None:
+            self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
+        if self.restarts:
+            self.restarts.pop(record.id, None)
+        if record.kin is not None:
+            self.blocked.pop(record.id, None)
+            self._leave(record, record.kin)
+
+    def _leave(self, record: TaskRecord, kin: Kin) -> None:
+        """A task ends with nobody any more, and nobody waits for it."""
+        parent, kin.parent = kin.parent, None
+        if parent is not None:
+            assert parent.kin is not None, parent
+            parent.kin.children.pop(record.id, None)
+        waiter, kin.awaited_by = kin.awaited_by, None
+        if waiter is not None:
+            assert waiter.kin is not None, waiter
+            del waiter.kin.waits_for[record.id]
+            if not waiter.kin.waits_for:
+                self.go_on(waiter)
+
+    def go_on(self, record: TaskRecord) -> None:
+        """A task waits for nobody any more; it has its CPUs again at once."""
+        if record.state is not TaskState.BLOCKED:
+            return
+        move_task(record, TaskState.RUNNING)
+        worker = record.worker
+        assert worker is not None, record
+        assert worker.lease is not None, worker
+        self.ledger.resume(worker.lease)
+
+    def wait_again(self, record: TaskRecord) -> None:
+        """Put a task that holds nothing any more where it stood in the queue."""
+        record.worker = None
+        if self.solitude.is_wanted:
+            self.solitude.leave(record)
+        move_task(record, TaskState.WAITING)
+        self.ready.push_back(record)
+
+
+def _is_quiet(node: SchedulerState) -> bool:
+    return not any(_uses_memory(worker) for worker in node.workers)
+
+
+def _uses_memory(worker: WorkerRecord) -> bool:
+    """Whether a worker runs something that will end, or has not ended itself."""
+    if worker.state is WorkerState.SETTLING or worker.lease is None:
+        return False
+    record = worker.task
+    if record is None:
+        return True
+    return not (record.spec.is_endless or record.state is TaskState.BLOCKED)
+
+
+def await_results(
+    node: SchedulerState, record: TaskRecord, needs: tuple[TaskId, ...]
+) -> None:
+    """Set a new task aside until its arguments are there."""
+    move_task(record, TaskState.EXPECTING)
+    node.expecting[record.id] = needs
+
+
+def resolve(node: SchedulerState, task: TaskId) -> bool:
+    """All arguments are there: the task waits with the others, if it still is."""
+    if node.expecting.pop(task, None) is None:
+        return False
+    record = node.tasks[task]
+    move_task(record, TaskState.WAITING)
+    node.ready.push_back(record)
+    return True
+
+
+def awaited_results(node: SchedulerState, record: TaskRecord) -> list[TaskRecord]:
+    """The unfinished tasks whose results a task expects."""
+    found = map(node.tasks.get, node.expecting.get(record.id, ()))
+    return [need for need in found if need is not None]
+
+
+def with_expected(
+    node: SchedulerState, records: Iterator[TaskRecord]
+) -> Iterator[TaskRecord]:
+    """Tasks, and those whose results they expect, and so on; each once."""
+    seen: set[TaskId] = set()
+    line = list(records)
+    while line:
+        record = line.pop()
+        if record.id not in seen:
+            seen.add(record.id)
+            yield record
+            line += awaited_results(node, record)

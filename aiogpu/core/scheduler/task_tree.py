@@ -1,0 +1,139 @@
+"""Tasks whose arguments are results of others that are not there yet.
+
+They stand in no queue and hold nothing. Who has the values says when all are there,
+or ends the task because one never will be.
+"""
+
+from __future__ import annotations
+
+from aiogpu.core.effects import Deadlock, Disown, Effect
+from aiogpu.core.events import TaskWaits
+from aiogpu.core.model.ids import TaskId
+from aiogpu.core.records import Kin, TaskRecord, TaskState, move_task, sort_key
+from aiogpu.core.scheduler.cancellation import withdraw
+from aiogpu.core.scheduler.revocation import revoke
+from aiogpu.core.scheduler.state import (
+    SchedulerState,
+)
+
+
+def adopt(parent: TaskRecord, child: TaskRecord) -> None:
+    """Tie a new task to the one that has started it."""
+    if parent.kin is None:
+        parent.kin = Kin(sort_key(parent))
+    child.client = parent.client
+    priority, depth = parent.kin.lane
+    child.kin = Kin((min(-child.spec.priority, priority), depth - 1))
+    if not child.spec.is_detached:
+        child.kin.parent = parent
+        parent.kin.children[child.id] = child
+
+
+def detach(child: TaskRecord | None) -> None:
+    """A task, if it has not ended, does not end with the one that has started it."""
+    kin = None if child is None else child.kin
+    if child is not None and kin is not None and kin.parent is not None:
+        assert kin.parent.kin is not None, kin.parent
+        kin.parent.kin.children.pop(child.id, None)
+        kin.parent = None
+
+
+def on_task_ended(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """A task has ended, or begins anew: nothing that it has started goes on."""
+    _wait_for(record, {})
+    disown_children(node, record, now, effects)
+
+
+def disown_children(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """End what a task has started, with all that that has started."""
+    kin = record.kin
+    assert kin is not None, record
+    children, kin.children = kin.children, {}
+    for child in children.values():
+        assert child.kin is not None, child
+        child.kin.parent = None
+        if child.state is not TaskState.STOPPING:
+            effects.append(Disown(child.id))
+        stop(node, child, now, effects)
+
+
+def stop(
+    node: SchedulerState, record: TaskRecord, now: float, effects: list[Effect]
+) -> None:
+    """Stop a task and what it has started; its owner waits for nothing."""
+    withdraw(node, record, now, effects)
+    if record.kin is None:
+        return
+    if record.state is TaskState.ENDED:
+        on_task_ended(node, record, now, effects)
+    else:
+        disown_children(node, record, now, effects)
+
+
+def on_waits(
+    node: SchedulerState,
+    record: TaskRecord,
+    event: TaskWaits,
+    now: float,
+    effects: list[Effect],
+) -> None:
+    """A task's code waits for others, or for none any more.
+
+    One that has started nobody keeps its CPUs, and so does one that waits for what
+    another waits for: who waits shall be known for each.
+    """
+    if record.kin is None:
+        if not event.elsewhere:
+            return
+        record.kin = Kin(sort_key(record))
+    if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
+        return
+    found = [node.tasks.get(child) for child in event.children]
+    awaited = {
+        child.id: child
+        for child in found
+        if child and child.kin and child.kin.awaited_by in (None, record)
+    }
+    _wait_for(record, awaited)
+    if not awaited and not event.elsewhere:
+        node.go_on(record)
+        return
+    worker = record.worker
+    assert worker is not None, record
+    assert worker.lease is not None, worker
+    if record.state is TaskState.RUNNING:
+        move_task(record, TaskState.BLOCKED)
+        node.blocked[record.id] = record
+        node.ledger.lend(worker.lease)
+        if worker.queue:
+            revoke(worker, effects)
+    end_deadlocks(node, now, effects)
+
+
+def end_deadlocks(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+    """Fail the tasks for which others would wait for ever."""
+    if not node.blocked:
+        return
+    from aiogpu.core.scheduler.deadlock import find_deadlocks
+
+    for child, reason in find_deadlocks(node):
+        effects.append(Deadlock(child.id, reason))
+        node.end(child)
+        node.ready.discard(child)
+        if child.kin is not None:
+            on_task_ended(node, child, now, effects)
+
+
+def _wait_for(record: TaskRecord, awaited: dict[TaskId, TaskRecord]) -> None:
+    assert record.kin is not None, record
+    for child in record.kin.waits_for.values():
+        assert child.kin is not None, child
+        child.kin.awaited_by = None
+    record.kin.waits_for = awaited
+    for child in awaited.values():
+        assert child.kin is not None, child
+        child.kin.awaited_by = record

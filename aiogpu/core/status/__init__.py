@@ -1,0 +1,1 @@
+"""What users see of the node: status, and why a task waits."""

@@ -1,0 +1,925 @@
+"""One actor as a `NodeStatus` shows it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aiogpu.core.model.ids import OWN, PROGRAM
+from aiogpu.core.model.request import (
+    PlacementGroupSpec,
+)
+from aiogpu.core.model.text import SHOWN, aligned, in_words, listing, rest, span, terms
+from aiogpu.core.model.units import (
+    GPU,
+    GPU_MEMORY,
+    MEMORY,
+    number,
+    size,
+    written,
+)
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.records import TaskRecord, TaskState
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import BundleLedger, Ledger
+from aiogpu.core.status.holdings import (
+    DeviceStatus,
+    Holder,
+)
+
+if TYPE_CHECKING:
+    from aiogpu.core.queue.fair_share import Clients
+    from aiogpu.core.status.holdings import OtherProcess
+
+
+_HOLD_NOTHING: Final = frozenset({TaskState.WAITING.value, TaskState.EXPECTING.value})
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationStatus:
+    """What is kept for a task that has long been the first of its line.
+
+    Attributes:
+        task: the task's number.
+        name: its name.
+        devices: ids of the devices kept for it, by kind: `{"GPU": (0, 1)}`.
+        amounts: what is kept of other resources: `{"CPU": 2.0}`.
+        seconds: from now until it can begin at the latest, None where nobody knows
+            (who holds what it needs has no `timeout`).
+    """
+
+    task: int
+    name: str
+    devices: Mapping[str, tuple[int | str, ...]]
+    amounts: Mapping[str, float]
+    seconds: float | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind} {listing(map(str, ids), len(ids))}"
+            for kind, ids in self.devices.items()
+        ]
+        parts += [
+            f"{name} {written(name, kept)}" for name, kept in self.amounts.items()
+        ]
+        return in_words(parts)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NodeStatus:
+    """The node at one moment. `print` shows it as a table.
+
+    Attributes:
+        total: all resources by name, `{"CPU": 4.0, "GPU": 1.0}`.
+        available: what is free of each.
+        devices: the devices, and who holds them.
+        workers: the worker processes.
+        tasks: all that have a worker, and leases that are held, by number; then the
+            first 100 of those that wait, in the order in which their turns come if
+            nothing else is submitted; fewer, where thousands between them were
+            cancelled.
+        waiting_count: how many wait, listed or not.
+        shapes: what they ask for, in the order of the first one's turn; at most 100.
+        shape_count: how many shapes there are, listed or not.
+        reservation: what is kept for a task that has waited long, None if nothing.
+        clients: the programs that share the node, by number; empty where it is one's
+            alone.
+        actors: all that have a process; then the first 100 of the others.
+        failures: the last 100 that have failed, the latest first; none are kept by a
+            node without processes.
+        draining: seconds that what runs still has where the node is being stopped, and
+            takes no new work; None where it is not.
+        placements: all of them, in the order in which they were asked for.
+        outages: why no worker can be started now, for which tasks, and when the next
+            try is; empty where workers start.
+    """
+
+    total: Mapping[str, float]
+    available: Mapping[str, float]
+    devices: tuple[DeviceStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    tasks: tuple[TaskStatus, ...]
+    waiting_count: int
+    shapes: tuple[ShapeStatus, ...]
+    shape_count: int
+    reservation: ReservationStatus | None
+    clients: tuple[ClientStatus, ...] = ()
+    actors: tuple[ActorStatus, ...] = ()
+    failures: tuple[FailureStatus, ...] = ()
+    draining: float | None = None
+    placements: tuple[PlacementStatus, ...] = ()
+    outages: tuple[OutageStatus, ...] = ()
+
+    @property
+    def waiting(self) -> tuple[TaskStatus, ...]:
+        """The tasks that hold nothing yet; the first 100 of them."""
+        return tuple(t for t in self.tasks if t.state in _HOLD_NOTHING)
+
+    def __repr__(self) -> str:
+        return f"<NodeStatus {summary(self)}>"
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """One task that has not ended.
+
+    Attributes:
+        id: the task's number.
+        name: its name.
+        state: "waiting", "starting", "queued", "running", "blocked", "delayed",
+            "expecting" or "stopping"; `aiogpu.core.records.TaskState` says what each
+            means. "sent" on a cluster that does not tell whether it runs.
+        request: what it asks for, `{"CPU": 1.0, "GPU": 0.25}`.
+        worker: id of its worker, None while it waits.
+        reason: why its code does not run, None where it may.
+        client: the program whose it is, 0 for the node's own.
+        is_lease: whether it is a lease, which processes hold that are no workers.
+        pid: process id of its worker or, of a lease, of the program that has asked for
+            it; 0 while it waits or its worker starts.
+    """
+
+    id: int
+    name: str
+    state: str
+    request: Mapping[str, float]
+    worker: int | None
+    reason: str | None
+    client: int = 0
+    is_lease: bool = False
+    pid: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a worker, or is a lease that somebody has."""
+        is_leased = self.is_lease and self.state not in _HOLD_NOTHING
+        return is_leased or self.worker is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker process.
+
+    Attributes:
+        id: the worker's number.
+        pid: its process id, 0 while it starts.
+        state: "starting", "idle", "busy" or "ending".
+        task: name of the task that it runs.
+    """
+
+    id: int
+    pid: int
+    state: str
+    task: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits at one moment, as far as it is shown.
+
+    Attributes:
+        count: how many wait.
+        first: those whose turn comes first, each with why it waits.
+        shapes: the shapes whose turn comes first.
+        shape_count: how many shapes there are.
+        reservation: what is kept for one of them.
+    """
+
+    count: int
+    first: Iterable[tuple[TaskRecord, str]]
+    shapes: Iterable[ShapeStatus]
+    shape_count: int
+    reservation: ReservationStatus | None = None
+    clients: tuple[ClientStatus, ...] = ()
+    placements: tuple[PlacementStatus, ...] = ()
+    outages: tuple[OutageStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutageStatus:
+    """Why no worker can be started, as `status()` and `why()` show it.
+
+    Attributes:
+        reason: why the last try failed.
+        failures: how many tries in a row have failed.
+        seconds: since the first of them.
+        retry_in: seconds until the next try; 0 while one is being made, or where
+            nothing waits for a worker.
+        variables: names of the variables of the `runtime_env` that is concerned; empty
+            for that of most tasks, or where all are concerned.
+        is_joined: whether it concerns tasks of a program that has joined, and not those
+            of the node's own program.
+    """
+
+    reason: str
+    failures: int
+    seconds: float
+    retry_in: float
+    variables: tuple[str, ...] = ()
+    is_joined: bool = False
+
+    def __str__(self) -> str:
+        named = ", ".join(self.variables)
+        whose = " of a program that has joined" if self.is_joined else ""
+        told = whose + (f" with {named}" if named else "")
+        told = f" for tasks{told}" if told else ""
+        tries = "try has" if self.failures == 1 else "tries have"
+        when = f"in {span(self.retry_in)}" if self.retry_in > 0 else "now"
+        return (
+            f"no worker can be started{told}: {self.reason} ({self.failures} {tries} "
+            f"failed in {span(self.seconds)}; next try {when})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStatus:
+    """An actor that has not ended.
+
+    Attributes:
+        id: its number, which is also that of the task that it is to the queue.
+        name: under which `aiogpu.get_actor` finds it, None without one.
+        namespace: in which that name was given, "" where none was.
+        class_name: the name of its class.
+        state: "pending" (it waits for its place, or its constructor runs), "alive" or
+            "leaving" (it ends after what it was sent).
+        holders: how many hold a handle to it.
+        worker: id of its worker, None while it has none.
+        pid: process id of its worker, 0 without one.
+        calls: how many of its calls were not answered yet.
+        is_detached: whether it outlives the program that has made it.
+        client: the program whose it is, 0 for the node's own.
+    """
+
+    id: int
+    name: str | None
+    namespace: str
+    class_name: str
+    state: str
+    holders: int
+    worker: int | None
+    pid: int
+    calls: int
+    is_detached: bool
+    client: int = 0
+
+
+class Program(NamedTuple):
+    """Who a client is, as far as the core need not know.
+
+    Attributes:
+        name: what it is called by, "train.py".
+        pid: its process id.
+    """
+
+    name: str
+    pid: int
+
+
+THE_NODES: Final = "the node's own program"
+
+NOBODY: Final[Mapping[int, Program]] = MappingProxyType({})
+"""Names of nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatus:
+    """One of the programs that share a node.
+
+    Attributes:
+        id: its number; 0 for the program that the node belongs to, which is among
+            them only where it has tasks.
+        name: what it is called by; "" where that is not known.
+        pid: its process id, 0 where that is not known.
+        weight: how much it gets where a program of weight 1 gets 1.
+        running: how many of its tasks have a worker, or were sent to one.
+        waiting: how many have none.
+        holds: what it holds now by resource, `{"CPU": 2.0, "GPU": 0.5}`.
+        limits: what it may have.
+        has_left: whether its process has gone, and only its tasks are there.
+    """
+
+    id: int
+    name: str
+    pid: int
+    weight: float
+    running: int
+    waiting: int
+    holds: Mapping[str, float]
+    limits: Limits
+    has_left: bool = False
+
+
+def name_of(client: int, programs: Mapping[int, Program]) -> str:
+    """What a program is called by."""
+    program = programs.get(client)
+    if program is not None and program.name:
+        return program.name
+    return THE_NODES if client == OWN else f"program {client}"
+
+
+def clients_seen(
+    clients: Clients | None,
+    held: Iterable[TaskRecord],
+    programs: Mapping[int, Program],
+) -> tuple[ClientStatus, ...]:
+    """All programs that share a node, by number; none where it is one's alone.
+
+    Args:
+        clients: what the node knows of them.
+        held: the tasks that workers have.
+        programs: names and process ids.
+    """
+    if clients is None:
+        return ()
+    running = Counter(record.client for record in held)
+    known = {OWN: Program(THE_NODES, 0), **programs}
+    nobody = Program("", 0)
+    return tuple(
+        ClientStatus(
+            one.id,
+            *known.get(one.id, nobody),
+            weight=one.weight,
+            running=running[one.id],
+            waiting=one.unfinished - running[one.id],
+            holds={name: number(parts) for name, parts in sorted(one.held.items())},
+            limits=one.limits,
+            has_left=one.has_left,
+        )
+        for one in sorted(clients, key=lambda one: one.id)
+        if one.id != OWN or one.unfinished or one.held
+    )
+
+
+def client_rows(seen: Iterable[ClientStatus]) -> Iterator[str]:
+    """The programs in a table, those first that run most; nothing if there is one."""
+    told = [one for one in seen if one.id != OWN or one.running or one.waiting]
+    if all(one.id == OWN for one in told):
+        return
+    yield "programs"
+    told.sort(key=lambda one: (-one.running, -one.waiting, one.id))
+    rows = [
+        (
+            name_of(one.id, {one.id: Program(one.name, one.pid)}),
+            pid_of(one.pid) if one.pid else "",
+            f"{one.running} run",
+            f"{one.waiting} wait",
+            "" if one.weight == 1 else f"weight {one.weight:g}",
+            terms(one.holds.items()) if one.holds else "",
+            "has left" if one.has_left else "",
+        )
+        for one in told[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(told) - SHOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureStatus:
+    """A task, or a call of an actor, that has failed for good.
+
+    Attributes:
+        task: its number; of a call, the actor's.
+        name: its name; of a call, "Model.predict".
+        error: the exception's type, "ValueError" or "torch.OutOfMemoryError".
+        message: the first line of what it says.
+        seconds: for how long its owner has known it.
+        client: the program whose it was, 0 for the node's own.
+    """
+
+    task: int
+    name: str
+    error: str
+    message: str
+    seconds: float
+    client: int = 0
+
+
+KEPT: Final = 100
+"""Failures that a node remembers."""
+
+LONGEST: Final = 200
+"""Characters of a message that are kept."""
+
+
+class Failures:
+    """The last `KEPT` of them."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, int, str, str, str, int]] = deque(maxlen=KEPT)
+
+    def __repr__(self) -> str:
+        return f"<Failures {len(self._noted)}>"
+
+    def note(  # noqa: PLR0917 - all that is kept of one
+        self, now: float, task: int, name: str, error: str, message: str, client: int
+    ) -> None:
+        """Remember one; the one noted first is forgotten for it."""
+        first = message.strip().partition("\n")[0][:LONGEST].rstrip()
+        self._noted.append((now, task, name, error, first, client))
+
+    def at(self, now: float) -> tuple[FailureStatus, ...]:
+        """Those that are remembered, the latest first."""
+        return tuple(
+            FailureStatus(task, name, error, message, max(now - since, 0.0), client)
+            for since, task, name, error, message, client in reversed(self._noted)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeStatus:
+    """The waiting tasks that ask for the same.
+
+    Attributes:
+        request: what each of them asks for, `{"CPU": 1.0, "GPU": 0.25}`.
+        strategy: "pack" or "spread".
+        variables: names of the variables of their `runtime_env`.
+        count: how many they are.
+        first: name of the one whose turn it is.
+        seconds: for how long the oldest of them has waited.
+        reason: why the first one waits.
+        where: the conditions on their GPUs in words, "memory of 40GiB or more".
+        client: the program whose they are, 0 for the node's own.
+    """
+
+    request: Mapping[str, float]
+    strategy: str
+    variables: tuple[str, ...]
+    count: int
+    first: str
+    seconds: float
+    reason: str
+    where: str = ""
+    client: int = 0
+
+
+def shape_status(
+    first: TaskRecord, count: int, seconds: float, reason: str
+) -> ShapeStatus:
+    """Describe the waiting tasks of one shape, of which one is the first."""
+    shape = first.spec.shape
+    return ShapeStatus(
+        request=shape.request.as_numbers(),
+        strategy="spread" if shape.request.spread else "pack",
+        variables=tuple(name for name, _ in shape.environment if name != PROGRAM),
+        count=count,
+        first=first.spec.name,
+        seconds=seconds,
+        reason=reason,
+        where=str(shape.request.where or ""),
+        client=first.client,
+    )
+
+
+READY: Final = "ready"
+_GROUP_STATES: Final = {TaskState.RUNNING: READY, TaskState.STOPPING: "removing"}
+
+
+@dataclass(frozen=True, slots=True)
+class BundleStatus:
+    """One bundle.
+
+    Attributes:
+        request: what it holds, `{"CPU": 2.0, "GPU": 1.0}`, or will.
+        free: what no member has of that; the same while it is not granted.
+        devices: ids of its devices by kind, `{"GPU": (0,)}`; empty until then.
+    """
+
+    request: Mapping[str, float]
+    free: Mapping[str, float]
+    devices: Mapping[str, tuple[int | str, ...]]
+
+    def __str__(self) -> str:
+        told = terms(self.request.items())
+        for kind, ids in self.devices.items():
+            told += f" on {kind} {listing(map(str, ids), len(ids))}"
+        used = {name: n - self.free[name] for name, n in self.request.items()}
+        held = {name: amount for name, amount in used.items() if amount}
+        return f"{told}, used: {terms(held.items())}" if held else told
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementStatus:
+    """One placement.
+
+    Attributes:
+        task: its number, under which `why` knows it.
+        name: its name.
+        id: tells it from all others.
+        state: "waiting", "ready", or "removing" while those in it stop.
+        strategy: how its bundles are laid out.
+        bundles: in their order.
+        members: how many tasks and actors were given it that have not ended.
+        client: the program whose it is, 0 for the node's own.
+        pid: process id of that; 0 while it waits.
+        reason: why it waits, None if it does not.
+        is_detached: whether it outlives the program that has asked for it.
+    """
+
+    task: int
+    name: str
+    id: str
+    state: str
+    strategy: str
+    bundles: tuple[BundleStatus, ...]
+    members: int
+    client: int = 0
+    pid: int = 0
+    reason: str | None = None
+    is_detached: bool = False
+
+
+def placement_status(
+    record: TaskRecord,
+    ledger: Ledger,
+    members: int,
+    pids: Mapping[int, int],
+    reason: str,
+) -> PlacementStatus:
+    """Picture one.
+
+    Args:
+        record: the gang, as the queue has it.
+        ledger: of the node.
+        members: how many there are.
+        pids: process ids, by who holds something.
+        reason: why it waits, if it does.
+    """
+    gang, worker = record.spec.shape.request.gang, record.worker
+    assert isinstance(gang, PlacementGroupSpec), record
+    parts = ledger.gangs.get(gang.key)
+    state = _GROUP_STATES.get(record.state, TaskState.WAITING.value)
+    asked = [bundle.request().as_numbers() for bundle in gang.bundles]
+    return PlacementStatus(
+        *(record.id, record.spec.name, gang.key, state, gang.strategy),
+        tuple(BundleStatus(one, one, {}) for one in asked)
+        if parts is None
+        else tuple(map(_granted, parts, asked)),
+        members,
+        record.client,
+        pids.get(worker.id, 0) if worker else 0,
+        reason if parts is None else None,
+        record.spec.is_detached,
+    )
+
+
+def _granted(part: BundleLedger, request: Mapping[str, float]) -> BundleStatus:
+    free = {name: number(max(part.free.get(name, 0), 0)) for name in request}
+    devices = {}
+    for kind, mask in part.masks.items():
+        of_kind = part.device_sets[kind]
+        free[kind] = number(sum(of_kind.free))
+        if kind == GPU and GPU_MEMORY in request:
+            free[GPU_MEMORY] = float(_free_memory(of_kind, mask))
+        devices[kind] = tuple(
+            device.id for at, device in enumerate(of_kind.devices) if mask >> at & 1
+        )
+    return BundleStatus(request, free, devices)
+
+
+def _free_memory(devices: DeviceSet, mask: int) -> int:
+    filling = devices.filling
+    return sum(
+        filling.free_memory(at) for at in range(len(filling.capacity)) if mask >> at & 1
+    )
+
+
+def placement_rows(placements: Sequence[PlacementStatus]) -> Iterator[str]:
+    """All of them in words, with their bundles."""
+    if placements:
+        yield "placements"
+    for one in placements[:SHOWN]:
+        of = f"pid {one.pid}, " if one.pid else ""
+        state = f"{one.state}, detached" if one.is_detached else one.state
+        told = f"{one.task}  {one.name}  {one.strategy}  {state}"
+        yield f"  {told}  {of}{one.members} in it"
+        if one.reason:
+            yield f"    {one.reason}"
+        for index, bundle in enumerate(one.bundles[:SHOWN]):
+            yield f"    bundle {index}: {bundle}"
+        yield from (f"  {line}" for line in rest(len(one.bundles) - SHOWN))
+    yield from rest(len(placements) - SHOWN)
+
+
+WIDEST: Final = 100
+"""Columns of a line from which on what is seen stands on a line of its own."""
+
+STALE: Final = 5.0
+"""Seconds after which it is said how old a look is."""
+
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20))
+
+
+def device_rows(devices: Sequence[DeviceStatus]) -> Iterator[str]:
+    """All devices: a line for each, and below it those who are there."""
+    for device, lines in zip(devices, _lines(devices), strict=True):
+        yield from lines
+        if device.aside is not None:
+            yield f"  set aside: {device.aside}"
+        if device.is_unverified:
+            yield "  unverified: whether ended tasks left something on it is not known"
+        rows = [_holder(holder) for holder in device.holders[:SHOWN]]
+        yield from aligned(rows, indent="  ")
+        yield from rest(len(device.holders) - SHOWN)
+        if device.others:
+            told = listing(map(_other, device.others), len(device.others))
+            yield f"  not ours: {told}"
+    yield from _unknown(devices)
+
+
+def _lines(devices: Sequence[DeviceStatus]) -> Iterator[list[str]]:
+    """One line a device, or two where it would be too wide."""
+    identities = [
+        (f"{device.kind} {device.id}", f"{device.free:g} free", _name(device))
+        for device in devices
+    ]
+    seen = [_seen(device) for device in devices]
+    rows = [(*who, *what) for who, what in zip(identities, seen, strict=True)]
+    used = [any(column) for column in zip(*rows, strict=True)]
+    joined = aligned(
+        [cell for cell, is_used in zip(row, used, strict=True) if is_used]
+        for row in rows
+    )
+    short = aligned(identities)
+    for whole, who, what in zip(joined, short, seen, strict=True):
+        if len(whole) <= WIDEST:
+            yield [whole]
+        else:
+            yield [who, "  " + "  ".join(filter(None, what))]
+
+
+def _name(device: DeviceStatus) -> str:
+    return device.name or device.type or ""
+
+
+def _seen(device: DeviceStatus) -> Sequence[str]:
+    busy = "" if device.utilisation is None else f"{device.utilisation} % busy"
+    is_stale = device.seen is not None and device.seen > STALE
+    return (
+        _memory(device),
+        f"{amount(device.memory_reserved)} reserved" if device.memory_reserved else "",
+        busy,
+        f"seen {span(device.seen or 0.0)} ago" if is_stale else "",
+    )
+
+
+def _memory(device: DeviceStatus) -> str:
+    there = amount(device.memory)
+    if device.used is None:
+        return there
+    return f"{amount(device.used, '0')} used" + (f" of {there}" if there else "")
+
+
+def amount(count: int, none: str = "") -> str:
+    """Bytes as people read them, "3.2 GiB"; `none` for less than a MiB."""
+    for unit, one in _UNITS:
+        if count >= one:
+            units = count / one
+            return f"{units:.0f} {unit}" if units >= 100 else f"{units:.3g} {unit}"
+    return none
+
+
+def _holder(holder: Holder) -> Sequence[str]:
+    held = f"{holder.share:g}" if holder.share else size(holder.memory)
+    if holder.is_settling:
+        return (held, "(ended)", "", "until its driver agrees", "")
+    used = "" if holder.used is None else f"{amount(holder.used, '0')} used"
+    if holder.has_outgrown:
+        used += ", more than was reserved for it"
+    return (
+        held,
+        holder.task or "(ending)",
+        pid_of(holder.pid),
+        "without end" if holder.is_endless else _for(holder.seconds),
+        used,
+    )
+
+
+def pid_of(pid: int) -> str:
+    """A worker's process, which may not be there yet."""
+    return f"pid {pid}" if pid else "(starting)"
+
+
+def _for(seconds: float | None) -> str:
+    return "" if seconds is None else span(seconds)
+
+
+def _other(process: OtherProcess) -> str:
+    told = " ".join(filter(None, (process.name, f"pid {process.pid}")))
+    size = "" if process.memory is None else amount(process.memory, "0")
+    return f"{told} with {size}" if size else told
+
+
+def _unknown(devices: Sequence[DeviceStatus]) -> Iterator[str]:
+    """Each thing that is not known, once for all devices that it is not known of."""
+    told: dict[str, list[str]] = {}
+    for device in devices:
+        if device.unknown is not None:
+            told.setdefault(device.unknown, []).append(f"{device.kind} {device.id}")
+    for what, names in told.items():
+        yield f"not known of {listing(names, len(names))}: {what}"
+
+
+_STATES: Final = (
+    "running",
+    "blocked",
+    "stopping",
+    "starting",
+    "queued",
+    "sent",
+    "waiting",
+)
+
+
+def summary(status: NodeStatus) -> str:
+    """What there is and what happens, on one line."""
+    resources = ", ".join(
+        f"{name} {written(name, free)}/{written(name, total)}"
+        for name, free, total in _worth_telling(status)
+    )
+    drain = "" if status.draining is None else f"{drain_told(status.draining)}; "
+    outage = "no worker can be started; " if status.outages else ""
+    workers = f"{len(status.workers)} workers"
+    return f"{drain}{outage}{resources}; {workers}; {_counts(status)}"
+
+
+def _worth_telling(status: NodeStatus) -> Iterator[tuple[str, float, float]]:
+    """All resources, but memory only where somebody has some."""
+    for name, total in status.total.items():
+        free = status.available.get(name, 0.0)
+        if name not in (MEMORY, GPU_MEMORY) or free != total:
+            yield name, free, total
+
+
+def _counts(status: NodeStatus) -> str:
+    """How many tasks there are in each state."""
+    counts = Counter(task.state for task in status.tasks)
+    counts["waiting"] = status.waiting_count
+    told = [f"{counts[name]} {name}" for name in _STATES if counts[name]]
+    return ", ".join(told) or "no tasks"
+
+
+def report(status: NodeStatus) -> str:
+    """Everything, in a table."""
+    rows = [
+        *overview(status),
+        *device_rows(status.devices),
+        *client_rows(status.clients),
+        *_tasks(status),
+        *_sent(status),
+        *_leases(status),
+        *placement_rows(status.placements),
+        *_shapes(status),
+        *_reservation(status),
+        *_actors(status),
+        *_failures(status),
+    ]
+    return "\n".join(rows)
+
+
+def overview(status: NodeStatus) -> Iterator[str]:
+    """How much is free of each resource, and how many workers and tasks there are."""
+    if status.draining is not None:
+        yield drain_told(status.draining)
+    rows = [
+        (name, f"{written(name, free)} of {written(name, total)} free")
+        for name, free, total in _worth_telling(status)
+    ]
+    states = Counter(worker.state for worker in status.workers)
+    told = ", ".join(f"{count} {state}" for state, count in states.items())
+    rows.append(("workers", told or "none"))
+    rows.append(("tasks", _counts(status)))
+    yield from aligned(rows)
+    yield from map(str, status.outages)
+
+
+def drain_told(seconds: float) -> str:
+    """That a node is being stopped."""
+    return f"is being stopped: no new work; what runs has {span(seconds)} to end"
+
+
+def held_tasks(status: NodeStatus) -> list[TaskStatus]:
+    """The tasks that have a worker, and the leases that are held."""
+    waiting = {task.id for task in status.waiting}
+    return [
+        task
+        for task in status.tasks
+        if task.worker is not None or (task.is_lease and task.id not in waiting)
+    ]
+
+
+def state_of(task: TaskStatus) -> str:
+    """Its state in a word; of a lease that is held, that it is one."""
+    is_held = task.is_lease and task.state == TaskState.RUNNING.value
+    return "leased" if is_held else task.state
+
+
+def _tasks(status: NodeStatus) -> Iterator[str]:
+    held = [task for task in status.tasks if task.worker is not None]
+    if held:
+        yield "on workers"
+    rows = [
+        (
+            *(str(task.id), task.name, task.state),
+            pid_of(task.pid),
+            terms(task.request.items()),
+            task.reason or "",
+        )
+        for task in held[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(held) - SHOWN)
+
+
+def _sent(status: NodeStatus) -> Iterator[str]:
+    """The tasks of which a cluster does not tell where they are."""
+    sent = [task for task in status.tasks if task.state == "sent"]
+    if sent:
+        yield "sent"
+    rows = [
+        (str(task.id), task.name, terms(task.request.items()), task.reason or "")
+        for task in sent[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(sent) - SHOWN)
+
+
+def _leases(status: NodeStatus) -> Iterator[str]:
+    placements = {one.task for one in status.placements}
+    held = [
+        task
+        for task in status.tasks
+        if task.is_lease and task.is_held and task.id not in placements
+    ]
+    if held:
+        yield "leases"
+    rows = [
+        (
+            *(str(task.id), task.name, f"pid {task.pid}"),
+            terms(task.request.items()),
+            task.reason or "",
+        )
+        for task in held[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(held) - SHOWN)
+
+
+def _shapes(status: NodeStatus) -> Iterator[str]:
+    if status.shapes:
+        yield "waiting"
+    for shape in status.shapes[:SHOWN]:
+        names = ", ".join(shape.variables)
+        told = f" with {names}" if names else ""
+        spread = ", spread" if shape.strategy == "spread" else ""
+        where = f" of {shape.where}" if shape.where else ""
+        yield (
+            f"  {shape.count} x {terms(shape.request.items())}{where}{spread}{told}: "
+            f"{shape.first} first, the oldest for {span(shape.seconds)}"
+        )
+        yield f"    {shape.reason}"
+    yield from rest(status.shape_count - len(status.shapes[:SHOWN]))
+
+
+def _reservation(status: NodeStatus) -> Iterator[str]:
+    kept = status.reservation
+    if kept is not None:
+        when = "" if kept.seconds is None else f", for {span(kept.seconds)} at most"
+        yield f"kept for {kept.name} (task {kept.task}): {kept}{when}"
+
+
+def _actors(status: NodeStatus) -> Iterator[str]:
+    if status.actors:
+        yield "actors"
+    rows = [
+        (
+            *(str(actor.id), actor.name or "", actor.class_name, actor.state),
+            pid_of(actor.pid) if actor.worker is not None else "",
+            f"held by {actor.holders}",
+            f"{actor.calls} calls" if actor.calls else "",
+        )
+        for actor in status.actors[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(status.actors) - SHOWN)
+
+
+def _failures(status: NodeStatus) -> Iterator[str]:
+    if status.failures:
+        yield "failed"
+    rows = [
+        (f"{span(one.seconds)} ago", str(one.task), one.name, told_failure(one))
+        for one in status.failures[:SHOWN]
+    ]
+    yield from aligned(rows, indent="  ")
+    yield from rest(len(status.failures) - SHOWN)
+
+
+def told_failure(failure: FailureStatus) -> str:
+    """What has failed it, "ValueError: no such key"."""
+    said = f": {failure.message}" if failure.message else ""
+    return f"{failure.error}{said}"
