@@ -22,7 +22,7 @@ from aiogpu.memory.mappings import Mappings
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
 from aiogpu.memory.warm import WarmSegments
-from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Done
 
 LARGE: Final = 100_000_000

@@ -31,8 +31,8 @@ from aiogpu.api.task import Decorated
 from aiogpu.core.model.units import CPU
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments, load_reference
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_arguments, load_reference
 from aiogpu.worker.context import ActorExit, current, note_exit
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         self._face.parameters.check(args, kwargs)
         site = self._site or self._prepare()
         payload = dump_arguments(self.__name__, args, kwargs)
-        if isinstance(payload, Outgoing):
+        if isinstance(payload, PickledValue):
             from aiogpu.api.packing import packed
 
             payload = packed(payload)

@@ -16,7 +16,8 @@ from aiogpu.api.face import stranger
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError, MisuseError
-from aiogpu.wire.acting import (
+from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
@@ -27,7 +28,6 @@ from aiogpu.wire.acting import (
     Make,
     Stop,
 )
-from aiogpu.wire.payload import NOTHING, load_result
 from aiogpu.worker.context import current, note_passed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.api.handle import Handle
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import of_closed_node
+from aiogpu.serialization.references import of_closed_node
 
 if TYPE_CHECKING:
     from aiogpu.engines.far import Far

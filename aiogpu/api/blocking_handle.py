@@ -14,10 +14,9 @@ from aiogpu.engines import nested
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
-from aiogpu.wire.failure import STOPPED, unpack_failure
-from aiogpu.wire.messages import Failed
-from aiogpu.wire.payload import load_result
-from aiogpu.wire.sharing import Discard
+from aiogpu.serialization.exceptions import STOPPED, unpack_failure
+from aiogpu.serialization.serializer import load_result
+from aiogpu.wire.messages import Discard, Failed
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from aiogpu.api.several import Several
     from aiogpu.engines.family import Family
     from aiogpu.runtime.values import Value
-    from aiogpu.wire.outgoing import Reference
+    from aiogpu.serialization.references import Reference
     from aiogpu.worker.loan import Loan
 
 T = TypeVar("T")
@@ -100,7 +99,7 @@ class BlockingHandle(NotItsResult, Generic[T]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # Late: only a handle within something that is sent comes here.
         from aiogpu.api.borrow import borrow
-        from aiogpu.wire.outgoing import refer
+        from aiogpu.serialization.references import refer
 
         return borrow, (refer(self.task_name, self.share), self.task_name)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aiogpu.core.status.why import Why
     from aiogpu.engines.family import Host
     from aiogpu.engines.far import Far
-    from aiogpu.wire.outgoing import Reference
+    from aiogpu.serialization.references import Reference
 
 
 def value_of(handle: Any) -> Value:

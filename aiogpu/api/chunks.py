@@ -21,10 +21,9 @@ from aiogpu.api.parameters import Parameters
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
 from aiogpu.runtime.call import Function, new_function_id
-from aiogpu.wire.failure import RAISED, unpack_failure
+from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
+from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.payload import dump_function
 from aiogpu.worker.chunk import Sent
 
 TARGET: Final = 0.004

@@ -11,7 +11,12 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiogpu.wire.payload import HEAVY, dump_function, dump_reference, is_sent_by_value
+from aiogpu.serialization.serializer import (
+    HEAVY,
+    dump_function,
+    dump_reference,
+    is_sent_by_value,
+)
 
 if TYPE_CHECKING:
     from aiogpu.api.parameters import Parameters
@@ -68,7 +73,7 @@ class Definition:
             )
             self._sent = Function(new_function_id(), payload)
             if len(payload) > HEAVY:
-                from aiogpu.wire.weight import advise_on_function
+                from aiogpu.serialization.large_arguments import advise_on_function
 
                 advise_on_function(self.name, self.function, len(payload))
         return self._sent

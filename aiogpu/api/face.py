@@ -9,8 +9,8 @@ from aiogpu.api.actor_options import INTERLEAVED, THREADS, ActorOptions
 from aiogpu.api.method import methods_of, mode_of
 from aiogpu.api.parameters import Parameters, signature_of
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP
-from aiogpu.wire.payload import load_result
+from aiogpu.serialization.serializer import load_result
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:

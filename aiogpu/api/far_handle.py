@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiogpu.api.handle import Handle
 from aiogpu.errors import TaskCancelledError
-from aiogpu.wire.failure import STOPPED
+from aiogpu.serialization.exceptions import STOPPED
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.far import Far
+    from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
-    from aiogpu.wire.outgoing import Reference
 
 T = TypeVar("T")
 

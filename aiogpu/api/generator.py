@@ -14,8 +14,8 @@ from aiogpu.api.misuse import CalledFirstToIterate
 from aiogpu.api.options import TaskOptions, not_counted
 from aiogpu.api.task import RemoteFunction, merged
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_arguments
 
 if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
@@ -49,7 +49,7 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
         if kwargs or not self._least <= len(args) <= self._most:
             self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs)
-        if isinstance(payload, Outgoing):
+        if isinstance(payload, PickledValue):
             from aiogpu.api.packing import packed_call
 
             payload = packed_call(site.spec.name, args, kwargs, payload)

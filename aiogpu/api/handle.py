@@ -22,15 +22,15 @@ from aiogpu.errors import (
     NodeClosedError,
     TaskCancelledError,
 )
-from aiogpu.wire.payload import load_result
+from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
     from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far
     from aiogpu.runtime.values import Value
+    from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
-    from aiogpu.wire.outgoing import Reference
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         # Late: only a handle within something that is sent comes here.
         from aiogpu.api.belonging import check_sender
         from aiogpu.api.borrow import borrow
-        from aiogpu.wire.outgoing import refer
+        from aiogpu.serialization.references import refer
 
         check_sender(self)
         return borrow, (refer(self.task_name, self.share), self.task_name)
@@ -263,7 +263,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""
-        from aiogpu.wire.failure import unpack_failure
+        from aiogpu.serialization.exceptions import unpack_failure
 
         if self._shared is not None:
             self._shared.reject(failed)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiogpu.api.blocking_handle import abandoned
 from aiogpu.core.mailbox import Window
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.payload import load_result
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
     from aiogpu.wire.messages import Failed

@@ -21,8 +21,8 @@ from aiogpu.api.sessions import current_session, session_of
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, TaskTimeoutError
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.leasing import Grant
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.wire.grant import Grant
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from aiogpu.api.misuse import CalledFirst
 from aiogpu.api.options import MAX_BUFFERED, not_counted
 from aiogpu.api.parameters import Parameters, signature_of, without_self
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import NO_ARGUMENTS, dump_arguments
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import NO_ARGUMENTS, dump_arguments
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, THREADED
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Method:
         self, args: tuple[object, ...], kwargs: dict[str, object], returns: int
     ) -> bytes:
         payload = dump_arguments(self.label, args, kwargs, returns)
-        if isinstance(payload, Outgoing):
+        if isinstance(payload, PickledValue):
             from aiogpu.api.packing import packed_call
 
             return packed_call(self.label, args, kwargs, payload)

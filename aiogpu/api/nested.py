@@ -12,7 +12,7 @@ from aiogpu.api.blocking_handle import abandoned
 from aiogpu.api.handle import Handle
 from aiogpu.api.stream import Stream
 from aiogpu.engines.nested import LoopLink, family
-from aiogpu.wire.failure import STOPPED
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far, ValueLink
     from aiogpu.runtime.call import Site
+    from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
-    from aiogpu.wire.outgoing import Reference
 
 T = TypeVar("T")
 

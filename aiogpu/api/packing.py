@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.wire.parcel import Parcel
-from aiogpu.wire.payload import HEAVY
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.serializer import HEAVY
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiogpu.wire.outgoing import Outgoing
-    from aiogpu.wire.repeats import Repeats
+    from aiogpu.serialization.large_arguments import RepeatedArguments
+    from aiogpu.serialization.references import PickledValue
 
 
-_repeats: Repeats | None = None
+_repeats: RepeatedArguments | None = None
 
 
 def packed_call(
     name: str,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    outgoing: Outgoing,
+    outgoing: PickledValue,
 ) -> bytes:
     """The payload of a call's arguments that are more than a pickle.
 
@@ -39,17 +39,17 @@ def packed_call(
     """
     payload = packed(outgoing)
     size = len(outgoing.stream) + sum(one.nbytes for one in outgoing.buffers)
-    if size >= HEAVY and not (type(payload) is Parcel and payload.is_shown):
+    if size >= HEAVY and not (type(payload) is Payload and payload.is_shown):
         global _repeats  # noqa: PLW0603 - most programs never need it
         if _repeats is None:
-            from aiogpu.wire.repeats import Repeats
+            from aiogpu.serialization.large_arguments import RepeatedArguments
 
-            _repeats = Repeats()
+            _repeats = RepeatedArguments()
         _repeats.note(name, args, kwargs, size)
     return payload
 
 
-def packed(outgoing: Outgoing) -> bytes:
+def packed(outgoing: PickledValue) -> bytes:
     """The payload of what is more than a pickle.
 
     Raises:

@@ -69,7 +69,7 @@ class Claim:
 
     def reject(self, failed: Failed) -> None:
         """It is refused, by a node that is another process."""
-        from aiogpu.wire.failure import unpack_failure
+        from aiogpu.serialization.exceptions import unpack_failure
 
         self.fail(unpack_failure(failed, self.name))
 

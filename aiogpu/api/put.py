@@ -9,8 +9,8 @@ from aiogpu.api.blocking_handle import BlockingHandle
 from aiogpu.api.packing import packed
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import HANDLE, Outgoing
-from aiogpu.wire.payload import PUT, dump_result
+from aiogpu.serialization.references import HANDLE, PickledValue
+from aiogpu.serialization.serializer import PUT, dump_result
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def put(value: T) -> Putting[T]:
             f"tasks as it is, or put what it gives: `aiogpu.put(await handle)`."
         )
     payload = dump_result(value, PUT)
-    if isinstance(payload, Outgoing):
+    if isinstance(payload, PickledValue):
         payload = packed(payload)
     if current.loans is None:
         from aiogpu.api.borrow import put_here

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiogpu.core.status.node_status import NodeStatus
     from aiogpu.core.status.why import Why
     from aiogpu.runtime.call import Receiver, Site
-    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.serialization.references import PickledValue
 
 _GIVEN_UP: Final = "this node was given up before it was open."
 
@@ -123,7 +123,7 @@ class Session(EnteredOnLoop):
 
         return Stream(name, owner, size, self._loop, self._engine.waits)
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload of arguments; see `packing.packed`."""
         if self._state not in (SessionState.OPEN, SessionState.OPENING):
             raise self.unusable()

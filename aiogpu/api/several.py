@@ -16,7 +16,7 @@ from aiogpu.api.caller import host_beside_loop, session_of_caller
 from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.payload import Payload
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Several:
 
     def receive(self, payload: bytes) -> None:
         """The call has ended; see `Receiver`."""
-        parts = payload.parts if type(payload) is Parcel else ()
+        parts = payload.parts if type(payload) is Payload else ()
         if len(parts) != len(self.handles):
             self.fail(InternalError(f"{self!r} came as {len(parts)}"))
             return

@@ -30,12 +30,8 @@ from aiogpu.api.options import (
 )
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.errors import MisuseError, SerializationError
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import (
-    dump_arguments,
-    load_reference,
-)
-from aiogpu.wire.retried import dump_retried
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_reference
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -125,7 +121,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
         if kwargs or not self._least <= len(args) <= self._most:
             self._definition.parameters.check(args, kwargs)
         payload = dump_arguments(site.spec.name, args, kwargs, self._returns)
-        if type(payload) is Outgoing:
+        if type(payload) is PickledValue:
             from aiogpu.api.packing import packed_call
 
             payload = packed_call(site.spec.name, args, kwargs, payload)

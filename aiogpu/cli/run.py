@@ -35,7 +35,7 @@ from aiogpu.cli.joining import address_option, check_there
 from aiogpu.cli.quantities import Number, Seconds, size_or_share
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import AiogpuError, OptionError, TaskTimeoutError
-from aiogpu.wire.leasing import MARK
+from aiogpu.wire.grant import MARK
 
 FAILED: Final = 125
 NOT_IN_TIME: Final = 124

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.runtime.call import ActorTerms, Function, Site
-from aiogpu.wire.acting import SERIAL
+from aiogpu.wire.messages import SERIAL
 
 
 def site_of(name: str, face: object = None) -> Site:

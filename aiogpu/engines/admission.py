@@ -7,7 +7,7 @@ from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.errors import InfeasibleError, SerializationError
 from aiogpu.runtime.call import Site
-from aiogpu.wire.frames import LARGEST_PAYLOAD
+from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 
 def check_site(site: Site, ledger: Ledger) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.far import Far
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
-    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.serialization.references import PickledValue
 
 
 class NodeOptions(NamedTuple):
@@ -224,7 +224,7 @@ class Engine(Protocol):
         """
         ...
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload of what is to be sent; may be asked before it is open.
 
         Raises:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from aiogpu.core.status.why import Why
-    from aiogpu.wire.outgoing import Reference
+    from aiogpu.serialization.references import Reference
 
 
 class ValueLink(Waits, Protocol):

@@ -13,7 +13,7 @@ from aiogpu.core.status.node_status import Program
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
-from aiogpu.wire.joining import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
+from aiogpu.wire.messages import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:

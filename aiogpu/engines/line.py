@@ -13,8 +13,8 @@ from typing import Final
 
 from aiogpu.credentials import check_server
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Message
 
 CHUNK: Final = 1 << 18

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
     from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.runtime.store import Store
-    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.serialization.references import PickledValue
 
 LOOK_EVERY: Final = 0.02
 """Seconds between two looks at whether a node that is being stopped is idle."""
@@ -110,7 +110,7 @@ class LocalEngine:
             self._store = Store(self._loop, memory)
         return self._store
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self.store.pack(outgoing)
 

@@ -26,26 +26,25 @@ from aiogpu.errors import (
 from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
 from aiogpu.runtime.meeting import check_meeting, default_socket
-from aiogpu.wire.acting import Release
+from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.connection import CLIENT, greeting
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.joining import (
+from aiogpu.wire.messages import (
     FIRST_CLIENT,
     Carried,
-    Depart,
-    Departed,
-    Refused,
-    Welcome,
-)
-from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
+    ChildItems,
     Close,
+    Depart,
+    Departed,
     Failed,
     Message,
+    Printed,
+    Refused,
+    Release,
+    Warned,
+    Welcome,
 )
-from aiogpu.wire.printing import Printed, Warned
-from aiogpu.wire.streaming import ChildItems
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.loans import Loans
 from aiogpu.worker.shares import Shares
@@ -360,7 +359,7 @@ def _prepare() -> None:
     keep_pages()
     import aiogpu.engines.admission
     import aiogpu.engines.hosting
-    import aiogpu.wire.pickler  # noqa: F401
+    import aiogpu.serialization.pickler  # noqa: F401
 
 
 def _nothing() -> None:

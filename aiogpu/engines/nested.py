@@ -15,9 +15,8 @@ from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError
 from aiogpu.runtime.terms import Terms
-from aiogpu.wire.frames import LARGEST_PAYLOAD
-from aiogpu.wire.messages import Declare
-from aiogpu.wire.sharing import Discard
+from aiogpu.wire.codec import LARGEST_PAYLOAD
+from aiogpu.wire.messages import Declare, Discard
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
 from aiogpu.runtime.process import interpreter_flags
-from aiogpu.wire.joining import Join
+from aiogpu.wire.messages import Join
 
 
 def join_of(options: NodeOptions) -> Join:

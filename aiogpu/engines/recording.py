@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.core.effects import Assign
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.observe.recorder import Recorder, Span
-from aiogpu.wire.failure import STOPPED
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:

@@ -16,23 +16,21 @@ from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import NodeError
 from aiogpu.runtime.terms import Terms, load_gang
-from aiogpu.wire.joining import (
+from aiogpu.wire.messages import (
     AVAILABLE,
     RESOURCES,
     STATUS,
     TIMELINE,
     WHY,
     WHY_TASK,
-    FindPlacement,
-    Inquire,
-)
-from aiogpu.wire.messages import (
+    ChildDemand,
     ChildFailed,
     Declare,
+    FindPlacement,
+    Inquire,
     Submit,
     Withdraw,
 )
-from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from aiogpu.observe.recorder import Span
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
-    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.serialization.references import PickledValue
 
 DECLARED: Final = 512
 """Sites that the node is taken to know; then all are declared anew. It keeps more."""
@@ -88,7 +86,7 @@ class RemoteEngine(Membership):
             self._actors = RemoteActors(self)
         return self._actors
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self.loans.pack(outgoing)
 

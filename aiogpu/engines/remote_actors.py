@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.remote_link import Told
 from aiogpu.errors import ActorNameError
-from aiogpu.wire.acting import (
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.serializer import NOTHING, load_result
+from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     AT_ONCE,
     ENDED,
+    NUMBERS,
     READY,
     ROOM,
     Ask,
+    ChildDemand,
     Find,
     Hold,
     Make,
     Release,
     Stop,
 )
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.payload import NOTHING, load_result
-from aiogpu.wire.sharing import NUMBERS
-from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.wire.joining import TakeLease
-from aiogpu.wire.messages import Failed, Withdraw
+from aiogpu.wire.messages import Failed, TakeLease, Withdraw
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.errors import DeserializationError, ProtocolError
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.sharing import Discard, Fetch
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.wire.messages import Discard, Fetch
 
 if TYPE_CHECKING:
     from aiogpu.core.status.why import Why

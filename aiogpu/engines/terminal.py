@@ -12,8 +12,7 @@ from functools import partial
 from typing import Final
 
 from aiogpu.runtime.console import Console, Source
-from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import Printed
+from aiogpu.wire.messages import Message, Printed
 
 PATIENCE: Final = 5.0
 """Seconds that the last lines get to be written in."""

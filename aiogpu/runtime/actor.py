@@ -19,11 +19,9 @@ from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.line import Lines
 from aiogpu.runtime.receiver import EACH, Delay, internal_error, tell_safely
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL, Leave
-from aiogpu.wire.failure import LEFT, STOPPED
-from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import NOTHING
-from aiogpu.wire.streaming import Demand
+from aiogpu.serialization.exceptions import LEFT, STOPPED
+from aiogpu.serialization.serializer import NOTHING
+from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL, Demand, Done, Failed, Leave
 
 _log: Final = logging.getLogger(__name__)
 AHEAD: Final = 256

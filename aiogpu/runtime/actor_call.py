@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.core.mailbox import CallId, Mailbox
 from aiogpu.runtime.call import Receiver
-from aiogpu.wire.acting import Invoke
+from aiogpu.wire.messages import Invoke
 
 if TYPE_CHECKING:
     from aiogpu.runtime.slot import LiveWorker

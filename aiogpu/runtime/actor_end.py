@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiogpu.errors import ActorDiedError, ActorNameError, NodeClosedError
-from aiogpu.wire.failure import DIED
+from aiogpu.serialization.exceptions import DIED
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver

@@ -20,10 +20,9 @@ from aiogpu.runtime.death import Death, describe_loss
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.register import Register
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import Create, Created
-from aiogpu.wire.failure import LEFT
-from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_whole
+from aiogpu.serialization.exceptions import LEFT
+from aiogpu.serialization.serializer import dump_whole
+from aiogpu.wire.messages import Create, Created, Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver

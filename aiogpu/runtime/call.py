@@ -21,9 +21,8 @@ from aiogpu.runtime.receiver import ItemReceiver as ItemReceiver  # noqa: PLC041
 from aiogpu.runtime.receiver import Receiver as Receiver  # noqa: PLC0414
 from aiogpu.runtime.receiver import pass_on as pass_on  # noqa: PLC0414
 from aiogpu.runtime.receiver import tell_safely
+from aiogpu.serialization.serializer import NONE, Retried, dump_whole
 from aiogpu.wire.messages import Run
-from aiogpu.wire.payload import dump_whole
-from aiogpu.wire.retried import NONE, Retried
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request, TaskSpec

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import pass_on
-from aiogpu.wire.failure import pack_told
-from aiogpu.wire.frames import LARGE
-from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message
-from aiogpu.wire.parcel import part_of
-from aiogpu.wire.streaming import ChildItems
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.payload import part_of
+from aiogpu.wire.codec import LARGE
+from aiogpu.wire.messages import ChildDone, ChildFailed, ChildItems, Failed, Message
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver

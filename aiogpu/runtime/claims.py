@@ -10,10 +10,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Ask, Find, Make
-from aiogpu.wire.joining import FindPlacement, Inquire, TakeLease
-from aiogpu.wire.messages import Message, Submit
-from aiogpu.wire.sharing import NUMBERS, Fetch, Put, PutFailed, Share
+from aiogpu.wire.messages import (
+    NUMBERS,
+    Ask,
+    Fetch,
+    Find,
+    FindPlacement,
+    Inquire,
+    Make,
+    Message,
+    Put,
+    PutFailed,
+    Share,
+    Submit,
+    TakeLease,
+)
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client

@@ -36,21 +36,27 @@ from aiogpu.runtime.store import Store
 from aiogpu.runtime.strangers import WITHIN, Strangers
 from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygotes import Zygotes
-from aiogpu.wire.acting import Ask, Carry, Make
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.payload import MARK
 from aiogpu.wire.connection import CLIENT
-from aiogpu.wire.failure import pack_told
-from aiogpu.wire.joining import (
+from aiogpu.wire.messages import (
     END_OF_CLIENTS,
     FIRST_CLIENT,
     WHY,
+    Ask,
+    Carry,
+    ChildFailed,
+    Close,
     Depart,
+    Hello,
     Inquire,
     Join,
+    Make,
+    Message,
+    Put,
+    Submit,
     Welcome,
 )
-from aiogpu.wire.messages import ChildFailed, Close, Hello, Message, Submit
-from aiogpu.wire.parcel import MARK
-from aiogpu.wire.sharing import Put
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Submit, Ask, Make, Put})

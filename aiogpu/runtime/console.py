@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from aiogpu.runtime.batches import batches
-from aiogpu.wire.printing import PROGRESS
+from aiogpu.wire.messages import PROGRESS
 
 if TYPE_CHECKING:
     from aiogpu.runtime.routes import Routes

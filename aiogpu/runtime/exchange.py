@@ -10,11 +10,12 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import DeserializationError, ProtocolError, TaskCancelledError
 from aiogpu.runtime.child import Carrying, Child
 from aiogpu.runtime.values import Value, find, known
-from aiogpu.wire.failure import RAISED, STOPPED, pack_failure
-from aiogpu.wire.messages import Failed, Message
-from aiogpu.wire.sharing import (
+from aiogpu.serialization.exceptions import RAISED, STOPPED, pack_failure
+from aiogpu.wire.messages import (
     Discard,
+    Failed,
     Fetch,
+    Message,
     Put,
     PutFailed,
     Returned,

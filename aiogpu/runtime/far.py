@@ -24,25 +24,26 @@ from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.child import Carrying, Child, Then
-from aiogpu.wire.acting import (
+from aiogpu.serialization.exceptions import unpack_failure
+from aiogpu.serialization.serializer import dump_whole
+from aiogpu.wire.messages import (
     AFTER_ALL,
     AGAIN,
     ENDED,
     READY,
     ROOM,
     Ask,
+    Carried,
     Carry,
+    ChildDemand,
+    Failed,
     Find,
     Hold,
     Make,
+    Message,
     Release,
     Stop,
 )
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.joining import Carried
-from aiogpu.wire.messages import Failed, Message
-from aiogpu.wire.payload import dump_whole
-from aiogpu.wire.streaming import ChildDemand
 
 KINDS: Final = (Ask, Hold, Release, Carry, Make, Find, Stop)
 """The messages that concern actors."""

@@ -16,11 +16,17 @@ from aiogpu.core.events import Cancelled, Event, TaskFinished
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.receiver import internal_error, tell_safely
-from aiogpu.wire.acting import Ask, Find
-from aiogpu.wire.failure import pack_told
-from aiogpu.wire.joining import FindPlacement, Inquire, TakeLease
-from aiogpu.wire.messages import Message, Submit
-from aiogpu.wire.sharing import Fetch
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.wire.messages import (
+    Ask,
+    Fetch,
+    Find,
+    FindPlacement,
+    Inquire,
+    Message,
+    Submit,
+    TakeLease,
+)
 
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect

@@ -9,7 +9,7 @@ from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT, size
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.gpu_limits import held_of, limits_of
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.serialization.exceptions import RAISED, pack_failure
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Device
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease, Ledger
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.call import Call
-    from aiogpu.wire.messages import Failed
-    from aiogpu.wire.shortage import RanOut
+    from aiogpu.wire.messages import Failed, RanOut
 
 LISTED: Final = 8
 """Neighbours that a message names."""

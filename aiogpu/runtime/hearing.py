@@ -17,21 +17,23 @@ from aiogpu.runtime.console import Console
 from aiogpu.runtime.receiver import Delay
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.runtime.store import Store
-from aiogpu.wire.acting import Ask, Created, Make
+from aiogpu.serialization.payload import MARK
 from aiogpu.wire.messages import (
+    Ask,
+    Created,
     Done,
     Failed,
     Imported,
+    Items,
+    Log,
+    Make,
     Message,
+    Put,
+    RanOut,
     Skipped,
     Spoilt,
     Submit,
 )
-from aiogpu.wire.parcel import MARK
-from aiogpu.wire.printing import Log
-from aiogpu.wire.sharing import Put
-from aiogpu.wire.shortage import RanOut
-from aiogpu.wire.streaming import Items
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Done, Submit, Ask, Make, Put})

@@ -23,7 +23,7 @@ from aiogpu.runtime.call import Call, Receiver
 from aiogpu.runtime.placements import Placements
 from aiogpu.runtime.remains import Remains
 from aiogpu.runtime.standing import StandingPlacements
-from aiogpu.wire.leasing import MARK, Grant
+from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.runtime.segment import SharedSegment, discard, kept
-from aiogpu.wire.sharing import NUMBERS
+from aiogpu.wire.messages import NUMBERS
 
 if TYPE_CHECKING:
     import mmap

@@ -9,9 +9,16 @@ from aiogpu.errors import AiogpuError, InternalError, NodeClosedError
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.terms import dump_gang
-from aiogpu.wire.failure import RAISED, pack_failure
-from aiogpu.wire.joining import FindPlacement, TakeLease
-from aiogpu.wire.messages import ChildDone, ChildFailed, Failed, Message, Withdraw
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.wire.messages import (
+    ChildDone,
+    ChildFailed,
+    Failed,
+    FindPlacement,
+    Message,
+    TakeLease,
+    Withdraw,
+)
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from aiogpu.errors import SerializationError
 from aiogpu.runtime.values import Value
-from aiogpu.wire.frames import LARGEST_PAYLOAD
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.payload import Payload
+from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 if TYPE_CHECKING:
     from aiogpu.core.mailbox import CallId
@@ -69,7 +69,7 @@ class Lines:
         """Have a call wait in its caller's line."""
         held = Held(number, payload)
         self.callers.setdefault(caller, deque()).append(held)
-        if type(payload) is Parcel:
+        if type(payload) is Payload:
             values = dict.fromkeys(payload.needs)
             held.missing = len(values) + 1
             for value in values:
@@ -116,21 +116,21 @@ class Lines:
 
 def is_complete(payload: bytes) -> bool:
     """Whether all arguments are there, and no more than a call carries."""
-    if type(payload) is not Parcel:
+    if type(payload) is not Payload:
         return True
     if any(value.is_pending or value.has_failed for value in payload.needs):
         return False
     return size_of(payload) <= LARGEST_PAYLOAD
 
 
-def size_of(payload: Parcel) -> int:
+def size_of(payload: Payload) -> int:
     """Bytes of the arguments that are there, as far as they are in no segment."""
     return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
 
 
 def oversized(payload: bytes) -> Value | None:
     """A value that has failed, if the arguments are more than a call carries."""
-    if type(payload) is not Parcel or (size := size_of(payload)) <= LARGEST_PAYLOAD:
+    if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
         return None
     value = Value("its arguments")
     value.fail(

@@ -25,10 +25,13 @@ from aiogpu.runtime.crowd import UnavailableError, is_scarcity
 from aiogpu.runtime.launch import Launched
 from aiogpu.runtime.learning import Learning
 from aiogpu.runtime.zygote import IMPORT_LIMIT, Zygote
-from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
 from aiogpu.wire.messages import (
     Imported,
+    LeftOut,
     Message,
+    Ready,
+    Stale,
+    Unfit,
 )
 
 _log: Final = logging.getLogger(__name__)

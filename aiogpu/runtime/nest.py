@@ -24,8 +24,9 @@ from aiogpu.runtime.far import Far
 from aiogpu.runtime.receiver import internal_error, tell_safely
 from aiogpu.runtime.store import Store
 from aiogpu.runtime.terms import Terms, new_function
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.wire.messages import (
+    ChildDemand,
     Declare,
     Failed,
     Message,
@@ -33,7 +34,6 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.wire.streaming import ChildDemand
 
 if TYPE_CHECKING:
     from aiogpu.runtime.client import Client

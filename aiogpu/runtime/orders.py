@@ -8,9 +8,17 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.memory.page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.acting import Create, Drop, Leave
-from aiogpu.wire.messages import Bind, Cancel, Message, Run, Signal
-from aiogpu.wire.streaming import Demand
+from aiogpu.wire.messages import (
+    Bind,
+    Cancel,
+    Create,
+    Demand,
+    Drop,
+    Leave,
+    Message,
+    Run,
+    Signal,
+)
 
 
 class Orders:

@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.lines import LinePipe
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.printing import PROGRESS, visible
+from aiogpu.wire.messages import PROGRESS, visible
 
 KEPT: Final = 20
 """Lines kept for `WorkerDiedError.last_output`."""

@@ -15,7 +15,7 @@ from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.far import Far
 from aiogpu.runtime.lessee import give_back_all
-from aiogpu.wire.joining import Departed
+from aiogpu.wire.messages import Departed
 
 AT_ONCE: Final = 1000
 """Tasks of a client that has gone which are stopped in one turn of the loop."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from aiogpu.wire.frames import pack, unpack
+from aiogpu.wire.codec import pack, unpack
 
 _LEAST: Final = -(1 << 63)
 _MOST: Final = (1 << 63) - 1

@@ -32,7 +32,6 @@ from aiogpu.runtime.transport import Peer
 from aiogpu.runtime.zygote import Zygote
 from aiogpu.runtime.zygotes import Zygotes
 from aiogpu.wire.connection import KEEPER, ZYGOTE
-from aiogpu.wire.forking import Unforked
 from aiogpu.wire.messages import (
     Close,
     End,
@@ -43,6 +42,7 @@ from aiogpu.wire.messages import (
     Hello,
     Imported,
     Message,
+    Unforked,
 )
 
 LINGER: Final = 0.1

@@ -15,8 +15,7 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.core.scheduler.state import SchedulerState
 from aiogpu.runtime.console import Source
 from aiogpu.runtime.task_log import TaskLog
-from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import PROGRESS, Printed, Warned
+from aiogpu.wire.messages import PROGRESS, Message, Printed, Warned
 
 
 class Peer(Protocol):

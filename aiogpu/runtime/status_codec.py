@@ -24,7 +24,7 @@ from aiogpu.core.status.node_status import (
     WorkerStatus,
 )
 from aiogpu.core.status.why import Shortage, Why
-from aiogpu.wire.frames import RecordCodec
+from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(
     *(NodeStatus, TaskStatus, WorkerStatus, ShapeStatus, ClientStatus, Limits),

@@ -27,10 +27,10 @@ from aiogpu.runtime.lending import Lending
 from aiogpu.runtime.object_memory import ObjectMemory, is_memory
 from aiogpu.runtime.segment import SharedSegment, copy_of, discard, is_short
 from aiogpu.runtime.values import Value, find, known
-from aiogpu.wire.outgoing import APART, Outgoing
-from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.sharing import OWNER, SEGMENTS, Recycle
-from aiogpu.wire.sharing import WARM as WARM_OF_WORKER
+from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
+from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
+from aiogpu.wire.messages import WARM as WARM_OF_WORKER
 
 if TYPE_CHECKING:
     from aiogpu.memory.page import ControlPage
@@ -78,7 +78,7 @@ class Store:
         """The worker or the client of that id."""
         return self._workers.get(identity) or self.clients.get(identity)
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make the payload of what the program sends.
 
         Raises:
@@ -108,26 +108,26 @@ class Store:
                 contents = contents.placed(*shown)
             else:
                 segment, contents = self._write(outgoing, contents)
-        parcel = Parcel.of(contents, (segment, *outgoing.references), self, values)
+        parcel = Payload.of(contents, (segment, *outgoing.references), self, values)
         parcel.is_shown = shown is not None
         return parcel
 
     def _check(self, value: Any) -> None:
         """Raise `MisuseError` for a value that went with another node."""
         payload = value.payload
-        if type(payload) is Parcel and payload.source not in (None, self):
-            from aiogpu.wire.outgoing import of_closed_node
+        if type(payload) is Payload and payload.source not in (None, self):
+            from aiogpu.serialization.references import of_closed_node
 
             raise of_closed_node(value.name)
 
-    def _shown(self, outgoing: Outgoing) -> Shown | None:
+    def _shown(self, outgoing: PickledValue) -> Shown | None:
         """Where it lies already, if it is what somebody has written to a segment."""
         if len(outgoing.stream) >= APART:
             return None
         return self._mappings.shown(outgoing.buffers)
 
     def _write(
-        self, outgoing: Outgoing, contents: Contents
+        self, outgoing: PickledValue, contents: Contents
     ) -> tuple[SharedSegment | None, Contents]:
         buffers, stream = outgoing.laid_out()
         try:
@@ -208,7 +208,7 @@ class Store:
                 segment = self._adopt(caller, contents)
         values = tuple(map(known, contents.values))
         needs = tuple(map(known, contents.needs))
-        parcel = Parcel.of(contents, (segment, *values), self, needs, payload)
+        parcel = Payload.of(contents, (segment, *values), self, needs, payload)
         admit = partial(self.admit, caller, depth=depth + 1)
         parcel.parts = tuple(map(admit, contents.parts))
         return parcel
@@ -252,18 +252,18 @@ class Store:
 
     def dispatch(self, caller: Caller, payload: bytes) -> bytes:
         """Give the payload that a worker is sent, and lend it what that refers to."""
-        if type(payload) is not Parcel:
+        if type(payload) is not Payload:
             return payload
         parcel = filled(payload)
         self._lend(self.lending(caller), parcel)
         return parcel
 
-    def _lend(self, lending: Lending, parcel: Parcel) -> None:
+    def _lend(self, lending: Lending, parcel: Payload) -> None:
         for thing in parcel.holds:
             if isinstance(thing, SharedSegment | Value):
                 lending.lend(thing)
         for part in parcel.parts:
-            if type(part) is Parcel:
+            if type(part) is Payload:
                 self._lend(lending, part)
 
     def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
@@ -377,13 +377,13 @@ def views_of(segment: SharedSegment, spans: list[tuple[int, int]]) -> list[memor
     return [whole[offset : offset + length] for offset, length in spans]
 
 
-def filled(parcel: Parcel) -> Parcel:
+def filled(parcel: Payload) -> Payload:
     """Arguments, with the values that they need if they need some."""
     if not parcel.needs:
         return parcel
     parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
     contents = parcel.contents._replace(parts=parts)
-    return Parcel.of(contents, parcel.holds, parcel.source)
+    return Payload.of(contents, parcel.holds, parcel.source)
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.runtime.call import Call, pass_on
 from aiogpu.runtime.orders import Orders
 from aiogpu.runtime.slot import LiveWorker
-from aiogpu.wire.streaming import Items
+from aiogpu.wire.messages import Items
 
 
 class Streams:

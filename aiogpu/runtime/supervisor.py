@@ -176,7 +176,7 @@ class Supervisor:
         )
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
-            import aiogpu.wire.pickler  # noqa: F401
+            import aiogpu.serialization.pickler  # noqa: F401
         scheduler.room.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         if self._devices is not None:

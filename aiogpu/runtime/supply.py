@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aiogpu.core.events import Cancelled, Supplied
 from aiogpu.core.model.ids import TaskId
 from aiogpu.runtime.line import is_complete, oversized
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
     from aiogpu.runtime.driver import Driver
@@ -19,7 +19,7 @@ class Supply:
 
     __slots__ = ("_driver", "_missing", "_payload", "_task", "_values")
 
-    def __init__(self, driver: Driver, task: TaskId, payload: Parcel) -> None:
+    def __init__(self, driver: Driver, task: TaskId, payload: Payload) -> None:
         self._driver = driver
         self._task = task
         self._payload = payload
@@ -29,7 +29,7 @@ class Supply:
     @classmethod
     def of(cls, driver: Driver, task: TaskId, payload: bytes) -> Supply | None:
         """What a task with this payload waits for; None for nothing."""
-        if type(payload) is not Parcel or is_complete(payload):
+        if type(payload) is not Payload or is_complete(payload):
             return None
         return cls(driver, task, payload)
 

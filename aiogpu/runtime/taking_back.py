@@ -17,7 +17,7 @@ from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.workers import Workers
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.orders import Orders
-from aiogpu.wire.frames import LARGE
+from aiogpu.wire.codec import LARGE
 
 SETTLES: Final = 1e-3
 """Seconds after which both sides have seen what the other wrote to the page before:

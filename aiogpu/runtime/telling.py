@@ -11,7 +11,7 @@ from aiogpu.core.status.node_status import Failures
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.receiver import tell_fault
-from aiogpu.wire.failure import STOPPED
+from aiogpu.serialization.exceptions import STOPPED
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:

@@ -15,11 +15,9 @@ from typing import Final, cast
 
 from aiogpu.credentials import peer_credentials
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.acting import Invoke
+from aiogpu.wire.codec import LARGE, encode, encode_all
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.frames import LARGE, encode, encode_all
-from aiogpu.wire.joining import Refused
-from aiogpu.wire.messages import ChildDone, Hello, Message
+from aiogpu.wire.messages import ChildDone, Hello, Invoke, Message, Refused
 
 _log: Final = logging.getLogger(__name__)
 CHUNK: Final = 1 << 18

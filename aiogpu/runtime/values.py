@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.receiver import tell_fault
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
     from aiogpu.runtime.call import Receiver
@@ -184,7 +184,7 @@ def known(identity: int) -> Value:
 
 def unfinished_in(payload: bytes) -> Iterator[int]:
     """The unfinished tasks to whose results a payload holds handles."""
-    if type(payload) is not Parcel:
+    if type(payload) is not Payload:
         return
     for thing in payload.holds:
         if isinstance(thing, Value) and thing.is_pending and thing.task:

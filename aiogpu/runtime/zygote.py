@@ -19,10 +19,14 @@ from aiogpu.runtime.lines import LinePipe
 from aiogpu.runtime.process import Process
 from aiogpu.runtime.surroundings import Surroundings
 from aiogpu.runtime.transport import Peer
-from aiogpu.wire.forking import Check, Keep, Lost, Ready, Unfit
 from aiogpu.wire.messages import (
+    Check,
     Close,
+    Keep,
+    Lost,
     Message,
+    Ready,
+    Unfit,
 )
 
 CHECKS: Final = 1.0

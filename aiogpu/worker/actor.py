@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import ALL
-from aiogpu.wire.acting import (
+from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
+from aiogpu.serialization.serializer import NOTHING
+from aiogpu.wire.messages import (
     ASYNC,
     SERIAL,
     Carry,
     Create,
     Created,
+    Done,
     Drop,
+    Exit,
+    Failed,
     Invoke,
     Leave,
+    Message,
 )
-from aiogpu.wire.failure import STOPPED, UNSENDABLE, pack_failure
-from aiogpu.wire.messages import Done, Exit, Failed, Message
-from aiogpu.wire.payload import NOTHING
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.chunk import method_of
 from aiogpu.worker.context import current, method_called, passing, take_passing

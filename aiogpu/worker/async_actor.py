@@ -12,12 +12,10 @@ from time import perf_counter
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from aiogpu.wire.acting import Carry, Drop, Invoke
-from aiogpu.wire.failure import RAISED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.messages import Done, Failed, Message
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result, several
-from aiogpu.wire.streaming import Demand
+from aiogpu.serialization.exceptions import RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_result, several
+from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.channel import SHORT
 from aiogpu.worker.context import (
@@ -181,7 +179,7 @@ class AsyncActor:
                 raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
-            if isinstance(result, Outgoing):
+            if isinstance(result, PickledValue):
                 result = packed(result)
             answer = Done(call, result, int((perf_counter() - started) * 1e6) + 1)
         except asyncio.CancelledError as error:

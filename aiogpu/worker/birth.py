@@ -12,8 +12,8 @@ from functools import partial
 from typing import Final
 
 from aiogpu.memory.page import ControlPage
+from aiogpu.wire.messages import PRESSING
 from aiogpu.wire.setup import Setup, descriptor_path, socket_path
-from aiogpu.wire.sharing import PRESSING
 from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current

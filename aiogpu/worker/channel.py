@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.credentials import check_server
+from aiogpu.wire.codec import encode, encode_all
 from aiogpu.wire.connection import WORKER, Connection, greeting
-from aiogpu.wire.frames import encode, encode_all
 from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 

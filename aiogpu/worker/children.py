@@ -15,20 +15,28 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import NodeClosedError
-from aiogpu.wire.acting import Ask, Carry, Find, Make, Release
-from aiogpu.wire.joining import Carried
 from aiogpu.wire.messages import (
+    NUMBERS,
+    Ask,
+    Carried,
+    Carry,
+    ChildDemand,
     ChildDone,
     ChildFailed,
+    ChildItems,
     Declare,
     Failed,
+    Fetch,
+    Find,
+    Make,
     Message,
+    Release,
     Submit,
+    Sync,
+    Synced,
     Wait,
     Withdraw,
 )
-from aiogpu.wire.sharing import NUMBERS, Fetch, Sync, Synced
-from aiogpu.wire.streaming import ChildDemand, ChildItems
 from aiogpu.worker.context import current, passing, take_passing
 from aiogpu.worker.shares import Shares
 

@@ -12,9 +12,8 @@ from time import perf_counter
 from types import CoroutineType
 from typing import Any, Final
 
-from aiogpu.wire.failure import RAISED, pack_failure
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.payload import load_function
+from aiogpu.serialization.exceptions import RAISED, Outcome, pack_failure
+from aiogpu.serialization.serializer import load_function
 from aiogpu.worker.context import current
 from aiogpu.worker.debugger import explain_quit
 from aiogpu.worker.letting_go import let_go

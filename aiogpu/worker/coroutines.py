@@ -19,8 +19,7 @@ from os.path import dirname
 from types import FrameType
 from typing import Any, Final
 
-from aiogpu.wire.messages import Cancel
-from aiogpu.wire.streaming import Demand
+from aiogpu.wire.messages import Cancel, Demand
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.interrupts import Interrupts

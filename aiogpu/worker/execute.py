@@ -11,8 +11,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import GpuOutOfMemoryError, TaskError
-from aiogpu.wire.acting import Create, Invoke
-from aiogpu.wire.failure import (
+from aiogpu.serialization.exceptions import (
     LEFT,
     RAISED,
     STOPPED,
@@ -20,11 +19,24 @@ from aiogpu.wire.failure import (
     UNSENDABLE,
     pack_failure,
 )
-from aiogpu.wire.messages import Define, Done, Failed, Run, Spoilt
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import has_handles
-from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
-from aiogpu.wire.shortage import RanOut
+from aiogpu.serialization.payload import has_handles
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import (
+    dump_result,
+    load_arguments,
+    load_function,
+    several,
+)
+from aiogpu.wire.messages import (
+    Create,
+    Define,
+    Done,
+    Failed,
+    Invoke,
+    RanOut,
+    Run,
+    Spoilt,
+)
 from aiogpu.worker.context import ActorExit, current, has_exited
 from aiogpu.worker.debugger import explain_quit
 from aiogpu.worker.letting_go import let_go
@@ -252,7 +264,7 @@ class Executor:
                 raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
-            if type(result) is Outgoing:
+            if type(result) is PickledValue:
                 result = packed(result)
             done = Done(task, result, int((perf_counter() - started) * 1e6) + 1)  # type: ignore[arg-type]
             interrupts.entered = 0

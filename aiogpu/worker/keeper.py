@@ -16,8 +16,7 @@ from itertools import count
 from typing import Final
 
 from aiogpu.wire.connection import KEEPER
-from aiogpu.wire.forking import Unforked
-from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal
+from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal, Unforked
 from aiogpu.wire.setup import Setup, output_path, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.cgroup import SlotCgroup

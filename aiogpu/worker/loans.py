@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from aiogpu.memory.spilling import spill_directory
-from aiogpu.wire.outgoing import APART, Outgoing
-from aiogpu.wire.parcel import Contents, Parcel, is_parcel, unpack
-from aiogpu.wire.sharing import OWNER, SEGMENTS, WARM, Recycle, Returned
-from aiogpu.wire.streaming import ChildItems
+from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
+from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.wire.messages import OWNER, SEGMENTS, WARM, ChildItems, Recycle, Returned
 from aiogpu.worker.context import current
 from aiogpu.worker.descriptors import Descriptors
 from aiogpu.worker.loan import Loan, Written
@@ -105,14 +104,14 @@ class Loans:
         """A payload that has come; a loan, if it refers to something."""
         return self.borrow(payload) if is_parcel(payload) else payload
 
-    def borrow(self, payload: bytes) -> Parcel:
+    def borrow(self, payload: bytes) -> Payload:
         """Take in a parcel: what it names was lent to this process, once more."""
         contents = unpack(payload)
         things = [*contents.values]
         if contents.segment:
             things.append(contents.segment)
         holds = tuple(map(self._note, things))
-        parcel = Parcel.of(contents, holds, self, encoded=payload)
+        parcel = Payload.of(contents, holds, self, encoded=payload)
         if contents.parts:
             parcel.parts = tuple(map(self.take_payload, contents.parts))
         return parcel
@@ -146,17 +145,17 @@ class Loans:
     def name(self, message: Message) -> None:
         """The driver is being told what this message names."""
         for field in message:
-            if type(field) is Parcel:
+            if type(field) is Payload:
                 self._name(field)
             elif type(field) is tuple:
                 for one in field:
-                    if type(one) is Parcel:
+                    if type(one) is Payload:
                         self._name(one)
 
-    def _name(self, parcel: Parcel) -> None:
+    def _name(self, parcel: Payload) -> None:
         self.unnamed.discard(parcel.contents.segment)
         for part in parcel.parts:
-            if type(part) is Parcel:
+            if type(part) is Payload:
                 self._name(part)
 
     def tell(self) -> Returned | None:
@@ -223,7 +222,7 @@ class Loans:
         if self._mappings is not None and not self._mappings.is_mapped(identity):
             self._mapped.pop(identity, None)
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make the payload of what this process sends.
 
         Raises:
@@ -253,11 +252,11 @@ class Loans:
             else:
                 hold, contents = self._write(outgoing, contents)
         holds = (*outgoing.handles, *outgoing.references, hold)
-        parcel = Parcel.of(contents, holds, self)
+        parcel = Payload.of(contents, holds, self)
         parcel.is_shown = shown is not None
         return parcel
 
-    def _shown(self, outgoing: Outgoing) -> Shown | None:
+    def _shown(self, outgoing: PickledValue) -> Shown | None:
         """Where it lies already, if it is what somebody has written to a segment."""
         if self._mappings is None or len(outgoing.stream) >= APART:
             return None
@@ -266,7 +265,7 @@ class Loans:
         return shown if shown is not None and shown.segment in self._mapped else None
 
     def _write(
-        self, outgoing: Outgoing, contents: Contents
+        self, outgoing: PickledValue, contents: Contents
     ) -> tuple[Written | None, Contents]:
         buffers, stream = outgoing.laid_out()
         try:

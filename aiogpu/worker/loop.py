@@ -9,9 +9,8 @@ from typing import NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.page import BEGUN, TOO_LATE
-from aiogpu.wire.acting import Carry, Create
-from aiogpu.wire.failure import UNSENDABLE, pack_failure
-from aiogpu.wire.messages import Bind, Define, Exit, Forget, Run, Skipped
+from aiogpu.serialization.exceptions import UNSENDABLE, pack_failure
+from aiogpu.wire.messages import Bind, Carry, Create, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children
 from aiogpu.worker.context import current, passing, take_passing

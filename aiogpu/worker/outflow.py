@@ -14,10 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aiogpu.errors import NodeClosedError, SerializationError
-from aiogpu.wire.acting import Carry
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result
-from aiogpu.wire.streaming import Demand, Items
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_result
+from aiogpu.wire.messages import Carry, Demand, Items
 from aiogpu.worker.children import SLICE
 from aiogpu.worker.context import passing, take_passing
 from aiogpu.worker.parcels import packed
@@ -77,7 +76,7 @@ class Outflow:
             return
         try:
             payload = dump_result(item)
-            if isinstance(payload, Outgoing):
+            if isinstance(payload, PickledValue):
                 payload = packed(payload)
             if passing:
                 self._channel.send(Carry(self.task, take_passing()))

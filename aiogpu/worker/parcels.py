@@ -6,12 +6,12 @@ from _thread import get_ident
 from typing import TYPE_CHECKING, Any
 
 from aiogpu.errors import NodeClosedError
-from aiogpu.wire.parcel import Parcel
-from aiogpu.wire.payload import load_arguments
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.serializer import load_arguments
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.wire.outgoing import Outgoing
+    from aiogpu.serialization.references import PickledValue
 
 
 def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -21,11 +21,11 @@ def arguments_in(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return load_arguments(payload)
     finally:
         current.loader = 0
-        if type(payload) is Parcel:
+        if type(payload) is Payload:
             payload.let_go()
 
 
-def packed(outgoing: Outgoing) -> bytes:
+def packed(outgoing: PickledValue) -> bytes:
     """The payload of what this worker sends; see `Loans.pack`."""
     loans = current.loans
     if loans is None:

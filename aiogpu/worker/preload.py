@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from aiogpu.wire.forking import LeftOut, Ready, Unfit
-from aiogpu.wire.messages import Message
+from aiogpu.wire.messages import LeftOut, Message, Ready, Unfit
 from aiogpu.wire.setup import Setup
 from aiogpu.worker.context import current
 from aiogpu.worker.fitness import GUARDS, unfit_to_fork
@@ -23,7 +22,7 @@ from aiogpu.worker.sentinel import watched_over
 
 NEEDED: Final = (
     "cloudpickle",
-    "aiogpu.wire.pickler",
+    "aiogpu.serialization.pickler",
     "aiogpu.memory.mappings",
     "aiogpu.memory.passing",
     "aiogpu.memory.warm",

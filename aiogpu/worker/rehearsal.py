@@ -14,9 +14,13 @@ import sys
 from typing import Final
 
 from aiogpu.memory.page import ControlPage
-from aiogpu.wire.frames import encode_all
+from aiogpu.serialization.serializer import (
+    dump_arguments,
+    dump_function,
+    dump_reference,
+)
+from aiogpu.wire.codec import encode_all
 from aiogpu.wire.messages import Bind, Define, Exit, Run
-from aiogpu.wire.payload import dump_arguments, dump_function, dump_reference
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context, current
 from aiogpu.worker.environ import drop

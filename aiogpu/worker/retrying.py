@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
+from aiogpu.serialization.exceptions import text_of
+from aiogpu.serialization.serializer import Retried, is_one_of, load_retried
 from aiogpu.wire.messages import Define
-from aiogpu.wire.payload import text_of
-from aiogpu.wire.retried import Retried, is_one_of, load_retried
 
 
 class Retrying:

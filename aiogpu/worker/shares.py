@@ -6,10 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from aiogpu.errors import TaskCancelledError
-from aiogpu.wire.failure import RAISED, pack_failure
-from aiogpu.wire.messages import ChildDone, ChildFailed, Message
-from aiogpu.wire.parcel import part_of
-from aiogpu.wire.sharing import NUMBERS, Put, PutFailed, Share
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.serialization.payload import part_of
+from aiogpu.wire.messages import (
+    NUMBERS,
+    ChildDone,
+    ChildFailed,
+    Message,
+    Put,
+    PutFailed,
+    Share,
+)
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:

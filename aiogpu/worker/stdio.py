@@ -15,7 +15,7 @@ import time
 from _thread import RLock
 from typing import TYPE_CHECKING, Final, cast
 
-from aiogpu.wire.printing import Log, visible
+from aiogpu.wire.messages import Log, visible
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 

@@ -7,12 +7,19 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from aiogpu.wire.acting import DEFAULT_GROUP, Carry, Create, Drop, Invoke
-from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result, several
-from aiogpu.wire.streaming import Demand
+from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_result, several
+from aiogpu.wire.messages import (
+    DEFAULT_GROUP,
+    Carry,
+    Create,
+    Demand,
+    Done,
+    Drop,
+    Failed,
+    Invoke,
+)
 from aiogpu.worker.actor import Methods, dropped, is_end
 from aiogpu.worker.context import (
     ActorExit,
@@ -114,7 +121,7 @@ class ThreadedActor:
                 raise ActorExit
             kind = UNSENDABLE
             result = dump_result(value)
-            if isinstance(result, Outgoing):
+            if isinstance(result, PickledValue):
                 result = packed(result)
             if passing:
                 # Now, while the value keeps its handles: once they are dropped another

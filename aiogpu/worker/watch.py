@@ -15,8 +15,8 @@ from typing import Final
 
 from aiogpu.credentials import check_server
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection, greeting
-from aiogpu.wire.frames import encode
 from aiogpu.wire.messages import Close, Message
 from aiogpu.worker import kernel
 

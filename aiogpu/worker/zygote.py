@@ -18,7 +18,7 @@ from typing import Final
 from aiogpu.memory.heap import keep_pages
 from aiogpu.memory.page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
-from aiogpu.wire.forking import Check, Keep, Lost, Ready, Stale
+from aiogpu.wire.messages import Check, Keep, Lost, Ready, Stale
 from aiogpu.wire.setup import LOG_LEVEL, Setup, socket_path
 from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth

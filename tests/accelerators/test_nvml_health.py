@@ -14,7 +14,7 @@ CONTAINED = "XID 94 (a contained memory error)"
 CHECK = f"""
 import io, logging
 from aiogpu.accelerators.nvml.watch import NvmlWatch
-from aiogpu.core.devices import Device
+from aiogpu.core.resources.devices import Device
 from tests.accelerators.stub_nvml import StubGpu, StubNvml, gpus, migs
 
 log = io.StringIO()

@@ -23,7 +23,7 @@ DEAD = 2**22 + 1
 """No process has this id: it is above the largest that Linux gives (proc(5))."""
 ASK = f"""
 from aiogpu.accelerators.nvml.watch import NvmlWatch
-from aiogpu.core.devices import Device
+from aiogpu.core.resources.devices import Device
 
 ZERO = Device(0, uuid="{ZERO}")
 watch = NvmlWatch()

@@ -10,7 +10,7 @@ from aiogpu.api.face import Face
 from aiogpu.api.handle import Handle
 from aiogpu.core.status.why import Why
 from aiogpu.errors import ActorDiedError
-from aiogpu.wire.payload import NOTHING, dump_result, load_arguments
+from aiogpu.serialization.serializer import NOTHING, dump_result, load_arguments
 
 
 class Model:

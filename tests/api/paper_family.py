@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.serialization.serializer import dump_result
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message, Submit, Wait
-from aiogpu.wire.payload import dump_result
 from aiogpu.worker.children import Children
 
 

@@ -17,9 +17,8 @@ from aiogpu.api.map import Results
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
 from aiogpu.runtime.call import Receiver, Site
-from aiogpu.wire.failure import RAISED, UNSENDABLE, pack_failure
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.payload import dump_result, load_arguments
+from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, Outcome, pack_failure
+from aiogpu.serialization.serializer import dump_result, load_arguments
 from tests.api.paper_engine import PaperEngine
 
 

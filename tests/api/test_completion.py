@@ -16,7 +16,7 @@ from aiogpu.api.handle import Handle
 from aiogpu.api.nested import ChildHandle
 from aiogpu.core.status.why import Why
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
-from aiogpu.wire.payload import dump_result
+from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import Context, current
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 

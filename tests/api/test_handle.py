@@ -20,7 +20,7 @@ import aiogpu
 from aiogpu.api.handle import Handle
 from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
-from aiogpu.wire.payload import dump_result
+from aiogpu.serialization.serializer import dump_result
 
 UNREADABLE = b"garbage"
 loads = 0

@@ -11,7 +11,7 @@ from aiogpu.api.inflow import Inflow
 from aiogpu.api.stream import Stream
 from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
-from aiogpu.wire.payload import NOTHING, dump_result
+from aiogpu.serialization.serializer import NOTHING, dump_result
 
 
 class PaperSource:

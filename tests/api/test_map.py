@@ -24,7 +24,7 @@ from aiogpu.errors import (
     SerializationError,
     TaskError,
 )
-from aiogpu.wire.payload import dump_result
+from aiogpu.serialization.serializer import dump_result
 from tests.api.paper_engine import PaperEngine
 
 

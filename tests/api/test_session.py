@@ -27,7 +27,7 @@ from aiogpu.errors import (
     NodeStartError,
     NoLoopError,
 )
-from aiogpu.wire.payload import dump_result
+from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import current
 from tests.api.paper_engine import PaperEngine, site
 

@@ -19,7 +19,7 @@ from aiogpu.api.definition import Definition, Reference
 from aiogpu.api.session import Session
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import MisuseError, OptionError
-from aiogpu.wire.payload import load_function
+from aiogpu.serialization.serializer import load_function
 from tests.api.paper_engine import PaperEngine
 
 T = TypeVar("T")

@@ -16,7 +16,11 @@ from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
-from aiogpu.core.scheduler.scheduler import Scheduler, finish_many, submit_many
+from aiogpu.core.scheduler.scheduler import (
+    Scheduler,
+    finish_many,
+    submit_many,
+)
 from tests.core.ganged import GangWorld
 
 ONE = WorkerId(1)

@@ -19,10 +19,9 @@ from typing import Any, Final
 
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.hosting import pack_capacity
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection
-from aiogpu.wire.frames import encode
-from aiogpu.wire.joining import Inquire, Join, Welcome
-from aiogpu.wire.messages import ChildDone
+from aiogpu.wire.messages import ChildDone, Inquire, Join, Welcome
 from tests.program import environment
 
 LIMIT: Final = 60.0

@@ -18,10 +18,9 @@ from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.program import join_of
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.terms import Terms
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting
-from aiogpu.wire.frames import encode
-from aiogpu.wire.joining import FIRST_CLIENT, Join, Welcome
-from aiogpu.wire.messages import Declare, Message
+from aiogpu.wire.messages import FIRST_CLIENT, Declare, Join, Message, Welcome
 from tests.engines import served, tasks
 
 LIMIT: Final = 20.0

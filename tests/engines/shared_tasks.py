@@ -10,7 +10,7 @@ from typing import Final
 
 import aiogpu
 from aiogpu.memory.whereabouts import address_of
-from aiogpu.wire.outgoing import Outgoing
+from aiogpu.serialization.references import PickledValue
 from aiogpu.worker.context import current
 from tests.gate import pass_gate
 
@@ -47,7 +47,7 @@ def write_in_vain(size: int, times: int) -> None:
     """Write what would be sent, and do not send it, as where that is interrupted."""
     for _ in range(times):
         assert current.loans is not None
-        current.loans.pack(Outgoing(b"", [memoryview(bytes(size))]))
+        current.loans.pack(PickledValue(b"", [memoryview(bytes(size))]))
 
 
 @aiogpu.remote(max_retries=0)

@@ -12,7 +12,7 @@ import pytest
 
 import aiogpu
 from aiogpu.runtime.zygote import Zygote
-from aiogpu.wire.forking import Stale
+from aiogpu.wire.messages import Stale
 from tests.engines import tasks
 from tests.engines.zygote_tasks import flags
 from tests.engines.zygote_watch import next_generation, zygotes_of

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from aiogpu.engines.family import host_of_task
-from aiogpu.wire.failure import STOPPED
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.serialization.exceptions import STOPPED
+from aiogpu.serialization.serializer import dump_arguments
 from tests.engines.tripwire import Tripwire
 
 pytestmark = pytest.mark.ray

@@ -18,39 +18,41 @@ from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.status_codec import status_codec
-from aiogpu.wire.acting import Ask, Carry, Find, Hold, Make, Release, Stop
+from aiogpu.serialization.payload import MARK, Contents, pack
+from aiogpu.serialization.serializer import NO_ARGUMENTS
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT
-from aiogpu.wire.frames import encode
-from aiogpu.wire.joining import (
-    FIRST_CLIENT,
-    Depart,
-    Departed,
-    Inquire,
-    Refused,
-    TakeLease,
-)
 from aiogpu.wire.messages import (
-    VERSION,
-    ChildDone,
-    ChildFailed,
-    Hello,
-    Message,
-    Submit,
-    Withdraw,
-)
-from aiogpu.wire.parcel import MARK, Contents, pack
-from aiogpu.wire.payload import NO_ARGUMENTS
-from aiogpu.wire.sharing import (
+    FIRST_CLIENT,
     NUMBERS,
     SEGMENTS,
+    VERSION,
+    Ask,
+    Carry,
+    ChildDemand,
+    ChildDone,
+    ChildFailed,
+    Depart,
+    Departed,
     Discard,
     Fetch,
+    Find,
+    Hello,
+    Hold,
+    Inquire,
+    Make,
+    Message,
     Put,
     PutFailed,
+    Refused,
+    Release,
     Returned,
     Share,
+    Stop,
+    Submit,
+    TakeLease,
+    Withdraw,
 )
-from aiogpu.wire.streaming import ChildDemand
 from tests.engines import stream_tasks, tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.raw_client import (

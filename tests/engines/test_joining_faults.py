@@ -16,12 +16,19 @@ from typing import Final
 import pytest
 
 import aiogpu
-from aiogpu.wire.acting import Make
-from aiogpu.wire.joining import Depart, Inquire, TakeLease
-from aiogpu.wire.messages import ChildDone, Message, Submit
-from aiogpu.wire.payload import NO_ARGUMENTS
-from aiogpu.wire.sharing import NUMBERS, Put
-from aiogpu.wire.streaming import ChildDemand
+from aiogpu.serialization.serializer import NO_ARGUMENTS
+from aiogpu.wire.messages import (
+    NUMBERS,
+    ChildDemand,
+    ChildDone,
+    Depart,
+    Inquire,
+    Make,
+    Message,
+    Put,
+    Submit,
+    TakeLease,
+)
 from tests.engines import served, stream_tasks, tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.raw_client import (

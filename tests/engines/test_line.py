@@ -13,10 +13,9 @@ import pytest
 from aiogpu.engines import line as module
 from aiogpu.engines.line import AT_ONCE, CHUNK, Line
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.connection import CLIENT, greeting
-from aiogpu.wire.frames import FrameReader, encode
-from aiogpu.wire.joining import Depart
-from aiogpu.wire.messages import ChildDone, Message, Submit
+from aiogpu.wire.messages import ChildDone, Depart, Message, Submit
 
 GREETED = greeting(CLIENT, 1, 1)
 LARGE = bytes(8 * CHUNK)

@@ -8,7 +8,7 @@ import pytest
 
 import aiogpu
 from aiogpu.engines.local import LocalEngine
-from aiogpu.wire.outgoing import APART
+from aiogpu.serialization.references import APART
 from tests.engines import long_tasks
 from tests.gate import Gate
 from tests.until import until

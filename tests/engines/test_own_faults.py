@@ -19,8 +19,7 @@ from aiogpu.core import effects
 from aiogpu.core.effects import Effect
 from aiogpu.engines.local import LocalEngine
 from aiogpu.runtime.driver import Driver
-from aiogpu.wire.messages import Done, Failed, Message, Submit, Wait
-from aiogpu.wire.sharing import Put
+from aiogpu.wire.messages import Done, Failed, Message, Put, Submit, Wait
 from tests.engines import chain_tasks, fault_tasks, nested_tasks, tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.node_here import node_here

@@ -14,7 +14,7 @@ import aiogpu
 from aiogpu.runtime.cpus import usable_cpus
 from aiogpu.testing.traces import Traces
 from aiogpu.wire.connection import CLIENT, Connection
-from aiogpu.wire.joining import Refused
+from aiogpu.wire.messages import Refused
 from tests.deaths.remains import gone_within
 from tests.engines import tasks
 from tests.gate import Gate

@@ -18,12 +18,19 @@ import pytest
 
 from aiogpu.engines.line import Line
 from aiogpu.runtime.status_codec import status_codec
-from aiogpu.wire.frames import encode
-from aiogpu.wire.joining import Depart, Inquire, Refused
-from aiogpu.wire.messages import ChildDone, Close
-from aiogpu.wire.parcel import Contents, pack
+from aiogpu.serialization.payload import Contents, pack
+from aiogpu.wire.codec import encode
+from aiogpu.wire.messages import (
+    NUMBERS,
+    SEGMENTS,
+    ChildDone,
+    Close,
+    Depart,
+    Inquire,
+    Put,
+    Refused,
+)
 from aiogpu.wire.setup import descriptor_path
-from aiogpu.wire.sharing import NUMBERS, SEGMENTS, Put
 from tests.engines import value_tasks
 from tests.engines.node_here import Here, node_here
 from tests.engines.raw_client import RawClient, Service

@@ -13,7 +13,7 @@ from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
 from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run
 from aiogpu.runtime.clearance import LIMIT
 from aiogpu.runtime.rounds import EACH
-from aiogpu.wire.leasing import MARK
+from aiogpu.wire.grant import MARK
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "leases.md").read_text()

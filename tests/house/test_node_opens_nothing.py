@@ -8,10 +8,15 @@ from pathlib import Path
 import aiogpu.runtime
 
 OPENERS = {
-    "aiogpu.wire.payload": {"load", "load_arguments", "load_function", "load_result"},
-    "aiogpu.wire.failure": {"unpack_failure"},
-    "aiogpu.wire.retried": {"load_retried"},
-    "aiogpu.wire.pickler": {"load", "loads"},
+    "aiogpu.serialization.serializer": {
+        "load",
+        "load_arguments",
+        "load_function",
+        "load_result",
+        "load_retried",
+    },
+    "aiogpu.serialization.exceptions": {"unpack_failure"},
+    "aiogpu.serialization.pickler": {"load", "loads"},
 }
 """What unpickles."""
 ALLOWED = {

@@ -8,8 +8,8 @@ import pytest
 
 from aiogpu.runtime.object_memory import PART
 from aiogpu.runtime.store import WARM
-from aiogpu.wire.outgoing import APART
-from aiogpu.wire.sharing import WARM as WARM_OF_WORKERS
+from aiogpu.serialization.references import APART
+from aiogpu.wire.messages import WARM as WARM_OF_WORKERS
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "values.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 from aiogpu.memory.heap import keep_pages
-from aiogpu.wire.outgoing import APART
+from aiogpu.serialization.references import APART
 
 def copy_blocks():
     for _ in range(100):

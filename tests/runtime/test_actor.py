@@ -12,9 +12,16 @@ from aiogpu.errors import ActorDiedError, NodeClosedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import ActorTerms
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, Invoke, Leave
-from aiogpu.wire.failure import LEFT, RAISED
-from aiogpu.wire.messages import Done, Failed
+from aiogpu.serialization.exceptions import LEFT, RAISED
+from aiogpu.wire.messages import (
+    ASYNC,
+    DEFAULT_GROUP,
+    SERIAL,
+    Done,
+    Failed,
+    Invoke,
+    Leave,
+)
 from tests.runtime import sites
 from tests.runtime.paper import PaperPeer
 

@@ -24,9 +24,8 @@ from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.call import ActorTerms
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, SERIAL, Invoke
-from aiogpu.wire.failure import RAISED
-from aiogpu.wire.messages import Done, Failed
+from aiogpu.serialization.exceptions import RAISED
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, Done, Failed, Invoke
 from tests.drawing import examples
 from tests.runtime import sites
 from tests.runtime.paper import PaperPeer

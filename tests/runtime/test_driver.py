@@ -20,7 +20,7 @@ from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.driver import Driver
-from aiogpu.wire.frames import LARGE
+from aiogpu.wire.codec import LARGE
 from tests.runtime import sites
 
 

@@ -16,9 +16,8 @@ from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
 from aiogpu.runtime.gpu_limits import limits_of
 from aiogpu.runtime.gpu_shortage import Shortages, gpu_out_of_memory
-from aiogpu.wire.failure import RAISED, unpack_failure
-from aiogpu.wire.messages import Failed
-from aiogpu.wire.shortage import RanOut
+from aiogpu.serialization.exceptions import RAISED, unpack_failure
+from aiogpu.wire.messages import Failed, RanOut
 from tests.runtime import sites
 
 GIB = 1 << 30

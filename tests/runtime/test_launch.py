@@ -36,7 +36,7 @@ LATE = (
         "aiogpu.core.scheduler.scheduler",
         "aiogpu.runtime.driver",
     ),
-    *("aiogpu.runtime.pool", "aiogpu.wire.frames", "msgpack"),
+    *("aiogpu.runtime.pool", "aiogpu.wire.codec", "msgpack"),
 )
 
 FIRST = """

@@ -16,8 +16,7 @@ from aiogpu.errors import NodeStartError, PreloadError
 from aiogpu.runtime.crowd import UnavailableError
 from aiogpu.runtime.learning import DEAR
 from aiogpu.runtime.lineage import INTENSITY, Lineage
-from aiogpu.wire.forking import LeftOut, Ready, Stale, Unfit
-from aiogpu.wire.messages import Imported
+from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
 
 SLOW = Imported(("slow",), (DEAR,))
 

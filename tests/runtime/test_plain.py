@@ -12,7 +12,7 @@ import pytest
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain, plain
 from aiogpu.runtime.terms import Terms
-from aiogpu.wire.frames import pack
+from aiogpu.wire.codec import pack
 from tests.runtime import sites
 
 

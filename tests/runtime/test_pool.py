@@ -21,7 +21,6 @@ from aiogpu.runtime.receiver import EACH
 from aiogpu.runtime.slot import SITES_KEPT
 from aiogpu.runtime.slots import SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
-from aiogpu.wire.forking import Unforked
 from aiogpu.wire.messages import (
     Bind,
     Cancel,
@@ -36,14 +35,15 @@ from aiogpu.wire.messages import (
     Fork,
     Forked,
     Hello,
+    Log,
     Run,
     Signal,
     Skipped,
     Submit,
+    Unforked,
     Wait,
     Withdraw,
 )
-from aiogpu.wire.printing import Log
 from tests.runtime import sites
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygotes
 

@@ -10,8 +10,7 @@ import pytest
 
 from aiogpu.core.model.ids import ClientId, TaskId, WorkerId
 from aiogpu.runtime.routes import Routes
-from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import Printed
+from aiogpu.wire.messages import Message, Printed
 
 ONE, TWO = 1 << 26, (1 << 26) + 1
 

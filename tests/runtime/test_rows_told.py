@@ -24,9 +24,9 @@ from aiogpu.runtime.client import Client
 from aiogpu.runtime.driver import Driver
 from aiogpu.runtime.nest import Nest
 from aiogpu.runtime.terms import Terms
-from aiogpu.wire.frames import LARGE
+from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit
-from aiogpu.wire.parcel import Contents, Parcel
 from tests.runtime import sites
 from tests.runtime.paper import PaperPeer
 
@@ -154,7 +154,7 @@ async def test_one_that_refers_to_others_is_told_by_itself(office: Office) -> No
     assert len(sent) == 1
     office.end(1)
     third = list(office.orders.sent)[2]
-    payload = Parcel.of(Contents(b"x"))
+    payload = Payload.of(Contents(b"x"))
     office.end(5, **{f"_{third}": payload})
     assert office.told == [1, 2, 3, 4, 5, 6, 7]
 

@@ -14,7 +14,7 @@ from aiogpu.errors import (
     PlacementRemovedError,
 )
 from aiogpu.runtime.standing import REMEMBERED, StandingPlacements
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.serialization.exceptions import RAISED, pack_failure
 
 
 def site_of(name: str, key: str):

@@ -17,10 +17,9 @@ from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
 from aiogpu.runtime.call import ActorTerms, Site, new_site_id
 from aiogpu.runtime.terms import Terms, new_function
-from aiogpu.wire.acting import DEFAULT_GROUP, SERIAL
-from aiogpu.wire.frames import unpack
-from aiogpu.wire.payload import load_result
-from aiogpu.wire.retried import dump_retried
+from aiogpu.serialization.serializer import dump_retried, load_result
+from aiogpu.wire.codec import unpack
+from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
 from tests.program import environment
 from tests.runtime import sites
 

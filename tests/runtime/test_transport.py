@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
+from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
-from aiogpu.wire.frames import LARGE, encode
 from aiogpu.wire.messages import (
     ChildDone,
     Done,
@@ -18,10 +18,10 @@ from aiogpu.wire.messages import (
     Exit,
     Fork,
     Hello,
+    Log,
     Message,
     Run,
 )
-from aiogpu.wire.printing import Log
 from tests.runtime.paper import PaperTransport
 
 

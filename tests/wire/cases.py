@@ -23,6 +23,8 @@ import aiogpu
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.passing import MOST, DescriptorReceiver
 from aiogpu.runtime.terms import Terms
+from aiogpu.serialization.payload import unpack
+from aiogpu.wire.codec import from_fields
 from aiogpu.wire.connection import (
     CLIENT,
     HEARS,
@@ -33,10 +35,8 @@ from aiogpu.wire.connection import (
     Connection,
     ConnectionState,
 )
-from aiogpu.wire.fields import from_fields
-from aiogpu.wire.leasing import Grant
+from aiogpu.wire.grant import Grant
 from aiogpu.wire.messages import TAGS, Hello
-from aiogpu.wire.parcel import unpack
 
 CORPUS: Final = Path(__file__).with_name("corpus")
 NODE: Final = "node"

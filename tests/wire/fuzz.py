@@ -24,11 +24,11 @@ from typing import Final
 from zlib import crc32
 
 from aiogpu.runtime.terms import Terms
+from aiogpu.serialization.payload import Contents, pack
+from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import HEARS, SAYS, greeting
-from aiogpu.wire.frames import encode
-from aiogpu.wire.leasing import Grant
+from aiogpu.wire.grant import Grant
 from aiogpu.wire.messages import TAGS
-from aiogpu.wire.parcel import Contents, pack
 from tests.runtime import sites
 from tests.wire.cases import (
     CORPUS,

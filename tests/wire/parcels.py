@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import Contents, Parcel
+from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.serialization.references import PickledValue
 
 
-def carried(dumped: bytes | Outgoing) -> bytes:
+def carried(dumped: bytes | PickledValue) -> bytes:
     """The payload of what was pickled, with all its buffers within it."""
-    if not isinstance(dumped, Outgoing):
+    if not isinstance(dumped, PickledValue):
         return dumped
-    return Parcel.of(
+    return Payload.of(
         Contents(
             stream=dumped.stream,
             buffers=tuple(map(bytes, dumped.buffers)),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgpack
 
-from aiogpu.wire.frames import HEADER, LIMIT
+from aiogpu.wire.codec import HEADER, LIMIT
 from tests.wire.cases import DESCRIPTORS, NODE, ROLES, Case
 
 HUGE: Final = (0xFF, 0xFFFF, 1 << 20, 1 << 30, 0x7FFF_FFFF, 0xFFFF_FFFF)

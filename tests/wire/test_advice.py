@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiogpu.errors import AiogpuWarning
-from aiogpu.wire.advice import advise
+from aiogpu.serialization.diagnostics import advise
 
 
 def test_a_warning_points_at_the_first_line_that_is_not_ours():

@@ -11,10 +11,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from aiogpu.wire import pickler
-from aiogpu.wire.arrays import are_numbers, dump_numbers
-from aiogpu.wire.outgoing import APART, Outgoing
-from aiogpu.wire.payload import dump_arguments, dump_result, load, load_arguments
+from aiogpu.serialization import pickler
+from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.serialization.serializer import (
+    are_numbers,
+    dump_arguments,
+    dump_numbers,
+    dump_result,
+    load,
+    load_arguments,
+)
 
 NUMBERS = {
     "bytes": np.arange(5, dtype=np.uint8),
@@ -57,7 +63,7 @@ def test_numbers_arrive_as_they_were(kind, place):
         else:
             named = {"x": value} if place == "by name" else {}
             dumped = dump_arguments("f", () if named else (value, 1), named)
-    outgoing = dumped if isinstance(dumped, Outgoing) else Outgoing(dumped)
+    outgoing = dumped if isinstance(dumped, PickledValue) else PickledValue(dumped)
     stream, buffers = outgoing.stream, outgoing.buffers
     found = pickle.loads(stream, buffers=buffers)
     if place != "result":
@@ -117,11 +123,11 @@ def test_one_array_twice_is_one_again():
 def test_several_that_are_large_together_are_parted():
     third = np.zeros(APART // 3 + 1, np.uint8)
     outgoing = dump_numbers((third, third.copy(), third.copy()))
-    assert isinstance(outgoing, Outgoing)
+    assert isinstance(outgoing, PickledValue)
     assert [each.nbytes for each in outgoing.buffers] == [third.nbytes]
 
 
 def test_a_long_pickle_without_buffers_is_no_plain_payload():
     outgoing = dump_numbers((np.arange(3), b"x" * APART))
-    assert isinstance(outgoing, Outgoing)
+    assert isinstance(outgoing, PickledValue)
     assert not outgoing.buffers

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import HEADER, LIMIT, FrameReader, encode
 from aiogpu.wire.connection import (
     HEARS,
     KEEPER,
@@ -23,7 +24,6 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
-from aiogpu.wire.frames import HEADER, LIMIT, FrameReader, encode
 from aiogpu.wire.messages import TAGS, VERSION, Done, Exit, Hello, Message, Run
 from tests.drawing import examples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.wire.printing import visible
+from aiogpu.wire.messages import visible
 
 
 @pytest.mark.parametrize(

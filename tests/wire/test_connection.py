@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.errors import ProtocolError
+from aiogpu.wire.codec import HEADER, encode
 from aiogpu.wire.connection import (
     CLIENT,
     HEARS,
@@ -14,8 +15,6 @@ from aiogpu.wire.connection import (
     ConnectionState,
     greeting,
 )
-from aiogpu.wire.forking import Ready
-from aiogpu.wire.frames import HEADER, encode
 from aiogpu.wire.messages import (
     TAGS,
     VERSION,
@@ -23,6 +22,7 @@ from aiogpu.wire.messages import (
     Done,
     Exit,
     Hello,
+    Ready,
     Run,
 )
 

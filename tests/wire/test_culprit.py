@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 
-from aiogpu.wire.culprit import DEEPEST, WIDEST, find_culprit
+from aiogpu.serialization.diagnostics import DEEPEST, WIDEST, find_unpicklable
 
 LOCK = threading.Lock()
 
 
 def find(value: object) -> str:
-    return find_culprit({"it": value}, cloudpickle.dumps)
+    return find_unpicklable({"it": value}, cloudpickle.dumps)
 
 
 def local(function):
@@ -58,12 +58,12 @@ def test_the_path_leads_through_containers(value, path):
 
 def test_the_first_root_that_fails_is_named():
     roots = {"args[0]": 1, "args[1]": [LOCK], "kwargs['db']": LOCK}
-    assert find_culprit(roots, cloudpickle.dumps) == "args[1][0] (a lock)"
+    assert find_unpicklable(roots, cloudpickle.dumps) == "args[1][0] (a lock)"
 
 
 def test_where_nothing_fails_alone_the_first_root_is_named():
-    assert find_culprit({"f": 1, "g": 2}, cloudpickle.dumps) == "f"
-    assert find_culprit({}, cloudpickle.dumps) == "it"
+    assert find_unpicklable({"f": 1, "g": 2}, cloudpickle.dumps) == "f"
+    assert find_unpicklable({}, cloudpickle.dumps) == "it"
 
 
 # Functions
@@ -81,7 +81,7 @@ def test_the_path_leads_through_a_closure():
         return db
 
     with db.socket:
-        path = find_culprit({"f": f}, cloudpickle.dumps)
+        path = find_unpicklable({"f": f}, cloudpickle.dumps)
     assert path == "f.__closure__.db.socket (a socket)"
 
 
@@ -387,7 +387,7 @@ def test_where_no_part_fails_alone_the_whole_is_the_culprit(whole):
         if value is whole:
             raise ValueError
 
-    assert find_culprit({"it": whole}, dumps) == f"it (a {type(whole).__name__})"
+    assert find_unpicklable({"it": whole}, dumps) == f"it (a {type(whole).__name__})"
 
 
 # Foreign code on the way
@@ -474,13 +474,13 @@ def test_pickling_is_tried_at_most_once_for_each_part_of_a_level():
         tried.append(value)
         cloudpickle.dumps(value)
 
-    find_culprit({"it": [0, 1, [2, LOCK]]}, dumps)
+    find_unpicklable({"it": [0, 1, [2, LOCK]]}, dumps)
     assert len(tried) == 1 + 3 + 2
 
 
 IN_MAIN = """
 import cloudpickle, threading
-from aiogpu.wire.culprit import find_culprit
+from aiogpu.serialization.diagnostics import find_unpicklable
 
 LOCK = threading.Lock()
 
@@ -494,9 +494,9 @@ def f():
 def fine():
     return 1
 
-print(find_culprit({"f": fine}, cloudpickle.dumps))
-print(find_culprit({"f": f}, cloudpickle.dumps))
-print(find_culprit({"f": Server().serve}, cloudpickle.dumps))
+print(find_unpicklable({"f": fine}, cloudpickle.dumps))
+print(find_unpicklable({"f": f}, cloudpickle.dumps))
+print(find_unpicklable({"f": Server().serve}, cloudpickle.dumps))
 """
 
 

@@ -20,7 +20,7 @@ from aiogpu.errors import (
     TaskError,
     WorkerDiedError,
 )
-from aiogpu.wire.failure import (
+from aiogpu.serialization.exceptions import (
     DIED,
     RAISED,
     STOPPED,
@@ -30,7 +30,7 @@ from aiogpu.wire.failure import (
     pack_told,
     unpack_failure,
 )
-from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Failed
 
 NO_FRAME = "/no/such/folder/"

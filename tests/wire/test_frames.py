@@ -8,8 +8,7 @@ import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire.forking import Keep
-from aiogpu.wire.frames import (
+from aiogpu.wire.codec import (
     DEEPEST,
     HEADER,
     LARGE,
@@ -21,14 +20,16 @@ from aiogpu.wire.frames import (
 )
 from aiogpu.wire.messages import (
     TAGS,
+    ChildItems,
     Define,
     Done,
     Exit,
     Failed,
     Forked,
+    Items,
+    Keep,
+    Log,
 )
-from aiogpu.wire.printing import Log
-from aiogpu.wire.streaming import ChildItems, Items
 
 
 def test_a_frame_is_a_length_and_an_array():

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire.leasing import Grant
+from aiogpu.wire.grant import Grant
 
 GRANT = Grant(
     {"CUDA_VISIBLE_DEVICES": "1,GPU-x", "AIOGPU_LEASE": "t.1"},

@@ -6,8 +6,12 @@ from typing import get_args
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.wire import acting, joining, messages, sharing, streaming
-from aiogpu.wire.fields import from_fields
+from aiogpu.wire import messages
+from aiogpu.wire import messages as acting
+from aiogpu.wire import messages as joining
+from aiogpu.wire import messages as sharing
+from aiogpu.wire import messages as streaming
+from aiogpu.wire.codec import from_fields
 from aiogpu.wire.messages import (
     TAGS,
     Done,

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.wire.failure import UNSENDABLE
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.payload import dump_result, load_result
+from aiogpu.serialization.exceptions import UNSENDABLE, Outcome
+from aiogpu.serialization.serializer import dump_result, load_result
 
 LOCK = threading.Lock()
 

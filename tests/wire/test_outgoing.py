@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import MisuseError
-from aiogpu.wire.outgoing import (
+from aiogpu.serialization.references import (
     ALONG,
     APART,
-    Outgoing,
+    PickledValue,
     attach,
     collecting,
     of_closed_node,
     refer,
     take_out,
 )
-from aiogpu.wire.payload import (
+from aiogpu.serialization.serializer import (
     NO_ARGUMENTS,
     Results,
     dump_arguments,
@@ -114,7 +114,7 @@ def test_each_thread_lists_its_own():
 
 def test_large_buffers_stay_beside_the_pickle():
     outgoing = dump_arguments("f", (LARGE,), {"n": 1})
-    assert isinstance(outgoing, Outgoing)
+    assert isinstance(outgoing, PickledValue)
     assert outgoing.is_large
     assert outgoing.laid_out() == ([memoryview(LARGE).cast("B")], outgoing.stream)
     (args, kwargs) = load_arguments(carried(outgoing))
@@ -129,7 +129,7 @@ def test_a_large_pickle_is_no_plain_payload(value, dumped):
     outgoing = (
         dump_result(value) if dumped == "result" else dump_arguments("f", (value,), {})
     )
-    assert isinstance(outgoing, Outgoing)
+    assert isinstance(outgoing, PickledValue)
     assert outgoing.is_large
     assert outgoing.laid_out() == ([memoryview(outgoing.stream)], b"")
     found = load(carried(outgoing))
@@ -151,7 +151,7 @@ def test_a_long_pickle_goes_along_with_its_buffers():
     assert short.laid_out() == ([*short.buffers], short.stream)
     assert long.laid_out() == ([memoryview(long.stream), *long.buffers], b"")
     assert len(long.stream) < APART
-    alone = Outgoing(long.stream)
+    alone = PickledValue(long.stream)
     assert alone.is_plain
     assert alone.laid_out() == ([], long.stream)
 

@@ -8,17 +8,17 @@ import msgpack
 import pytest
 
 from aiogpu.errors import ProtocolError, SerializationError
-from aiogpu.wire import frames
-from aiogpu.wire.parcel import (
+from aiogpu.serialization.payload import (
     MARK,
     Contents,
-    Parcel,
+    Payload,
     has_handles,
     is_parcel,
     pack,
     part_of,
     unpack,
 )
+from aiogpu.wire import codec as frames
 
 FULL = Contents(
     stream=b"stream",
@@ -99,22 +99,22 @@ def test_what_is_too_large_to_pack_is_told(monkeypatch):
 
 def test_it_is_its_bytes_and_knows_what_they_say():
     held = object()
-    parcel = Parcel.of(FULL, (held,), needs=("n",))
+    parcel = Payload.of(FULL, (held,), needs=("n",))
     assert parcel == pack(FULL)
     assert (parcel.contents, parcel.holds, parcel.needs) == (FULL, (held,), ("n",))
     assert parcel.parts == FULL.parts
     assert repr(parcel) == f"<Parcel of {len(parcel)} bytes, segment 7>"
-    assert Parcel.of(FULL, encoded=b"as it came") == b"as it came"
+    assert Payload.of(FULL, encoded=b"as it came") == b"as it came"
 
 
 def test_it_opens_with_the_buffers_that_it_carries():
-    parcel = Parcel.of(Contents(b"stream", buffers=(b"a", b"b")))
+    parcel = Payload.of(Contents(b"stream", buffers=(b"a", b"b")))
     assert parcel.open() == (b"stream", (b"a", b"b"))
 
 
 def test_it_opens_with_those_of_its_segment():
     memory = Memory(b"a", b"b")
-    parcel = Parcel.of(Contents(b"stream", segment=7), source=memory)
+    parcel = Payload.of(Contents(b"stream", segment=7), source=memory)
     stream, buffers = parcel.open()
     assert (stream, list(map(bytes, buffers))) == (b"stream", [b"a", b"b"])
     assert memory.asked == [7]
@@ -122,7 +122,7 @@ def test_it_opens_with_those_of_its_segment():
 
 def test_its_pickle_may_be_there_as_well():
     memory = Memory(b"stream", b"a")
-    stream, buffers = Parcel.of(Contents(segment=7), source=memory).open()
+    stream, buffers = Payload.of(Contents(segment=7), source=memory).open()
     assert (bytes(stream), list(map(bytes, buffers))) == (b"stream", [b"a"])
 
 
@@ -134,7 +134,7 @@ def test_it_may_be_placed_in_a_segment_later():
 
 
 def test_it_keeps_nothing_alive_once_it_has_let_go():
-    parcel = Parcel.of(FULL, (object(),), source=Memory(), needs=("n",))
+    parcel = Payload.of(FULL, (object(),), source=Memory(), needs=("n",))
     parcel.let_go()
     assert (parcel.holds, parcel.parts, parcel.needs) == ((), (), ())
     assert parcel.source is None
@@ -142,18 +142,18 @@ def test_it_keeps_nothing_alive_once_it_has_let_go():
 
 
 def test_one_of_several_results_is_a_part():
-    parcel = Parcel.of(Contents(parts=(b"a", b"b")))
+    parcel = Payload.of(Contents(parts=(b"a", b"b")))
     assert part_of(parcel, 1) == b"b"
     assert part_of(parcel, -1) is parcel
     assert part_of(b"plain", 0) == b"plain"
 
 
 def test_handles_are_in_it_or_in_its_parts():
-    plain, holding = Parcel.of(Contents()), Parcel.of(Contents(values=(3,)))
+    plain, holding = Payload.of(Contents()), Payload.of(Contents(values=(3,)))
     assert not has_handles(b"plain")
     assert not has_handles(plain)
     assert has_handles(holding)
-    outer = Parcel.of(Contents(parts=(b"plain", b"other")))
+    outer = Payload.of(Contents(parts=(b"plain", b"other")))
     assert not has_handles(outer)
     outer.parts = (b"plain", holding)
     assert has_handles(outer)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiogpu.errors import DeserializationError, MisuseError, SerializationError
-from aiogpu.wire.outgoing import refer
-from aiogpu.wire.payload import (
+from aiogpu.serialization.exceptions import dump_exception, text_of
+from aiogpu.serialization.references import refer
+from aiogpu.serialization.serializer import (
     NOTHING,
     dump_arguments,
-    dump_exception,
     dump_function,
     dump_reference,
     dump_result,
@@ -27,7 +27,6 @@ from aiogpu.wire.payload import (
     load_arguments,
     load_function,
     load_result,
-    text_of,
 )
 from tests.drawing import examples
 
@@ -74,7 +73,8 @@ def test_results_arrive(value):
 
 def test_plain_arguments_need_no_cloudpickle():
     script = (
-        "import sys; from aiogpu.wire.payload import *;"
+        "import sys; from aiogpu.serialization.exceptions import *
+from aiogpu.serialization.serializer import *;"
         "dump_arguments('f', (1, 'a', None), {}); dump_result(2.5); dump_result(None);"
         "print('cloudpickle' in sys.modules)"
     )
@@ -182,7 +182,8 @@ def test_what_can_be_imported_is_sent_by_name():
 
 IN_MAIN = """
 import pickle, sys
-from aiogpu.wire.payload import *
+from aiogpu.serialization.exceptions import *
+from aiogpu.serialization.serializer import *
 
 LIMIT = 100
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiogpu.wire.outgoing import APART
-from aiogpu.wire.pickler import (
+from aiogpu.serialization.pickler import (
     dump,
     dump_whole,
     load,
     measure,
     names_sent_by_value,
 )
+from aiogpu.serialization.references import APART
 from tests.drawing import examples
 
 steady = settings(

@@ -12,9 +12,9 @@ import warnings
 import pytest
 
 from aiogpu.errors import AiogpuWarning
-from aiogpu.wire import tensors
-from aiogpu.wire.outgoing import APART
-from aiogpu.wire.pickler import dump, dump_whole, load
+from aiogpu.serialization import tensors
+from aiogpu.serialization.pickler import dump, dump_whole, load
+from aiogpu.serialization.references import APART
 
 torch = pytest.importorskip("torch", reason="its tensors are pickled here")
 EDGE = APART // 4
@@ -110,7 +110,7 @@ def test_a_tensor_over_a_private_mapping_may_be_changed():
 def test_nothing_warns_of_read_only_memory():
     program = (
         "import warnings, sys; warnings.simplefilter('error')\n"
-        "import torch; from aiogpu.wire.pickler import dump, load\n"
+        "import torch; from aiogpu.serialization.pickler import dump, load\n"
         "torch.set_warn_always(len(sys.argv) > 1)\n"
         "for _ in range(3): load(*dump(torch.arange(100_000)))\n"
         "print(len(warnings.filters))"
@@ -180,7 +180,7 @@ def test_a_cuda_tensor_arrives_where_there_is_no_device(gradient, tmp_path):
         warnings.simplefilter("ignore", AiogpuWarning)
         (tmp_path / "stream").write_bytes(dump_whole(tensor))
     program = (
-        "import pathlib, sys; from aiogpu.wire.pickler import load\n"
+        "import pathlib, sys; from aiogpu.serialization.pickler import load\n"
         "tensor = load(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(tensor.device, float(tensor.sum()), tensor.requires_grad)"
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import AiogpuWarning
-from aiogpu.wire import repeats as module
-from aiogpu.wire.repeats import OFTEN, REMEMBERED, Repeats
+from aiogpu.serialization import large_arguments as module
+from aiogpu.serialization.large_arguments import OFTEN, REMEMBERED, RepeatedArguments
 
 MIB = 1 << 20
 
@@ -67,7 +67,7 @@ def pass_often(repeats, value, count=OFTEN, function="f"):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_eighth_call_with_the_same_object_is_told(kind, told):
-    value, repeats = KINDS[kind](), Repeats()
+    value, repeats = KINDS[kind](), RepeatedArguments()
     pass_often(repeats, value, OFTEN - 1)
     assert told == []
     pass_often(repeats, value, 1)
@@ -79,7 +79,7 @@ def test_the_eighth_call_with_the_same_object_is_told(kind, told):
 
 
 def test_it_is_a_warning_at_the_line_of_the_call():
-    value, repeats = np.zeros(MIB), Repeats()
+    value, repeats = np.zeros(MIB), RepeatedArguments()
     pass_often(repeats, value, OFTEN - 1)
     with pytest.warns(AiogpuWarning, match=r"8\.0 MiB") as caught:
         repeats.note("f", (value,), {}, 8 * MIB)
@@ -87,14 +87,14 @@ def test_it_is_a_warning_at_the_line_of_the_call():
 
 
 def test_an_argument_by_name_is_named(told):
-    value, repeats = np.zeros(MIB), Repeats()
+    value, repeats = np.zeros(MIB), RepeatedArguments()
     for index in range(OFTEN):
         repeats.note("f", (index, None), {"x": value}, 8 * MIB)
     assert told[0].startswith("kwargs['x'] of f ")
 
 
 def test_each_function_and_argument_is_told_for_itself(told):
-    value, repeats = np.zeros(MIB), Repeats()
+    value, repeats = np.zeros(MIB), RepeatedArguments()
     pass_often(repeats, value, OFTEN - 1)
     pass_often(repeats, value, OFTEN - 1, "g")
     assert told == []
@@ -104,21 +104,21 @@ def test_each_function_and_argument_is_told_for_itself(told):
 
 
 def test_objects_that_take_turns_are_told(told):
-    models, repeats = [np.zeros(MIB), np.ones(MIB)], Repeats()
+    models, repeats = [np.zeros(MIB), np.ones(MIB)], RepeatedArguments()
     for index in range(2 * OFTEN):
         repeats.note("f", (models[index % 2],), {}, 8 * MIB)
     assert len(told) == 1
 
 
 def test_calls_that_are_small_do_not_count(told):
-    value, repeats = np.zeros(MIB), Repeats()
+    value, repeats = np.zeros(MIB), RepeatedArguments()
     for _ in range(99):
         repeats.note("f", (value,), {}, MIB - 1)
     assert told == []
 
 
 def test_a_small_object_beside_a_large_one_is_not_blamed(told):
-    small, repeats = Weightless(), Repeats()
+    small, repeats = Weightless(), RepeatedArguments()
     for _ in range(99):
         repeats.note("f", (small, "word", np.zeros(MIB)), {}, 8 * MIB)
     assert told == []
@@ -129,14 +129,14 @@ def test_a_small_object_beside_a_large_one_is_not_blamed(told):
 )
 def test_a_new_object_each_time_is_not_told(kind, told):
     """Though it has the address of the one before, more often than not."""
-    repeats = Repeats()
+    repeats = RepeatedArguments()
     for _ in range(99):
         repeats.note("f", (KINDS[kind](),), {}, 8 * MIB)
     assert told == []
 
 
 def test_new_bytes_of_other_content_are_not_told(told):
-    repeats = Repeats()
+    repeats = RepeatedArguments()
     for index in range(20):
         for kind in (bytes, bytearray):
             repeats.note("f", (kind([index]) * 2 * MIB,), {}, 8 * MIB)
@@ -147,7 +147,7 @@ def test_new_bytes_of_other_content_are_not_told(told):
 
 @pytest.mark.parametrize("place", [slice(None), 0, MIB // 2, -1])
 def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
-    frame, repeats = np.zeros(MIB), Repeats()
+    frame, repeats = np.zeros(MIB), RepeatedArguments()
     for index in range(99):
         frame[place] = index
         repeats.note("f", (frame,), {}, 8 * MIB)
@@ -155,7 +155,7 @@ def test_a_buffer_that_is_filled_anew_is_not_told(place, told):
 
 
 def test_a_list_that_grows_is_not_told(told):
-    rows, repeats = [0] * 2 * MIB, Repeats()
+    rows, repeats = [0] * 2 * MIB, RepeatedArguments()
     for _ in range(99):
         rows.append(0)
         repeats.note("f", (rows,), {}, 8 * MIB)
@@ -167,7 +167,7 @@ def test_no_object_is_kept_alive(kind, told):
     class Witness:
         pass
 
-    witness, repeats = Witness(), Repeats()
+    witness, repeats = Witness(), RepeatedArguments()
     seen = weakref.ref(witness)
     held = [KINDS[kind](), witness, (witness,), {"a": witness, witness: 1}]
     pass_often(repeats, held, 3)
@@ -179,7 +179,7 @@ def test_no_object_is_kept_alive(kind, told):
 
 
 def test_what_is_remembered_is_bounded(told):
-    repeats, kept = Repeats(), [Weightless() for _ in range(REMEMBERED * 3)]
+    repeats, kept = RepeatedArguments(), [Weightless() for _ in range(REMEMBERED * 3)]
     for value in kept:
         repeats.note("f", (value,), {}, 8 * MIB)
     assert len(repeats._seen) == REMEMBERED
@@ -191,7 +191,7 @@ def test_what_is_remembered_is_bounded(told):
 
 
 def test_what_is_used_is_remembered_longest(told):
-    repeats, value = Repeats(), np.zeros(MIB)
+    repeats, value = RepeatedArguments(), np.zeros(MIB)
     kept = [Weightless() for _ in range(REMEMBERED * OFTEN)]
     for index, other in enumerate(kept):
         repeats.note("f", (other,), {}, 8 * MIB)
@@ -201,9 +201,9 @@ def test_what_is_used_is_remembered_longest(told):
 
 
 def test_a_call_of_a_thousand_arguments_is_looked_at_in_part(told):
-    repeats, values = Repeats(), tuple(Weightless() for _ in range(1000))
+    repeats, values = RepeatedArguments(), tuple(Weightless() for _ in range(1000))
     repeats.note("f", values, {}, 8 * MIB)
-    assert len(repeats._seen) == module.WIDEST
+    assert len(repeats._seen) == module.MOST_ITEMS
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Elementwise:
 
 
 def test_objects_are_never_compared(told):
-    repeats = Repeats()
+    repeats = RepeatedArguments()
     box = [Elementwise(np.zeros(MIB)), Elementwise(np.zeros(MIB))]
     for _ in range(OFTEN):
         repeats.note("f", (box,), {}, 8 * MIB)
@@ -228,7 +228,7 @@ def test_objects_are_never_compared(told):
 
 
 def test_what_will_not_be_reduced_is_left_alone(told):
-    repeats = Repeats()
+    repeats = RepeatedArguments()
     pass_often(repeats, Opaque())
     pass_often(repeats, [Opaque(), threading.Lock()])
     pass_often(repeats, ())

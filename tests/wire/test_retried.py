@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.wire.retried import ALL, NONE, dump_retried, is_one_of, load_retried
+from aiogpu.serialization.serializer import (
+    ALL,
+    NONE,
+    dump_retried,
+    is_one_of,
+    load_retried,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import AiogpuWarning
-from aiogpu.wire import pickler, tensors
-from aiogpu.wire.outgoing import APART
-from aiogpu.wire.pickler import dump, dump_whole, load, measure
+from aiogpu.serialization import pickler, tensors
+from aiogpu.serialization.pickler import dump, dump_whole, load, measure
+from aiogpu.serialization.references import APART
 
 EDGE = APART // 8
 READ_ONLY = (

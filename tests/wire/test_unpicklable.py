@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import DeserializationError, SerializationError
-from aiogpu.wire.culprit import find_culprit
-from aiogpu.wire.outgoing import APART
-from aiogpu.wire.payload import (
+from aiogpu.serialization.diagnostics import find_unpicklable
+from aiogpu.serialization.pickler import dump, dump_whole, measure
+from aiogpu.serialization.references import APART
+from aiogpu.serialization.serializer import (
     PUT,
     dump_arguments,
     dump_function,
     dump_result,
     load_result,
 )
-from aiogpu.wire.pickler import dump, dump_whole, measure
 from tests.wire.parcels import carried
 
 LARGE = np.zeros(APART)
@@ -70,7 +70,7 @@ CULPRITS = {
 @pytest.mark.parametrize("pickled", [dump, dump_whole, measure])
 def test_the_culprit_is_found_by_each_way_of_pickling(case, pickled):
     value, path = CULPRITS[case]
-    assert find_culprit({"it": value}, pickled).endswith(path)
+    assert find_unpicklable({"it": value}, pickled).endswith(path)
 
 
 def test_the_culprit_stands_in_the_message():

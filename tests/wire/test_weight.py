@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from aiogpu.errors import AiogpuWarning
-from aiogpu.wire.culprit import DEEPEST
-from aiogpu.wire.weight import advise_on_function, as_text, heaviest, weigh
+from aiogpu.serialization.diagnostics import DEEPEST
+from aiogpu.serialization.large_arguments import (
+    advise_on_function,
+    as_text,
+    heaviest,
+    weigh,
+)
 
 MIB = 1 << 20
 TABLE = list(range(300_000))

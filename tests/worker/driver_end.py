@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from aiogpu.wire.frames import FrameReader, encode
+from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Message
 
 

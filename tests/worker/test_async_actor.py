@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.wire.acting import Invoke, Leave
-from aiogpu.wire.messages import Done
-from aiogpu.wire.payload import dump_arguments
+from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.wire.messages import Done, Invoke, Leave
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.async_actor import AsyncActor
 from aiogpu.worker.channel import SHORT, Channel

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.errors import ProtocolError
 from aiogpu.memory.page import ControlPage
-from aiogpu.wire.frames import encode
+from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (
     VERSION,
     Cancel,
@@ -20,9 +20,9 @@ from aiogpu.wire.messages import (
     Forget,
     Fork,
     Hello,
+    Log,
     Run,
 )
-from aiogpu.wire.printing import Log
 from aiogpu.worker.channel import SHORT, Channel
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd

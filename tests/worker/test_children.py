@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.errors import NodeClosedError
-from aiogpu.wire.acting import Release
 from aiogpu.wire.messages import (
     Cancel,
     ChildDone,
@@ -17,6 +16,7 @@ from aiogpu.wire.messages import (
     Declare,
     Exit,
     Failed,
+    Release,
     Submit,
     Wait,
     Withdraw,

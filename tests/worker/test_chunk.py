@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.wire.failure import unpack_failure
-from aiogpu.wire.messages import Failed
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.payload import (
+from aiogpu.serialization.exceptions import Outcome, unpack_failure
+from aiogpu.serialization.serializer import (
     dump_function,
     dump_result,
     load_function,
     load_result,
 )
+from aiogpu.wire.messages import Failed
 from aiogpu.worker import chunk
 from aiogpu.worker.chunk import CHUNKED, Chunk, Sent, method_of
 from aiogpu.worker.context import current

@@ -15,17 +15,17 @@ import pytest
 
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.memory.page import ControlPage
-from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.messages import Define, Done, Failed, Run
-from aiogpu.wire.parcel import Contents, Parcel
-from aiogpu.wire.payload import (
+from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.serialization.serializer import (
+    Retried,
     dump_arguments,
     dump_function,
     dump_reference,
+    dump_retried,
     load_result,
 )
-from aiogpu.wire.retried import Retried, dump_retried
-from aiogpu.wire.shortage import RanOut
+from aiogpu.wire.messages import Define, Done, Failed, RanOut, Run
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context, current
 from aiogpu.worker.execute import Executor
@@ -165,7 +165,7 @@ def test_who_unpickles_arguments_is_loading_until_the_call(desk: Desk) -> None:
     assert value(desk.run(Seen())) == [True, False]
     assert type(desk.run(Broken())) is Failed
     assert value(desk.run()) == [False]
-    parcel = Parcel.of(Contents(dump_arguments("train", (Seen(),), {})))  # type: ignore[arg-type]
+    parcel = Payload.of(Contents(dump_arguments("train", (Seen(),), {})))  # type: ignore[arg-type]
     answer = desk.executor.run(Run(7, 1, parcel, False))
     assert value(answer) == [True, False]
 

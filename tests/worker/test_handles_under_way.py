@@ -6,8 +6,7 @@ import gc
 import threading
 from itertools import count
 
-from aiogpu.wire.acting import Make
-from aiogpu.wire.messages import Declare
+from aiogpu.wire.messages import Declare, Make
 from aiogpu.worker.carried import hold_for
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children

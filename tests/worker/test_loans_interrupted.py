@@ -19,12 +19,10 @@ from aiogpu.memory import passing
 from aiogpu.memory.page import ControlPage
 from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
-from aiogpu.wire import frames
-from aiogpu.wire.messages import Done
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import Contents, Parcel, pack
-from aiogpu.wire.sharing import Returned
-from aiogpu.wire.streaming import Items
+from aiogpu.serialization.payload import Contents, Payload, pack
+from aiogpu.serialization.references import PickledValue
+from aiogpu.wire import codec as frames
+from aiogpu.wire.messages import Done, Items, Returned
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.interrupts import Interrupts
@@ -96,8 +94,8 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
-def large() -> Outgoing:
-    return Outgoing(b"", [memoryview(TEXT)])
+def large() -> PickledValue:
+    return PickledValue(b"", [memoryview(TEXT)])
 
 
 def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +109,7 @@ def interrupting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passing, name, make)
 
 
-def lent(loans: Loans, segment: Segment) -> Parcel:
+def lent(loans: Loans, segment: Segment) -> Payload:
     """What the worker makes of a payload that lies in a segment."""
     contents = Contents().placed(segment.id, segment.size, [(0, len(TEXT))])
     return loans.borrow(pack(contents))
@@ -161,7 +159,7 @@ def test_what_is_sent_is_not_taken_back(
     channel.loans = loans
     outgoing = large()
     if way == "among several":
-        outgoing = Outgoing(b"p", parts=(large(), b"q"))
+        outgoing = PickledValue(b"p", parts=(large(), b"q"))
     payload = loans.pack(outgoing)
     if way == "with others":
         channel.send_all([Items(7, (b"q", payload))])
@@ -177,7 +175,7 @@ def test_what_cannot_be_sent_is_taken_back(
 ) -> None:
     channel.loans = loans
     payload = loans.pack(large())
-    assert isinstance(payload, Parcel)
+    assert isinstance(payload, Payload)
     number = payload.contents.segment
     monkeypatch.setattr(frames.encode, "__defaults__", (8,))
     with pytest.raises(SerializationError, match="limit of 8"):

@@ -10,9 +10,8 @@ import pytest
 
 from aiogpu.errors import NodeClosedError
 from aiogpu.memory.page import ControlPage
-from aiogpu.wire.messages import Exit
-from aiogpu.wire.payload import load_result
-from aiogpu.wire.streaming import Demand, Items
+from aiogpu.serialization.serializer import load_result
+from aiogpu.wire.messages import Demand, Exit, Items
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.interrupts import Interrupts
 from aiogpu.worker.outflow import (

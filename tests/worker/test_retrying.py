@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.errors import TaskError
+from aiogpu.serialization.serializer import ALL, Retried, dump_retried
 from aiogpu.wire.messages import Define
-from aiogpu.wire.retried import ALL, Retried, dump_retried
 from aiogpu.worker.retrying import Retrying
 
 UNLOADABLE = b"cno_such_module\nNoError\n."

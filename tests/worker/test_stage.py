@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.wire.failure import UNSENDABLE
+from aiogpu.serialization.exceptions import UNSENDABLE
 from aiogpu.wire.messages import Done, Failed, Message
 from aiogpu.worker.actor import Stage
 

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from aiogpu.wire.messages import Message
-from aiogpu.wire.printing import Log
+from aiogpu.wire.messages import Log, Message
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio

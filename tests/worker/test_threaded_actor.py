@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from aiogpu.wire.acting import (
+from aiogpu.serialization.exceptions import STOPPED, pack_failure
+from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.wire.messages import (
     DEFAULT_GROUP,
     THREADED,
     Carry,
     Create,
+    Done,
+    Failed,
     Invoke,
+    Items,
     Leave,
     Release,
 )
-from aiogpu.wire.failure import STOPPED, pack_failure
-from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.payload import dump_arguments
-from aiogpu.wire.streaming import Items
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.children import Children

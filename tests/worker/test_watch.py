@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.wire.forking import Keep, Lost
 from aiogpu.wire.messages import (
     VERSION,
     Close,
     Hello,
+    Keep,
+    Lost,
 )
 from tests.program import ROOT, environment
 from tests.worker.driver_end import DriverEnd

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.wire.forking import Keep, Lost, Ready
-from aiogpu.wire.messages import Close, Hello
+from aiogpu.wire.messages import Close, Hello, Keep, Lost, Ready
 from tests.program import run, start
 from tests.worker.driver_end import DriverEnd
 

@@ -67,9 +67,21 @@ from aiogpu.core.scheduler.recovery import (
     settle_all,
     starve,
 )
-from aiogpu.core.scheduler.revocation import look, on_revoked, on_skipped, revoke, spoil
+from aiogpu.core.scheduler.revocation import (
+    look,
+    on_revoked,
+    on_skipped,
+    revoke,
+    spoil,
+)
 from aiogpu.core.scheduler.state import SchedulerState, await_results, resolve
-from aiogpu.core.scheduler.task_tree import adopt, detach, end_deadlocks, on_waits, stop
+from aiogpu.core.scheduler.task_tree import (
+    adopt,
+    detach,
+    end_deadlocks,
+    on_waits,
+    stop,
+)
 from aiogpu.core.scheduler.timers import Alarm, AlarmKind
 
 ABANDONED: Final = 500
@@ -392,7 +404,9 @@ def ring(node: SchedulerState, alarm: Alarm, now: float, effects: list[Effect]) 
     elif alarm.kind is AlarmKind.ROOM:
         node.grow(now)
     elif alarm.kind is AlarmKind.OUTAGE:
-        from aiogpu.core.scheduler.recovery import retry_outages  # few nodes have any
+        from aiogpu.core.scheduler.recovery import (
+            retry_outages,  # few nodes have any
+        )
 
         retry_outages(node, now)
     elif alarm.kind is AlarmKind.STALL:

@@ -26,8 +26,8 @@ from aiogpu.engines.cluster.terms import CALLS
 from aiogpu.engines.cluster.turns import Numbers
 from aiogpu.errors import ActorDiedError, MisuseError
 from aiogpu.runtime.actor_end import ActorEnd, leaving, not_made
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
-from aiogpu.wire.outgoing import attach
+from aiogpu.serialization.references import attach
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request

@@ -31,9 +31,9 @@ from aiogpu.engines.cluster.work import (
 )
 from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actor_end import not_made
-from aiogpu.wire.acting import DEFAULT_GROUP
-from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.payload import load_arguments, load_function, several
+from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.serializer import load_arguments, load_function, several
+from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current, has_exited, method_called
 

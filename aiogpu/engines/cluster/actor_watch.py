@@ -12,7 +12,7 @@ from weakref import ref
 from aiogpu.engines import ray
 from aiogpu.errors import ActorDiedError, NodeError
 from aiogpu.runtime.actor_end import ActorEnd, died
-from aiogpu.wire.payload import dump_whole
+from aiogpu.serialization.serializer import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.actor import ClusterActor

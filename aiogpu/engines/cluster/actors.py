@@ -23,9 +23,9 @@ from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor_end import name_taken
 from aiogpu.runtime.call import Site
 from aiogpu.runtime.placements import removed
-from aiogpu.wire.acting import ASYNC
-from aiogpu.wire.failure import pack_told
-from aiogpu.wire.payload import dump_whole, load_result
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.serializer import dump_whole, load_result
+from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec

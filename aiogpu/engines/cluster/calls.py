@@ -17,7 +17,7 @@ from aiogpu.engines import ray
 from aiogpu.engines.cluster.cancelling import Cancelling
 from aiogpu.engines.cluster.failure import tell
 from aiogpu.engines.cluster.shared import arrived, failure_in
-from aiogpu.wire.parcel import Contents, Parcel
+from aiogpu.serialization.payload import Contents, Payload
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Request
@@ -326,4 +326,4 @@ def _settle(live: Live) -> None:
     if len(parts) == 1:
         receiver.receive(parts[0])
     else:
-        receiver.receive(Parcel.of(Contents(parts=parts), encoded=b""))
+        receiver.receive(Payload.of(Contents(parts=parts), encoded=b""))

@@ -30,7 +30,7 @@ from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
 from aiogpu.runtime.call import Call
-from aiogpu.wire.failure import RAISED
+from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.serialization.references import PickledValue
     from aiogpu.wire.messages import Failed
-    from aiogpu.wire.outgoing import Outgoing
 
 
 class RayEngine(Questions):
@@ -123,7 +123,7 @@ class RayEngine(Questions):
         self.pulse.begin()
         self.is_open = True
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self._far.pack(outgoing)
 

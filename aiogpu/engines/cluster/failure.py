@@ -25,7 +25,7 @@ from aiogpu.errors import (
 )
 from aiogpu.runtime.actor_end import died
 from aiogpu.runtime.placements import removed
-from aiogpu.wire.failure import STOPPED, pack_failure, pack_told
+from aiogpu.serialization.exceptions import STOPPED, pack_failure, pack_told
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:

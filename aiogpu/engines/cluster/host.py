@@ -15,7 +15,7 @@ from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.cluster.interrupts import interrupts
 from aiogpu.engines.cluster.loops import TaskLoop, has_loop, task_loop
 from aiogpu.engines.cluster.payload import kept_in
-from aiogpu.wire.parcel import has_handles
+from aiogpu.serialization.payload import has_handles
 from aiogpu.worker.execute import is_coroutine
 
 if TYPE_CHECKING:

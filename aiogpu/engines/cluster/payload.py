@@ -12,7 +12,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines import ray
-from aiogpu.wire.parcel import MARK, Contents, Parcel
+from aiogpu.serialization.payload import MARK, Contents, Payload
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.shared import Shared
@@ -129,7 +129,7 @@ def made(
     references: Sequence[Shared | Carried] = (),
     needs: tuple[Shared, ...] = (),
     ref: Ref | None = None,
-) -> Parcel:
+) -> Payload:
     """A payload of this process that is more than a pickle.
 
     Args:
@@ -141,12 +141,12 @@ def made(
     actors = tuple(one for one in references if isinstance(one, Carried))
     values = tuple(one for one in references if not isinstance(one, Carried))
     kept = Kept(ref, values, actors)
-    return Parcel.of(contents, (*references,), kept, needs, MARK)
+    return Payload.of(contents, (*references,), kept, needs, MARK)
 
 
 def kept_in(payload: bytes | None) -> Kept | None:
     """What a payload is to Ray; None if it is a pickle, which says it all."""
-    source = payload.source if type(payload) is Parcel else None
+    source = payload.source if type(payload) is Payload else None
     return source if isinstance(source, Kept) else None
 
 

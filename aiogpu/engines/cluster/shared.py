@@ -25,9 +25,9 @@ from aiogpu.engines.cluster.payload import (
     stored,
 )
 from aiogpu.errors import ProtocolError, TaskCancelledError
-from aiogpu.wire.failure import RAISED, pack_failure
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.serialization.payload import Contents
 from aiogpu.wire.messages import Failed
-from aiogpu.wire.parcel import Contents
 
 if TYPE_CHECKING:
     from aiogpu.engines.ray import Handle, Ref

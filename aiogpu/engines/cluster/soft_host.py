@@ -31,8 +31,8 @@ from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.engines.family import host_of_task
 from aiogpu.runtime.actor_end import died
-from aiogpu.wire.acting import DEFAULT_GROUP
-from aiogpu.wire.failure import RAISED, UNSENDABLE, pack_told
+from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_told
+from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.context import ActorExit
 
 CLOSE_LIMIT: Final = 5.0

@@ -15,7 +15,7 @@ from aiogpu.accelerators.listed import NOSET, is_left_alone
 from aiogpu.accelerators.types import AWS_NEURON_CORE
 from aiogpu.core.model.units import CPU, GPU, MEMORY, TYPE_PREFIX, UNIT
 from aiogpu.errors import DeviceError, OptionError
-from aiogpu.wire.acting import ASYNC, DEFAULT_GROUP, THREADED
+from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Bundle, Request, TaskSpec

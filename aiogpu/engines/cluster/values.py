@@ -14,9 +14,9 @@ from aiogpu.engines.cluster.calls import Live
 from aiogpu.engines.cluster.payload import IN_STORE, kept_in, made, stored
 from aiogpu.engines.cluster.shared import Shared, known, shared_of
 from aiogpu.errors import TaskCancelledError
-from aiogpu.wire.failure import pack_told
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import Contents, Parcel
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.payload import Contents, Payload
+from aiogpu.serialization.references import PickledValue
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -188,7 +188,7 @@ class ClusterValues:
     def settle(self, task: int) -> None:
         """A task has ended."""
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make the payload of what this process sends; see `Engine.pack`.
 
         What is large goes into Ray's store at once, so that it is what it was now.
@@ -209,7 +209,7 @@ class ClusterValues:
         return payload
 
 
-def packed_here(outgoing: Outgoing) -> Parcel:
+def packed_here(outgoing: PickledValue) -> Payload:
     """A payload that refers to the sender's own buffers: it is to be sent at once."""
     references: tuple[Any, ...] = tuple(outgoing.references)
     contents = Contents(

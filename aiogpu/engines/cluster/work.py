@@ -23,17 +23,17 @@ from aiogpu.engines.cluster.shared import arrived
 from aiogpu.engines.cluster.values import packed_here
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import SerializationError
-from aiogpu.wire.failure import RAISED, STOPPED, UNREADABLE, UNSENDABLE
-from aiogpu.wire.messages import Define
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import Parcel
-from aiogpu.wire.payload import (
+from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import (
     Results,
     dump_result,
     load_arguments,
     load_function,
     several,
 )
+from aiogpu.wire.messages import Define
 from aiogpu.worker.context import current, passing, take_kept
 from aiogpu.worker.retrying import Retrying
 
@@ -192,7 +192,7 @@ def arguments(
     if not isinstance(head, Stored) and not values and not returns:
         return head  # type: ignore[no-any-return]
     opened = arrived(head if isinstance(head, Stored) else Stored(head))
-    assert isinstance(opened, Parcel), head
+    assert isinstance(opened, Payload), head
     opened.contents = opened.contents._replace(places=tuple(places), returns=returns)
     opened.parts = tuple(arrived(value) for value in values)
     return opened
@@ -272,7 +272,7 @@ def returned(value: object) -> Any:
         return tuple(map(returned, value))
     result = dump_result(value)
     let_go_of_passed()  # Ray's handles of these actors go along
-    return stored(packed_here(result) if isinstance(result, Outgoing) else result)
+    return stored(packed_here(result) if isinstance(result, PickledValue) else result)
 
 
 def let_go_of_passed() -> None:

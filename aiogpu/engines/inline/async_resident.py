@@ -24,8 +24,7 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_state import ActorState
 from aiogpu.runtime.actors import LEAVE_LIMIT
-from aiogpu.wire.acting import Invoke, Leave
-from aiogpu.wire.messages import Message
+from aiogpu.wire.messages import Invoke, Leave, Message
 from aiogpu.worker.context import method_called
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.outcome import Outcome
-from aiogpu.wire.failure import unpack_failure
+from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.messages import Failed
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.runtime.object_memory import ObjectMemory
 from aiogpu.runtime.store import Store
-from aiogpu.wire.outgoing import Outgoing
+from aiogpu.serialization.references import PickledValue
 
 _numbers: Final = count(1)
 
@@ -112,7 +112,7 @@ class InlineEngine:
             self._store = Store(self._loop, memory)
         return self._store
 
-    def pack(self, outgoing: Outgoing) -> bytes:
+    def pack(self, outgoing: PickledValue) -> bytes:
         """Make a payload; see `Engine.pack`."""
         return self.store.pack(outgoing)
 

@@ -24,11 +24,16 @@ from aiogpu.engines.inline.silence import silence
 from aiogpu.engines.inline.streaming import begin_stream
 from aiogpu.engines.inline.supplies import supplied
 from aiogpu.runtime.call import Site
-from aiogpu.wire.failure import LEFT, RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.exceptions import LEFT, RAISED, UNREADABLE, UNSENDABLE
+from aiogpu.serialization.payload import has_handles
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import (
+    dump_result,
+    load_arguments,
+    load_function,
+    several,
+)
 from aiogpu.wire.messages import Done
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.parcel import has_handles
-from aiogpu.wire.payload import dump_result, load_arguments, load_function, several
 from aiogpu.worker.context import ActorExit, current, has_exited, take_kept
 from aiogpu.worker.outflow import UnsendableError
 
@@ -187,7 +192,7 @@ def _arguments(job: Job) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _packed(job: Job, value: object) -> Outcome:
     result = dump_result(value)
-    if isinstance(result, Outgoing):
+    if isinstance(result, PickledValue):
         result = job.runner.node.pack(result)
         job.let_go(result)
     return Outcome(Done(job.id, result), carried=take_kept())

@@ -18,7 +18,7 @@ from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.supplies import needed_by
 from aiogpu.errors import MisuseError, NodeError
 from aiogpu.runtime.actors import FIRST_CALL
-from aiogpu.wire.acting import ASYNC
+from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.node import InlineNode

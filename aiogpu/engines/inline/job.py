@@ -19,9 +19,9 @@ from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.call import Call, pass_on
 from aiogpu.runtime.values import unfinished_in
-from aiogpu.wire.failure import RAISED, unpack_failure
+from aiogpu.serialization.exceptions import RAISED, unpack_failure
+from aiogpu.serialization.serializer import is_one_of
 from aiogpu.wire.messages import Done, Failed
-from aiogpu.wire.retried import is_one_of
 from aiogpu.worker.context import take_kept
 from aiogpu.worker.outflow import Outflow
 

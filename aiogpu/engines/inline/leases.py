@@ -25,7 +25,7 @@ from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.runtime.standing import StandingPlacements
-from aiogpu.wire.leasing import MARK, Grant
+from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease

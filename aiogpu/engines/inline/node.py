@@ -25,7 +25,7 @@ from aiogpu.errors import AiogpuError, NodeClosedError
 from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Call, Site
-from aiogpu.wire.outgoing import Outgoing
+from aiogpu.serialization.references import PickledValue
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents
@@ -57,7 +57,7 @@ class InlineNode:
     assignment: Assignment
     executor: Executor
     cancel_grace: float
-    pack: Callable[[Outgoing], bytes]
+    pack: Callable[[PickledValue], bytes]
     clock: Callable[[], float]
     jobs: dict[TaskId, Job] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)

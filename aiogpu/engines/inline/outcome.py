@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiogpu.runtime.child import Carrying
-from aiogpu.wire.failure import pack_failure
+from aiogpu.serialization.exceptions import pack_failure
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:

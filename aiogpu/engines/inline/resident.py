@@ -22,10 +22,8 @@ from aiogpu.engines.inline.supplies import supplied
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.call import Call
-from aiogpu.wire.acting import Invoke, Leave
-from aiogpu.wire.failure import LEFT, STOPPED, unpack_failure
-from aiogpu.wire.messages import Failed, Message
-from aiogpu.wire.streaming import Demand
+from aiogpu.serialization.exceptions import LEFT, STOPPED, unpack_failure
+from aiogpu.wire.messages import Demand, Failed, Invoke, Leave, Message
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents

@@ -28,8 +28,8 @@ from aiogpu.runtime.actors import FIRST_CALL
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.death import describe_loss
 from aiogpu.runtime.register import Register
-from aiogpu.wire.acting import ASYNC, THREADED
-from aiogpu.wire.payload import dump_whole
+from aiogpu.serialization.serializer import dump_whole
+from aiogpu.wire.messages import ASYNC, THREADED
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease

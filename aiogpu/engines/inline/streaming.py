@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import SerializationError
-from aiogpu.wire.outgoing import Outgoing
-from aiogpu.wire.payload import dump_result
+from aiogpu.serialization.references import PickledValue
+from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import take_kept
 from aiogpu.worker.outflow import Outflow, pour_softly
 
@@ -39,7 +39,7 @@ class InlineFlow(Outflow):
             return
         try:
             payload = dump_result(item)
-            if isinstance(payload, Outgoing):
+            if isinstance(payload, PickledValue):
                 payload = self._job.runner.node.pack(payload)
         except SerializationError as error:
             take_kept()  # it will never be sent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.runtime.line import is_complete
 from aiogpu.runtime.store import filled
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.job import Job
@@ -25,7 +25,7 @@ class Expected(Enum):
 def expect(job: Job) -> None:
     """Have a job looked at again when its arguments come."""
     payload = job.call.payload
-    if type(payload) is Parcel and not is_complete(payload):
+    if type(payload) is Payload and not is_complete(payload):
         for value in dict.fromkeys(payload.needs):
             value.watch(lambda _: job.runner.wake())
 
@@ -33,7 +33,7 @@ def expect(job: Job) -> None:
 def needed_by(job: Job) -> tuple[Value, ...]:
     """The arguments of a job that are still to come, each once."""
     payload = job.call.payload
-    if type(payload) is not Parcel:
+    if type(payload) is not Payload:
         return ()
     return tuple(value for value in dict.fromkeys(payload.needs) if value.is_pending)
 
@@ -41,7 +41,7 @@ def needed_by(job: Job) -> tuple[Value, ...]:
 def expected(job: Job) -> Expected:
     """When the arguments of a job come; if never, who waits for it is told why."""
     payload = job.call.payload
-    if type(payload) is not Parcel or is_complete(payload):
+    if type(payload) is not Payload or is_complete(payload):
         return Expected.NOW
     for value in payload.needs:
         if value.has_failed:
@@ -54,4 +54,4 @@ def expected(job: Job) -> Expected:
 
 def supplied(payload: bytes) -> bytes:
     """The payload of a call that begins, with the values that it needs."""
-    return filled(payload) if type(payload) is Parcel else payload
+    return filled(payload) if type(payload) is Payload else payload

@@ -1,15 +1,12 @@
-"""Objects to bytes and back.
-
-Scalars and arrays of numbers take the C pickler directly; all else goes by `pickler`,
-and so by cloudpickle, which carries lambdas, closures and what lives in `__main__` by
-value.
-"""
+"""Arguments, results and functions to bytes and back."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping
+from copyreg import dispatch_table
 from importlib import import_module
+from sys import modules
 from typing import Any, Final
 
 from aiogpu.errors import (
@@ -18,18 +15,72 @@ from aiogpu.errors import (
     MisuseError,
     SerializationError,
 )
-from aiogpu.wire.arrays import PROTOCOL, SCALARS, are_numbers, dump_numbers
-from aiogpu.wire.outcome import Outcome
-from aiogpu.wire.outgoing import APART, Outgoing, collecting, take_out
-from aiogpu.wire.parcel import Parcel
+from aiogpu.serialization.exceptions import (
+    Outcome,
+    _unpicklable_path,
+    describe,
+    text_of,
+)
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.references import (
+    APART,
+    PickledValue,
+    collecting,
+    keeping,
+    take_out,
+)
+
+PROTOCOL: Final = 5
+SCALARS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+_KINDS: Final = frozenset("biufc")
+"""Of numpy's types of items those that are numbers."""
+
+
+def are_numbers(values: Iterable[object]) -> bool:
+    """Whether each is a scalar or an array of numbers, and of no class of its own."""
+    for value in values:
+        kind = type(value)
+        # By its name first: numpy may be a module that is loaded by a look at it.
+        if kind not in SCALARS and (
+            kind.__name__ != "ndarray" or not _is_array_of_numbers(kind, value)
+        ):
+            return False
+    return True
+
+
+def _is_array_of_numbers(kind: type, value: Any) -> bool:
+    if kind is not getattr(modules.get("numpy"), "ndarray", None):
+        return False
+    dtype = value.dtype
+    return (
+        dtype.kind in _KINDS
+        # What it, or a part of each item, is annotated with may be of any kind.
+        and dtype.metadata is None
+        and dtype.names is None
+        # Nor has the program its own way to pickle arrays.
+        and kind not in dispatch_table
+    )
+
+
+def dump_numbers(value: object) -> bytes | PickledValue:
+    """Pickle something that holds nothing else; see `are_numbers`."""
+    apart: list[memoryview] = []
+    stream = pickle.dumps(value, PROTOCOL, buffer_callback=keeping(apart))
+    return PickledValue(stream, apart) if apart or len(stream) >= APART else stream
+
 
 _NO_NAMES: Final[dict[str, object]] = {}
+
 NOTHING: Final = pickle.dumps(None, PROTOCOL)
 """The payload of `None`, the commonest result."""
+
 NO_ARGUMENTS: Final = pickle.dumps(((), {}), PROTOCOL)
 """The payload of a call without any."""
+
 RESULT: Final = ("the result", "result", "Return what it is made from.")
 PUT: Final = ("the value given to put()", "value", "Put what it is made from.")
+
 HEAVY: Final = 1 << 20
 """Bytes above which a warning is due for what is sent more than once."""
 
@@ -39,7 +90,7 @@ def dump_arguments(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     returns: int = 0,
-) -> bytes | Outgoing:
+) -> bytes | PickledValue:
     """Pickle a call's arguments.
 
     Args:
@@ -53,7 +104,7 @@ def dump_arguments(
     """
     if not kwargs and not returns and SCALARS.issuperset(map(type, args)):
         payload = pickle.dumps((args, _NO_NAMES), PROTOCOL)
-        return payload if len(payload) < APART else Outgoing(payload)
+        return payload if len(payload) < APART else PickledValue(payload)
     named = dict(kwargs)
     if not returns and are_numbers((*args, *named.values())):
         return dump_numbers((args, named))
@@ -88,7 +139,7 @@ def _without(
 
 def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Undo `dump_arguments`; raises whatever unpickling raises."""
-    if type(payload) is not Parcel:
+    if type(payload) is not Payload:
         return pickle.loads(payload)  # type: ignore[no-any-return]
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = load(payload)
     if not payload.parts:
@@ -104,7 +155,7 @@ def load_arguments(payload: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def load(payload: bytes) -> Any:
     """The object that was pickled; raises whatever unpickling raises."""
-    if type(payload) is not Parcel:
+    if type(payload) is not Payload:
         return pickle.loads(payload)
     stream, buffers = payload.open()
     return pickle.loads(stream, buffers=buffers)
@@ -112,7 +163,7 @@ def load(payload: bytes) -> Any:
 
 def dump_result(
     value: object, wording: tuple[str, str, str] = RESULT
-) -> bytes | Outgoing:
+) -> bytes | PickledValue:
     """Pickle a task's result.
 
     Args:
@@ -126,9 +177,9 @@ def dump_result(
         return NOTHING
     if type(value) in SCALARS:
         payload = pickle.dumps(value, PROTOCOL)
-        return payload if len(payload) < APART else Outgoing(payload)
+        return payload if len(payload) < APART else PickledValue(payload)
     if type(value) is Results:
-        return Outgoing(parts=tuple(map(dump_result, value)))
+        return PickledValue(parts=tuple(map(dump_result, value)))
     if are_numbers((value,)):
         return dump_numbers(value)
     try:
@@ -165,7 +216,7 @@ def several(value: object, payload: bytes) -> object:
         TypeError: it is no iterable.
         ValueError: it has more, or fewer.
     """
-    count = payload.contents.returns if type(payload) is Parcel else 0
+    count = payload.contents.returns if type(payload) is Payload else 0
     if not count:
         return value
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
@@ -255,54 +306,26 @@ def load_reference(module: str, qualname: str) -> Any:
     return found
 
 
-def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
-    """Pickle an exception.
-
-    Returns:
-        The payload and "". None if it cannot be pickled, and why not, with the path to
-        the part of it that cannot: its text at least travels.
-    """
-    # cloudpickle comes with it, which plain values do not need.
-    from aiogpu.wire import pickler
-
-    try:
-        return pickler.dump_exception(error), ""
-    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
-        try:
-            path = _culprit({"error": error})
-        except BaseException:  # noqa: BLE001 - the same
-            path = "error"
-        return None, f"{path}: {_described(second)}"
-
-
-def text_of(error: BaseException) -> str:
-    """An exception's text, also when asking for it raises."""
-    try:
-        return str(error)
-    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
-        return f"<its text cannot be had: {type(second).__name__}>"
-
-
 def is_sent_by_value(module: str) -> bool:
     """Whether the user asked cloudpickle to send what that module defines."""
     # cloudpickle comes with it, which functions of modules do not need.
-    from aiogpu.wire import pickler
+    from aiogpu.serialization import pickler
 
     return pickler.is_sent_by_value(module)
 
 
-def _dump(value: object) -> Outgoing:
+def _dump(value: object) -> PickledValue:
     # cloudpickle comes with it, which plain values do not need.
-    from aiogpu.wire.pickler import dump
+    from aiogpu.serialization.pickler import dump
 
     with collecting() as references:
         stream, buffers = dump(value)
-    return Outgoing(stream, buffers, references=tuple(references))
+    return PickledValue(stream, buffers, references=tuple(references))
 
 
 def _cloud_dumps(value: object) -> bytes:
     # cloudpickle comes with it, which plain values do not need.
-    from aiogpu.wire.pickler import dump_whole
+    from aiogpu.serialization.pickler import dump_whole
 
     return dump_whole(value)
 
@@ -319,29 +342,50 @@ def _unpicklable(
     # An error of ours is about a handle, and says itself what to do instead.
     is_of_handle = isinstance(error, MisuseError)
     with nullcontext() if is_of_handle else collecting():  # else none is to blame
-        path = _culprit(roots)
-    told = _described(error).rstrip(".")
+        path = _unpicklable_path(roots)
+    told = describe(error).rstrip(".")
     after = "" if is_of_handle else f" {advice}"
     return SerializationError(f"{what} cannot be pickled: {path}: {told}.{after}")
-
-
-def _culprit(roots: Mapping[str, object]) -> str:
-    from aiogpu.wire.culprit import find_culprit
-    from aiogpu.wire.pickler import measure
-
-    return find_culprit(roots, measure)
 
 
 def _unreadable(error: BaseException) -> str:
     if isinstance(error, AiogpuError):
         return f"the result cannot be had in this process: {text_of(error)}"
-    told = _described(error).rstrip(".")
+    told = describe(error).rstrip(".")
     return (
         f"the result cannot be unpickled in this process: {told}. Is its class "
         f"importable here, and of the same version as in the worker?"
     )
 
 
-def _described(error: BaseException) -> str:
-    text = text_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+Retried = bool | tuple[type[BaseException], ...]
+"""Exception classes; True for all, False for none."""
+
+NONE: Final = b""
+
+ALL: Final = b"*"
+"""No pickle begins so."""
+
+
+def dump_retried(wanted: Retried) -> bytes:
+    """The option `retry_exceptions` as bytes.
+
+    Raises:
+        SerializationError: with the path to what cannot be pickled.
+    """
+    if isinstance(wanted, bool):
+        return ALL if wanted else NONE
+    return dump_option("retry_exceptions", wanted)
+
+
+def load_retried(retried: bytes) -> Retried:
+    """Undo `dump_retried`; raises whatever unpickling raises."""
+    if retried in (NONE, ALL):
+        return retried == ALL
+    wanted: Any = load(retried)
+    return tuple(wanted)
+
+
+def is_one_of(wanted: Retried, error: BaseException) -> bool:
+    """Whether it is one of these; raises what a metaclass of the user's may raise."""
+    return wanted if isinstance(wanted, bool) else isinstance(error, wanted)

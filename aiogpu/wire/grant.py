@@ -1,7 +1,8 @@
-"""What whoever holds a lease is told: plain JSON, so that nothing is unpickled."""
+"""What the holder of a lease is told: plain JSON, so that nothing is unpickled."""
 
 from __future__ import annotations
 
+import json
 from typing import Final, NamedTuple
 
 from aiogpu.errors import ProtocolError
@@ -29,8 +30,6 @@ class Grant(NamedTuple):
 
     def pack(self) -> bytes:
         """The grant as bytes."""
-        import json  # few programs hold leases
-
         return json.dumps(self).encode()
 
     @classmethod
@@ -40,8 +39,6 @@ class Grant(NamedTuple):
         Raises:
             ProtocolError: it is something else.
         """
-        import json
-
         try:
             environ, accelerators, gpu_memory, cpus = json.loads(data)
             return cls(

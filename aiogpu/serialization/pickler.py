@@ -1,25 +1,117 @@
-"""Any object to a stream, with its large buffers beside it. cloudpickle's only door.
+"""Any object to a pickle, with its large buffers beside it.
 
-Importing this file brings cloudpickle along; whoever must stay light imports it late.
+This is the only module that imports cloudpickle. It is imported late: plain values do
+not need it.
 """
 
 from __future__ import annotations
 
+import copyreg
 import pickle
+import sys
 from collections.abc import Callable, Iterable
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, lru_cache
 from io import BytesIO
 from sys import modules
 from typing import Any, ClassVar, Final
 
 import cloudpickle
 
-from aiogpu.wire.exceptions import reduced_exception
-from aiogpu.wire.outgoing import keeping
+from aiogpu.serialization.references import keeping
+
+_PROGRAM: Final = "__main__"
+
+
+def reduced_cache(
+    cached: _lru_cache_wrapper[Any], sent_by_value: Callable[[str], bool]
+) -> str | tuple[object, ...]:
+    """How such a function is pickled; `functools` knows only the way by its name.
+
+    Args:
+        cached: what `lru_cache` has made of a function.
+        sent_by_value: whether what a module defines goes by value, by its name.
+    """
+    module = cached.__module__ or _PROGRAM
+    name = getattr(cached, "__qualname__", "")  # a partial object has none
+    if module != _PROGRAM and not sent_by_value(module):
+        found: object = sys.modules.get(module)
+        for step in name.split("."):
+            found = getattr(found, step, None)
+        if found is cached:
+            return name
+    terms = cached.cache_parameters()
+    return _cached, (cached.__wrapped__, terms["maxsize"], terms["typed"])
+
+
+def _cached(
+    function: Callable[..., Any], most: int | None, is_typed: bool
+) -> _lru_cache_wrapper[Any]:
+    """The same function with a cache of its own, which is empty."""
+    return lru_cache(most, is_typed)(function)
+
+
+Reduced = tuple[Any, ...]
+
+_HEAP_TYPE: Final = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: the class was made by a `class` statement."""
+
+
+def reduced_exception(error: BaseException) -> Reduced | None:
+    """How an exception is to be pickled, as `__reduce__` says it.
+
+    Returns:
+        None where pickle's own way is right: the class is built in, has no constructor
+        of its own, or says itself how it is pickled.
+
+    Raises:
+        Exception: whatever a slot or an attribute of it raises.
+    """
+    kind = type(error)
+    base = _builtin_base(kind)
+    if kind is base or (
+        kind.__init__ is base.__init__ and kind.__new__ is base.__new__
+    ):
+        return None
+    is_own = kind.__reduce__ is not base.__reduce__
+    if is_own or kind.__reduce_ex__ is not base.__reduce_ex__:
+        return None
+    if kind.__setstate__ is not base.__setstate__ or kind in copyreg.dispatch_table:
+        return None
+    reduced = error.__reduce__()
+    assert isinstance(reduced, tuple), error
+    _, args, state = (*reduced, None)[:3]
+    attributes = dict(state or {})
+    for name in copyreg._slotnames(kind):  # type: ignore[attr-defined]
+        if hasattr(error, name):
+            attributes[name] = getattr(error, name)
+    return _made, (kind, *args), attributes, None, None, _set_attributes
+
+
+def _builtin_base(kind: type[BaseException]) -> Any:
+    """The innermost of its bases that is built in; its state is kept there, in C."""
+    while kind.__flags__ & _HEAP_TYPE:
+        assert kind.__base__ is not None, kind
+        kind = kind.__base__
+    return kind
+
+
+def _made(kind: type[BaseException], *args: object) -> BaseException:
+    base = _builtin_base(kind)
+    error: BaseException = base.__new__(kind, *args)
+    base.__init__(error, *args)
+    return error
+
+
+def _set_attributes(error: BaseException, attributes: dict[str, object]) -> None:
+    for name, value in attributes.items():
+        object.__setattr__(error, name, value)  # the class's own may refuse
+
 
 _PROTOCOL: Final = 5
+
 _SPAWNED: Final = "__mp_main__"
 """What multiprocessing calls the program where it has spawned it anew."""
+
 _CASTABLE: Final = frozenset("cbB?hHiIlLqQnNfd")
 
 
@@ -128,7 +220,6 @@ def _reduced_view(seen: memoryview) -> tuple[object, ...]:
 
 def _reduced_cache(cached: _lru_cache_wrapper[Any]) -> str | tuple[object, ...]:
     # Late: few programs send any.
-    from aiogpu.wire.caches import reduced_cache
 
     return reduced_cache(cached, is_sent_by_value)
 
@@ -155,7 +246,7 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
     def learn(self, torch: object) -> None:
         """Reduce tensors too, from the time on when torch is there."""
-        from aiogpu.wire.tensors import reducers
+        from aiogpu.serialization.tensors import reducers
 
         if known := reducers(torch):
             self.update(known)

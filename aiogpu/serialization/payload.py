@@ -1,9 +1,4 @@
-"""Payloads that are more than a pickle: they refer to what does not travel in them.
-
-A plain payload is the pickle itself. A parcel is a pickle, and beside it the places of
-its large buffers, the values that are its arguments, and those to which it holds
-handles. In a process it is an object that keeps alive what it refers to.
-"""
+"""Payloads: a pickle with what it refers to (segments, values, other payloads)."""
 
 from __future__ import annotations
 
@@ -65,7 +60,7 @@ class Source(Protocol):
         ...
 
 
-class Parcel(bytes):
+class Payload(bytes):
     """A parcel in a process that may open it.
 
     Attributes:
@@ -92,7 +87,7 @@ class Parcel(bytes):
         source: Source | None = None,
         needs: tuple[Any, ...] = (),
         encoded: bytes | None = None,
-    ) -> Parcel:
+    ) -> Payload:
         """A parcel with these contents; `encoded` if they are packed already."""
         parcel = cls(pack(contents) if encoded is None else encoded)
         parcel.contents, parcel.holds = contents, holds
@@ -121,14 +116,14 @@ class Parcel(bytes):
 
 def part_of(payload: bytes, part: int) -> bytes:
     """One of several results; the payload itself if `part` is below zero."""
-    if part < 0 or type(payload) is not Parcel:
+    if part < 0 or type(payload) is not Payload:
         return payload
     return payload.parts[part]
 
 
 def has_handles(payload: bytes) -> bool:
     """Whether unpickling it makes handles."""
-    return type(payload) is Parcel and (
+    return type(payload) is Payload and (
         bool(payload.contents.values) or any(map(has_handles, payload.parts))
     )
 
@@ -145,7 +140,7 @@ def pack(contents: Contents) -> bytes:
         SerializationError: what it carries is too large for a frame.
     """
     # Late, so that the zygote's start need not wait for msgpack.
-    from aiogpu.wire import frames
+    from aiogpu.wire import codec as frames
 
     # msgpack comes with it, which who only looks at payloads does not need.
 
@@ -166,7 +161,7 @@ def unpack(payload: bytes) -> Contents:
     Raises:
         ProtocolError: it is none.
     """
-    from aiogpu.wire import frames
+    from aiogpu.wire import codec as frames
 
     fields = frames.unpack(memoryview(payload)[1:]) if is_parcel(payload) else None
     if type(fields) is not tuple or tuple(map(type, fields)) != _TYPES:

@@ -17,10 +17,11 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Final
 
-from aiogpu.wire.advice import advise
+from aiogpu.serialization.diagnostics import advise
 
 _PROTOCOL: Final = 5
 _NOT_WRITABLE: Final = "The given buffer is not writable"
+
 _done: Final[set[str]] = set()
 """What is done once in a process."""
 

@@ -1,7 +1,6 @@
-"""What is to be sent and is no payload yet: a pickle, its buffers, and handles.
+"""What is pickled but not a payload yet: the stream, its buffers, and references.
 
-Whoever sends it has shared memory, or not, and knows by which ids the other side will
-know the values; so he makes the payload.
+References stand in for values and actors, which do not travel in the pickle.
 """
 
 from __future__ import annotations
@@ -16,11 +15,14 @@ from aiogpu.errors import MisuseError
 if TYPE_CHECKING:
     from pickle import PickleBuffer
 
+
 HANDLE: Final = "__aiogpu_handle__"
 """What the classes of handles have, so that nobody here needs to import them."""
+
 APART: Final = 1 << 18
 """Bytes of buffers, or of a pickle, from which on they go into shared memory: below
 it, copying them through a socket costs less than passing and mapping a descriptor."""
+
 ALONG: Final = 1 << 16
 """Bytes of a pickle from which on it goes along, where its buffers do."""
 
@@ -35,7 +37,7 @@ class Reference(Protocol):
     id: int
 
 
-class Outgoing(NamedTuple):
+class PickledValue(NamedTuple):
     """See above.
 
     Attributes:

@@ -1,17 +1,42 @@
-"""What an object consists of when it is pickled, each part with the step to it.
-
-The parts are those that pickling itself would take: what `__getstate__` leaves out is
-none of them.
-"""
+"""Finds what in an object cannot be pickled; warns at the user's own line."""
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
-from itertools import chain
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType
+from itertools import chain, islice
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType
 from typing import Final
+
+from aiogpu.errors import AiogpuWarning
+
+_OURS: Final = frozenset({"aiogpu", "cloudpickle"})
+
+
+def advise(text: str) -> None:
+    """Warn by `AiogpuWarning` at the innermost line that is not aiogpu's own.
+
+    Args:
+        text: what is slow or wasteful, and what to do.
+
+    Raises:
+        AiogpuWarning: the filters make errors of warnings.
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, AiogpuWarning, stacklevel=level)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in _OURS
+
 
 _HOLDERS: Final[tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...]] = (
     (MethodType, ("__self__", "__func__")),
@@ -114,3 +139,63 @@ def _parts_of_state(state: object) -> Iterator[tuple[str, object]]:
             yield from ((f".{name}", item) for name, item in names.items())
         elif names is not None:
             yield ".__getstate__()", names
+
+
+DEEPEST: Final = 32
+
+WIDEST: Final = 1000
+"""Parts of one object that are tried."""
+
+
+def find_unpicklable(
+    roots: Mapping[str, object], dumps: Callable[[object], object]
+) -> str:
+    """The path to the innermost part that cannot be pickled.
+
+    Args:
+        roots: objects by the name that the path begins with.
+        dumps: raises on what cannot be pickled.
+
+    Returns:
+        Such as `f.__closure__.db.socket (a socket)`.
+    """
+    for name, value in roots.items():
+        if _fails(value, dumps):
+            path, culprit = _descend(name, value, dumps)
+            return f"{path} (a {type(culprit).__name__})"
+    return next(iter(roots), "it")
+
+
+def _descend(
+    path: str, value: object, dumps: Callable[[object], object]
+) -> tuple[str, object]:
+    trail = [value]
+    for _ in range(DEEPEST):
+        found = _failing_part(trail, dumps)
+        if found is None:
+            break
+        step, part = found
+        path += step
+        trail.append(part)
+    return path, trail[-1]
+
+
+def _failing_part(
+    trail: list[object], dumps: Callable[[object], object]
+) -> tuple[str, object] | None:
+    try:
+        for step, part in islice(parts(trail[-1]), WIDEST):
+            is_new = all(part is not passed for passed in trail)
+            if is_new and _fails(part, dumps):
+                return step, part
+    except (Exception, SystemExit):  # noqa: BLE001 - it will not be reduced: the culprit
+        return None
+    return None
+
+
+def _fails(value: object, dumps: Callable[[object], object]) -> bool:
+    try:
+        dumps(value)
+    except (Exception, SystemExit):  # noqa: BLE001 - a reducer may raise anything
+        return True
+    return False

@@ -1,15 +1,16 @@
-"""An exception that survives the trip from worker to driver.
+"""Exceptions on their way from a worker to the program.
 
-It travels as a pickle where it can and as text always. On arrival it is the
-user's own exception with the worker's traceback as its cause, or a `TaskError`
-where its kind must not travel: `StopIteration` and all that is not an `Exception`
-would upset the driver's loop.
+An exception travels as a pickle where it can, and as text always. On arrival it is the
+user's own exception with the worker's traceback as its cause. It is a `TaskError` where
+its kind must not travel: `StopIteration` and all that is not an `Exception` would upset
+the program's loop.
 """
 
 from __future__ import annotations
 
 import pickle
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from aiogpu.errors import (
     ActorDiedError,
@@ -20,18 +21,94 @@ from aiogpu.errors import (
     TaskError,
 )
 from aiogpu.wire.messages import Failed
-from aiogpu.wire.payload import dump_exception, text_of
+
+
+def dump_exception(error: BaseException) -> tuple[bytes | None, str]:
+    """Pickle an exception.
+
+    Returns:
+        The payload and "". None if it cannot be pickled, and why not, with the path to
+        the part of it that cannot: its text at least travels.
+    """
+    # cloudpickle comes with it, which plain values do not need.
+    from aiogpu.serialization import pickler
+
+    try:
+        return pickler.dump_exception(error), ""
+    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
+        try:
+            path = _unpicklable_path({"error": error})
+        except BaseException:  # noqa: BLE001 - the same
+            path = "error"
+        return None, f"{path}: {describe(second)}"
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's text, also when asking for it raises."""
+    try:
+        return str(error)
+    except BaseException as second:  # noqa: BLE001 - foreign code may raise anything
+        return f"<its text cannot be had: {type(second).__name__}>"
+
+
+def describe(error: BaseException) -> str:
+    """The type and the text of an exception, on one line where the text is."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _unpicklable_path(roots: Mapping[str, object]) -> str:
+    from aiogpu.serialization.diagnostics import find_unpicklable
+    from aiogpu.serialization.pickler import measure
+
+    return find_unpicklable(roots, measure)
+
+
+class Outcome(NamedTuple):
+    """See above.
+
+    Attributes:
+        values: the results so far.
+        seconds: that they took.
+        failure: the fields of a `Failed`, if the item after them has failed.
+    """
+
+    values: list[Any]
+    seconds: float
+    failure: tuple[Any, ...] | None
+
+    def before_culprit(self, dump: Callable[[object], object]) -> Outcome:
+        """The same up to the first value that cannot be pickled; that one has failed.
+
+        Args:
+            dump: raises for such a value.
+        """
+        # Only a failure pays for the import.
+
+        for number, value in enumerate(self.values):
+            try:
+                dump(value)
+            except Exception as error:  # noqa: BLE001 - it travels
+                failed = pack_failure(0, UNSENDABLE, error, "")
+                return Outcome(self.values[:number], self.seconds, tuple(failed))
+        return self
+
 
 RAISED: Final = "raised"
 """The task's code raised."""
+
 STOPPED: Final = "stopped"
 """The task's code ended because it was asked to stop."""
+
 LEFT: Final = "left"
 """The method has ended its actor, by `exit_actor()`."""
+
 UNREADABLE: Final = "unreadable"
 """The function or its arguments could not be unpickled in the worker."""
+
 UNSENDABLE: Final = "unsendable"
 """The result could not be pickled."""
+
 DIED: Final = "died"
 """The constructor of an actor has failed: the kind of that and the actor's name follow,
 each after a colon. Its exception is the cause of what is told."""
@@ -40,8 +117,10 @@ TOLD: Final = "told"
 """The node says so itself: an error of aiogpu's own, with its cause."""
 
 _NO_ROOM: Final = f"{ObjectMemoryError.__module__}.{ObjectMemoryError.__qualname__}"
+
 _OURS: Final = "aiogpu."
 """Begins the names of errors whose text says all that is to be said."""
+
 _HARMLESS: Final = frozenset({BaseException, BaseExceptionGroup})
 _CAUSE: Final = vars(BaseException)["__cause__"]
 

@@ -1,0 +1,1 @@
+"""Objects of the user to bytes and back."""
