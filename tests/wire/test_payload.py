@@ -73,8 +73,7 @@ def test_results_arrive(value):
 
 def test_plain_arguments_need_no_cloudpickle():
     script = (
-        "import sys; from aiogpu.serialization.exceptions import *
-from aiogpu.serialization.serializer import *;"
+        "import sys; from aiogpu.serialization.serializer import *;"
         "dump_arguments('f', (1, 'a', None), {}); dump_result(2.5); dump_result(None);"
         "print('cloudpickle' in sys.modules)"
     )
