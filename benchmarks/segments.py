@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from aiogpu.memory.heap import keep_pages
-from aiogpu.memory.mappings import Mappings
-from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.linux.syscalls import keep_pages
+from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
+from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment
-from aiogpu.memory.warm import WarmSegments
+from aiogpu.memory.segment_pool import SegmentPool
 from aiogpu.wire.codec import FrameReader, encode
 from aiogpu.wire.messages import Done
 
@@ -48,7 +48,7 @@ class Reader:
         frames.close()
         descriptors.close()
         self.sender = DescriptorSender(self.descriptors)
-        self.warm = WarmSegments(1, 1 << 30, lambda: None)
+        self.warm = SegmentPool(1, 1 << 30, lambda: None)
 
     def close(self) -> None:
         """End it."""

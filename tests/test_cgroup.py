@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.cgroup import Cgroup
+from aiogpu.linux.cgroup import Cgroup
 from tests.cgroups import group, needs_cgroup
 from tests.program import run
 
@@ -79,7 +79,7 @@ def test_all_in_it_and_below_are_ended(
 @needs_cgroup
 def test_one_that_kills_by_hand_spares_itself() -> None:
     source = """
-    from aiogpu.cgroup import Cgroup
+    from aiogpu.linux.cgroup import Cgroup
     from tests.cgroups import group
     with group("self") as made:
         made.enter()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.credentials import peer_credentials, user
 from aiogpu.errors import NodeError
-from aiogpu.memory.page import ControlPage
+from aiogpu.linux.syscalls import peer_credentials, user
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.descriptors import Descriptors
 from aiogpu.worker.interrupts import Interrupts

@@ -19,7 +19,8 @@ import sys
 from typing import Final
 
 import aiogpu.worker.__main__  # noqa: F401
-from aiogpu.worker import birth, kernel
+from aiogpu.linux import syscalls as kernel
+from aiogpu.worker import birth
 from aiogpu.worker.preload import NEEDED
 from aiogpu.worker.rehearsal import Rehearsal
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Final
 
-from aiogpu.worker.kernel import adopt_orphans
+from aiogpu.linux.syscalls import adopt_orphans
 
 SENT_ON: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),

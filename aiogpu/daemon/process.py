@@ -24,7 +24,7 @@ from aiogpu.daemon.plan import LAST_WORDS, Plan
 from aiogpu.daemon.readiness import Ready, tell_failure, tell_ready
 from aiogpu.daemon.service import MakeNode, Service, make_node
 from aiogpu.errors import AiogpuError, InternalError, NodeStartError
-from aiogpu.worker.kernel import set_process_name
+from aiogpu.linux.syscalls import set_process_name
 
 _log: Final = logging.getLogger("aiogpu.daemon")
 

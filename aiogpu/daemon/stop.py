@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from aiogpu.credentials import user
 from aiogpu.daemon.pidfile import Claim, Record, holds_claim, living_node
 from aiogpu.daemon.place import Place
 from aiogpu.daemon.service import remove
 from aiogpu.errors import NodeError, NodeRunningError
+from aiogpu.linux.syscalls import user
 from aiogpu.runtime.meeting import check_meeting
 
 SLACK: Final = 5.0

@@ -21,7 +21,7 @@ from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import GPU
 from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.engines.detection import detect, in_thread
-from aiogpu.runtime.origins import origins_of
+from aiogpu.linux.procfs import origins_of
 
 BUS: Final = "/sys/bus/pci/devices"
 

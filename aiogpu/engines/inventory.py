@@ -15,8 +15,8 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.detection import detect, in_thread
-from aiogpu.runtime.cpus import usable_cpus
-from aiogpu.runtime.memory_bounds import MemoryBounds
+from aiogpu.linux.cgroup_hierarchy import usable_cpus
+from aiogpu.linux.procfs import MemoryBounds
 
 if TYPE_CHECKING:
     from aiogpu.accelerators.base import Accelerator

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from aiogpu.credentials import check_server
 from aiogpu.errors import ProtocolError
+from aiogpu.linux.syscalls import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import Message

@@ -23,8 +23,8 @@ from aiogpu.errors import (
     NodeError,
     ProtocolError,
 )
-from aiogpu.memory.heap import keep_pages
-from aiogpu.memory.page import ControlPage
+from aiogpu.linux.syscalls import keep_pages
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.meeting import check_meeting, default_socket
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.connection import CLIENT, greeting

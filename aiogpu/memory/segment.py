@@ -1,11 +1,4 @@
-"""Segments: memory that one process writes and others only read.
-
-A segment has no name anywhere: the kernel frees it with the last descriptor and the
-last mapping of it, however their holders end. Whether somebody still reads it is
-asked of the kernel too: a descriptor that `Segment.share` gives has an open file
-description of its own with a read lock on it (fcntl(2), "Open file description
-locks"), which its copies, messages under way, mappings and forked children all keep.
-"""
+"""Segments: shared memory that one process writes and others only read."""
 
 from __future__ import annotations
 
@@ -280,3 +273,22 @@ def _unnamed_file(directory: str) -> int:
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+NAMED_BY: Final = ("TMPDIR", "TEMP", "TMP")
+"""Variables that name the temporary directory, as for `tempfile.gettempdir`."""
+
+USUAL: Final = ("/tmp", "/var/tmp", "/usr/tmp")
+
+
+def spill_directory() -> str:
+    """The temporary directory.
+
+    `tempfile` tries each place with a file, which stays behind where the process is
+    killed in that moment.
+    """
+    named = [os.environ.get(name) for name in NAMED_BY]
+    for place in (*named, *USUAL):
+        if place and os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            return os.path.abspath(place)
+    return os.getcwd()

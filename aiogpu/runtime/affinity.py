@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from aiogpu.core.model.request import Device
-from aiogpu.runtime.cpus import cgroup_folders
+from aiogpu.linux.cgroup_hierarchy import cgroup_folders
 
 ROOT = Path("/")
 LARGEST: Final = 1 << 16

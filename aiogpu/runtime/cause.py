@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Final, NamedTuple
 
-from aiogpu.runtime.autopsy import Findings
+from aiogpu.linux.procfs import Findings
 
 NOT_STARTED: Final = "not started"
 EXIT: Final = "exit"

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.core.model.units import size
 from aiogpu.errors import ActorDiedError, OutOfMemoryError, WorkerDiedError
-from aiogpu.runtime.autopsy import Findings
+from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.cause import CROWDED, UNAVAILABLE, find_cause, tell
 from aiogpu.runtime.crowd import CrowdedError, UnavailableError
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final
 
 from aiogpu.errors import NodeStartError
-from aiogpu.memory.page import SLOTS
+from aiogpu.memory.control_page import SLOTS
 
 _log: Final = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.descriptors import soft_limit
-from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.process import fitting, start_interpreter
 from aiogpu.runtime.program import Program, program_of

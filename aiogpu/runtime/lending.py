@@ -13,7 +13,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.runtime.segment import SharedSegment, discard, kept
 from aiogpu.wire.messages import NUMBERS
 

@@ -11,8 +11,8 @@ import os
 import stat
 from typing import Final, NamedTuple
 
-from aiogpu.credentials import user
 from aiogpu.errors import NodeError
+from aiogpu.linux.syscalls import user
 
 SOCKET: Final = "node.sock"
 PIDFILE: Final = "node.pid"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
+from aiogpu.linux.procfs import MemoryBounds, Usage
 
 SOONEST: Final = 0.02
 """Seconds between two looks when there is no room left."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.memory.spilling import spill_directory
-from aiogpu.runtime.memory_bounds import MemoryBounds
+from aiogpu.linux.procfs import MemoryBounds
+from aiogpu.memory.segment import spill_directory
 
 if TYPE_CHECKING:
-    from aiogpu.memory.page import ControlPage
+    from aiogpu.memory.control_page import ControlPage
 
 PART: Final = 0.3
 """The part of the memory that may be used here that values take unless told."""

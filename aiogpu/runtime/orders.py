@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from aiogpu.core.model.ids import TaskId
-from aiogpu.memory.page import ALL, ControlPage
+from aiogpu.memory.control_page import ALL, ControlPage
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.slot import LiveWorker
 from aiogpu.wire.messages import (

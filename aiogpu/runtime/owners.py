@@ -13,7 +13,7 @@ from typing import Final
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.status.holdings import OtherProcess
-from aiogpu.runtime.origins import Origin
+from aiogpu.linux.procfs import Origin
 
 FOREIGN_IDS: Final = (
     "whose its processes are (the driver's process ids are not those seen here)"

@@ -13,7 +13,7 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.credentials import peer_credentials
+from aiogpu.linux.syscalls import peer_credentials
 
 if TYPE_CHECKING:
     from aiogpu.runtime.store import Store

@@ -17,8 +17,8 @@ from typing import Final
 
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeError
+from aiogpu.linux.procfs import ExitEvidence
 from aiogpu.runtime import cause
-from aiogpu.runtime.autopsy import Autopsy
 from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.death import Death, stillbirth
@@ -81,7 +81,7 @@ class Pool:
         self.on_outdated: Callable[[Environment], object] = bool  # nobody is told yet
         self.hearing = Hearing(console, Burst(self.workers), self._on_imported)
         self.orders = Orders(self.workers, zygotes.page)
-        self.autopsy = Autopsy()
+        self.autopsy = ExitEvidence()
         self._loop = loop
         self._zygotes = zygotes
         self._send_signal = send_signal

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Final
 
-from aiogpu.runtime.hierarchy import PROC
+from aiogpu.linux.cgroup_hierarchy import PROC
 
 AGAIN: Final = 1.0
 """Seconds until it is looked again where it cannot be, or no pidfd can be had."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aiogpu.accelerators.base import Health, Sample
+from aiogpu.linux.procfs import Origin, origins_of
 from aiogpu.runtime.device_eyes import DeviceEyes, Key
-from aiogpu.runtime.origins import Origin, origins_of
 
 EACH: Final = 1.0
 """Seconds between two rounds to all devices."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.runtime.autopsy import Autopsy, Findings
+from aiogpu.linux.procfs import ExitEvidence, Findings
 from aiogpu.runtime.caller import Caller
 from aiogpu.runtime.cause import is_kernels
 from aiogpu.runtime.death import Death, stillbirth
@@ -56,7 +56,7 @@ class LiveWorker(Caller):
         told = stillbirth(error)
         self.reason, self.cause = told.reason, told.known
 
-    def death(self, begun: int, autopsy: Autopsy) -> Death:
+    def death(self, begun: int, autopsy: ExitEvidence) -> Death:
         """How it ended, with what the kernel has to say where it may have had a hand.
 
         Args:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from aiogpu.memory.page import SLOTS
+from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.crowd import SCARCE, CrowdedError
 from aiogpu.runtime.descriptors import RESERVE, soft_limit

@@ -19,9 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.mappings import Mappings, Shown
+from aiogpu.memory.mapping import Mappings, SegmentSpans
 from aiogpu.memory.segment import Segment
-from aiogpu.memory.warm import WarmSegments
+from aiogpu.memory.segment_pool import SegmentPool
 from aiogpu.runtime.descriptors import values_limit
 from aiogpu.runtime.lending import Lending
 from aiogpu.runtime.object_memory import ObjectMemory, is_memory
@@ -33,7 +33,7 @@ from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
 from aiogpu.wire.messages import WARM as WARM_OF_WORKER
 
 if TYPE_CHECKING:
-    from aiogpu.memory.page import ControlPage
+    from aiogpu.memory.control_page import ControlPage
     from aiogpu.runtime.caller import Caller
 
 DEEPEST: Final = 4
@@ -58,7 +58,7 @@ class Store:
         self.catch_up: Callable[[], object] = _nothing
         self.memory = memory
         self._loop = loop
-        self._warm = WarmSegments(SEGMENTS + 1, WARM, lambda: memory.directory)
+        self._warm = SegmentPool(SEGMENTS + 1, WARM, lambda: memory.directory)
         self._mappings = Mappings(self._on_unmapped)
         self._mapped: dict[int, SharedSegment] = {}
         self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
@@ -120,7 +120,7 @@ class Store:
 
             raise of_closed_node(value.name)
 
-    def _shown(self, outgoing: PickledValue) -> Shown | None:
+    def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
         if len(outgoing.stream) >= APART:
             return None

@@ -14,8 +14,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
+from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.launch import Ground
-from aiogpu.runtime.node_cgroup import NodeCgroup
 from aiogpu.runtime.paths import remove_directory
 from aiogpu.runtime.unasked import Unasked
 from aiogpu.wire.setup import descriptor_path

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from aiogpu.memory.page import ControlPage
-from aiogpu.runtime.node_cgroup import NodeCgroup
+from aiogpu.linux.cgroup_hierarchy import NodeCgroup
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.process import interpreter_flags
 from aiogpu.runtime.program import Program
 

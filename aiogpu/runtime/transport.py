@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, cast
 
-from aiogpu.credentials import peer_credentials
 from aiogpu.errors import ProtocolError
+from aiogpu.linux.syscalls import peer_credentials
 from aiogpu.wire.codec import LARGE, encode, encode_all
 from aiogpu.wire.connection import CLIENT, Connection
 from aiogpu.wire.messages import ChildDone, Hello, Invoke, Message, Refused

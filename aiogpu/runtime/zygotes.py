@@ -14,7 +14,7 @@ from typing import Final
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import Environment
 from aiogpu.errors import NodeStartError
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.runtime.console import Console
 from aiogpu.runtime.crowd import UnavailableError
 from aiogpu.runtime.early import early_variables

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from aiogpu.runtime.node_cgroup import find_cgroup
+from aiogpu.linux.cgroup_hierarchy import find_cgroup
 
 _PROC: Final = Path("/proc")
 _MARK: Final = "aiogpu"

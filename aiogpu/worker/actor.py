@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiogpu.errors import SerializationError
-from aiogpu.memory.page import ALL
+from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.serialization.serializer import NOTHING
 from aiogpu.wire.messages import (

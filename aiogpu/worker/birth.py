@@ -11,10 +11,10 @@ import sys
 from functools import partial
 from typing import Final
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.linux import syscalls as kernel
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import PRESSING
 from aiogpu.wire.setup import Setup, descriptor_path, socket_path
-from aiogpu.worker import kernel
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import current
 from aiogpu.worker.environ import seeds

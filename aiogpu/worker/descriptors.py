@@ -12,12 +12,12 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.credentials import check_server
 from aiogpu.errors import NodeClosedError
+from aiogpu.linux.syscalls import check_server
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+    from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
     from aiogpu.memory.segment import Segment
 
 REFUSED: Final = 5e-3
@@ -116,7 +116,7 @@ class Descriptors:
             OSError: the node has gone.
         """
         # Late: a worker that has to do with no shared memory needs none of it.
-        from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+        from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 
         owner = self._owner or current.worker
         try:

@@ -19,7 +19,7 @@ from sys import _getframe
 from types import CodeType, FrameType
 from typing import Final
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 
 _SIGINT: Final = int(signal.SIGINT)
 IMPORT: Final = "<frozen importlib._bootstrap>"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from aiogpu.memory.spilling import spill_directory
+from aiogpu.memory.segment import spill_directory
 from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
 from aiogpu.serialization.references import APART, PickledValue
 from aiogpu.wire.messages import OWNER, SEGMENTS, WARM, ChildItems, Recycle, Returned
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from aiogpu.memory.mappings import Mappings, Shown
-    from aiogpu.memory.page import ControlPage
+    from aiogpu.memory.control_page import ControlPage
+    from aiogpu.memory.mapping import Mappings, SegmentSpans
     from aiogpu.memory.segment import Segment
-    from aiogpu.memory.warm import WarmSegments
+    from aiogpu.memory.segment_pool import SegmentPool
     from aiogpu.wire.messages import Message
     from aiogpu.worker.interrupts import Interrupts
 
@@ -79,7 +79,7 @@ class Loans:
         self._mapped: dict[int, Loan] = {}
         self.descriptors = Descriptors(path, owner)
         self._mappings: Mappings | None = None
-        self._warm: WarmSegments | None = None
+        self._warm: SegmentPool | None = None
 
     def take_in(self, messages: list[Message]) -> list[Message]:
         """What has come: its parcels as loans, and what concerns these taken in."""
@@ -193,7 +193,7 @@ class Loans:
         spans = list(zip(flat[::2], flat[1::2], strict=True))
         with self._interrupts.if_open(), self._lock:
             if self._mappings is None:
-                from aiogpu.memory.mappings import Mappings
+                from aiogpu.memory.mapping import Mappings
 
                 self._mappings = Mappings(self._on_unmapped)
             own = None if self._warm is None else self._warm.find(identity)
@@ -256,7 +256,7 @@ class Loans:
         parcel.is_shown = shown is not None
         return parcel
 
-    def _shown(self, outgoing: PickledValue) -> Shown | None:
+    def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
         """Where it lies already, if it is what somebody has written to a segment."""
         if self._mappings is None or len(outgoing.stream) >= APART:
             return None
@@ -299,13 +299,13 @@ class Loans:
             self.unnamed.add(segment.id)
             return Written(self, segment.id), segment.size, spans
 
-    def _own_segments(self) -> WarmSegments:
+    def _own_segments(self) -> SegmentPool:
         if self._warm is None:
-            from aiogpu.memory.warm import WarmSegments
+            from aiogpu.memory.segment_pool import SegmentPool
 
             owner = self._owner or current.worker
             first = SEGMENTS + (owner << OWNER) + 1
-            self._warm = WarmSegments(first, WARM, self._directory)
+            self._warm = SegmentPool(first, WARM, self._directory)
         return self._warm
 
     def _directory(self) -> str:

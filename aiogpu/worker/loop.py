@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from aiogpu.errors import SerializationError
-from aiogpu.memory.page import BEGUN, TOO_LATE
+from aiogpu.memory.control_page import BEGUN, TOO_LATE
 from aiogpu.serialization.exceptions import UNSENDABLE, pack_failure
 from aiogpu.wire.messages import Bind, Carry, Create, Define, Exit, Forget, Run, Skipped
 from aiogpu.worker.channel import Channel

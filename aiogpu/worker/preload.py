@@ -23,9 +23,9 @@ from aiogpu.worker.sentinel import watched_over
 NEEDED: Final = (
     "cloudpickle",
     "aiogpu.serialization.pickler",
-    "aiogpu.memory.mappings",
-    "aiogpu.memory.passing",
-    "aiogpu.memory.warm",
+    "aiogpu.memory.mapping",
+    "aiogpu.memory.fd_passing",
+    "aiogpu.memory.segment_pool",
 )
 """What nearly every worker would import for its first function and its result; the
 latter ones also where it has no descriptor left."""

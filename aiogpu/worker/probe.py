@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from aiogpu.worker import kernel
+from aiogpu.linux import syscalls as kernel
 from aiogpu.worker.fitness import unfit_to_fork
 from aiogpu.worker.reading import recorded_reads
 

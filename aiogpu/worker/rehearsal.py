@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Final
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.serializer import (
     dump_arguments,
     dump_function,

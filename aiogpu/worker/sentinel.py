@@ -12,9 +12,9 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.cgroup import end_node
 from aiogpu.wire.setup import Setup
-from aiogpu.worker import kernel
-from aiogpu.worker.cgroup import end_node
 from aiogpu.worker.keeper import remove_directory
 
 

@@ -13,12 +13,12 @@ import signal
 import socket
 from typing import Final
 
-from aiogpu.credentials import check_server
 from aiogpu.errors import ProtocolError
+from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.syscalls import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection, greeting
 from aiogpu.wire.messages import Close, Message
-from aiogpu.worker import kernel
 
 CHUNK: Final = 65536
 

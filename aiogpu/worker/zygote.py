@@ -15,14 +15,14 @@ import sys
 import time
 from typing import Final
 
-from aiogpu.memory.heap import keep_pages
-from aiogpu.memory.page import ControlPage
+from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.cgroup import end_node, end_slot, fork_into_slot
+from aiogpu.linux.syscalls import keep_pages
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import Check, Keep, Lost, Ready, Stale
 from aiogpu.wire.setup import LOG_LEVEL, Setup, socket_path
-from aiogpu.worker import kernel
 from aiogpu.worker.birth import Birth
-from aiogpu.worker.cgroup import end_node, end_slot, fork_into_slot
 from aiogpu.worker.files import Files
 from aiogpu.worker.imports import Imports
 from aiogpu.worker.keeper import Keeper, end_children, remove_directory

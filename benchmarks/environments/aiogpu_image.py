@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any, Final, NoReturn
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.setup import Setup
 from aiogpu.worker import __main__, zygote
 from aiogpu.worker.birth import Birth

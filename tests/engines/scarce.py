@@ -8,7 +8,8 @@ import errno
 import os
 from collections.abc import Callable
 
-from aiogpu.worker import cgroup, kernel
+from aiogpu.linux import cgroup
+from aiogpu.linux import syscalls as kernel
 
 MOST = int(os.environ.get("SCARCE", "1000"))
 MORE_ROOM = os.environ.get("MORE_ROOM", "")

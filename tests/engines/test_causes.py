@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime.hierarchy import find_hierarchy
+from aiogpu.linux.cgroup_hierarchy import find_hierarchy
 from tests.engines import tasks
 from tests.gate import Gate
 from tests.program import run

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime import node_cgroup
-from aiogpu.runtime.node_cgroup import Place
+from aiogpu.linux import cgroup_hierarchy as node_cgroup
+from aiogpu.linux.cgroup_hierarchy import Place
 from tests.cgroups import PLACE, all_groups, groups_of
 from tests.engines import tasks
 from tests.engines.alive import is_alive

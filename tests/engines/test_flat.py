@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime.memory_bounds import read_numbers
+from aiogpu.linux.procfs import read_numbers
 from tests.engines import tasks
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.either_loop]

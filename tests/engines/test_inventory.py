@@ -12,7 +12,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.detection import in_thread
 from aiogpu.engines.inventory import build_ledger
-from aiogpu.runtime.cpus import usable_cpus
+from aiogpu.linux.cgroup_hierarchy import usable_cpus
 
 
 def gpus(*types: str | None) -> list[DeviceSet]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime.memory_bounds import MemoryBounds, Usage
+from aiogpu.linux.procfs import MemoryBounds, Usage
 from tests.engines import tasks
 from tests.engines.backlog_tasks import fill
 from tests.gate import Gate

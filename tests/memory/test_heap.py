@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from aiogpu.memory.heap import keep_pages
+from aiogpu.linux.syscalls import keep_pages
 from aiogpu.serialization.references import APART
 
 def copy_blocks():

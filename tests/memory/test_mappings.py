@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from aiogpu.memory import mappings as module
-from aiogpu.memory.mappings import Mappings
+from aiogpu.memory import mapping as module
+from aiogpu.memory.mapping import Mappings
 from aiogpu.memory.segment import Segment
 from tests.memory.held import mapped
 
@@ -308,7 +308,8 @@ def test_many_threads_come_and_go(segment: Segment) -> None:
 def test_the_room_is_cheap_to_import() -> None:
     program = (
         "import sys; before = set(sys.modules)\n"
-        "import aiogpu.memory.mappings, aiogpu.memory.warm, aiogpu.memory.passing\n"
+        "import aiogpu.memory.mapping, aiogpu.memory.segment_pool\n"
+        "import aiogpu.memory.fd_passing\n"
         "print(*sorted({'asyncio', 'tempfile', 'ctypes', 'random', 'logging', "
         "'threading'} & (set(sys.modules) - before)))"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.memory.page import PAGE_SIZE, SLOTS, ControlPage
+from aiogpu.memory.control_page import PAGE_SIZE, SLOTS, ControlPage
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.passing import MOST, DescriptorReceiver, DescriptorSender
+from aiogpu.memory.fd_passing import MOST, DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment, map_readonly
 
 Pairs = list[tuple[int, int]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.memory.spilling import NAMED_BY, USUAL, spill_directory
+from aiogpu.memory.segment import NAMED_BY, USUAL, spill_directory
 
 
 @pytest.fixture(autouse=True)

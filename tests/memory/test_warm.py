@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from aiogpu.errors import AiogpuError, ObjectMemoryError
 from aiogpu.memory import segment as segments
 from aiogpu.memory.segment import Segment, map_readonly
-from aiogpu.memory.warm import MOST_WARM, WarmSegments
+from aiogpu.memory.segment_pool import MOST_WARM, SegmentPool
 from tests.drawing import examples
 
 PAGE = mmap.PAGESIZE
@@ -29,26 +29,26 @@ def nowhere() -> None:
 
 
 @pytest.fixture
-def warm() -> Iterator[WarmSegments]:
-    warm = WarmSegments(1000, 20 * PAGE, nowhere)
+def warm() -> Iterator[SegmentPool]:
+    warm = SegmentPool(1000, 20 * PAGE, nowhere)
     yield warm
     warm.close()
 
 
-def sums(warm: WarmSegments) -> tuple[int, int, int]:
+def sums(warm: SegmentPool) -> tuple[int, int, int]:
     """Pages that are warm, in use and on disk."""
     counts = (warm.bytes_warm, warm.bytes_in_use, warm.bytes_on_disk)
     assert not any(count % PAGE for count in counts)
     return counts[0] // PAGE, counts[1] // PAGE, counts[2] // PAGE
 
 
-def test_numbers_count_up(warm: WarmSegments) -> None:
+def test_numbers_count_up(warm: SegmentPool) -> None:
     assert [warm.take(PAGE).id for _ in range(3)] == [1000, 1001, 1002]
     assert sums(warm) == (0, 3, 0)
 
 
 def test_what_is_given_back_is_taken_again_and_written_in_place(
-    warm: WarmSegments,
+    warm: SegmentPool,
 ) -> None:
     segment = warm.take(3 * PAGE)
     segment.write([memoryview(b"first")])
@@ -71,7 +71,7 @@ def test_what_is_given_back_is_taken_again_and_written_in_place(
     [(1, 1), (2, 2), (3, 4), (4, 4), (5, 9), (8, 9), (9, 9), (10, None)],
 )
 def test_the_smallest_that_fits(
-    warm: WarmSegments, asked: int, fits: int | None
+    warm: SegmentPool, asked: int, fits: int | None
 ) -> None:
     for taken in [warm.take(pages * PAGE) for pages in (9, 1, 2, 4)]:
         warm.give_back(taken.id)
@@ -80,21 +80,21 @@ def test_the_smallest_that_fits(
     assert sums(warm) == ((16 - fits, fits, 0) if fits else (16, asked, 0))
 
 
-def test_none_that_is_more_than_twice_as_large(warm: WarmSegments) -> None:
+def test_none_that_is_more_than_twice_as_large(warm: SegmentPool) -> None:
     large = warm.take(5 * PAGE)
     warm.give_back(large.id)
     assert warm.take(2 * PAGE) is not large
     assert warm.take(2 * PAGE + 1) is large
 
 
-def test_beyond_the_limit_it_is_closed(warm: WarmSegments) -> None:
+def test_beyond_the_limit_it_is_closed(warm: SegmentPool) -> None:
     segment = warm.take(21 * PAGE)
     assert not warm.give_back(segment.id)
     assert segment.fd == -1
     assert sums(warm) == (0, 0, 0)
 
 
-def test_those_unused_the_longest_make_room(warm: WarmSegments) -> None:
+def test_those_unused_the_longest_make_room(warm: SegmentPool) -> None:
     taken = [warm.take(pages * PAGE) for pages in (6, 7, 5, 4)]
     for segment in taken[:3]:
         assert warm.give_back(segment.id)
@@ -105,7 +105,7 @@ def test_those_unused_the_longest_make_room(warm: WarmSegments) -> None:
 
 
 def test_only_so_many_are_kept_however_small() -> None:
-    warm = WarmSegments(1, 1 << 30, nowhere)
+    warm = SegmentPool(1, 1 << 30, nowhere)
     taken = [warm.take(PAGE) for _ in range(MOST_WARM + 3)]
     assert all(warm.give_back(segment.id) for segment in taken)
     assert sums(warm) == (MOST_WARM, 0, 0)
@@ -113,7 +113,7 @@ def test_only_so_many_are_kept_however_small() -> None:
     warm.close()
 
 
-def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: WarmSegments) -> None:
+def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: SegmentPool) -> None:
     segment = warm.take(PAGE)
     segment.write([memoryview(b"value")])
     fd = segment.share()
@@ -124,7 +124,7 @@ def test_what_is_still_read_is_closed_and_stays_as_it_is(warm: WarmSegments) -> 
         assert mapping[:5] == b"value"
 
 
-def test_discarding(warm: WarmSegments) -> None:
+def test_discarding(warm: SegmentPool) -> None:
     used, idle = warm.take(PAGE), warm.take(2 * PAGE)
     warm.give_back(idle.id)
     for segment in (used, idle):
@@ -135,7 +135,7 @@ def test_discarding(warm: WarmSegments) -> None:
     assert warm.take(2 * PAGE).id == 1002
 
 
-def test_giving_back_what_is_not_in_use(warm: WarmSegments) -> None:
+def test_giving_back_what_is_not_in_use(warm: SegmentPool) -> None:
     segment = warm.take(PAGE)
     warm.give_back(segment.id)
     for number in (segment.id, 5):
@@ -144,7 +144,7 @@ def test_giving_back_what_is_not_in_use(warm: WarmSegments) -> None:
     assert sums(warm) == (1, 0, 0)
 
 
-def test_closing_closes_all(warm: WarmSegments) -> None:
+def test_closing_closes_all(warm: SegmentPool) -> None:
     taken = [warm.take(PAGE) for _ in range(3)]
     warm.give_back(taken[0].id)
     warm.close()
@@ -153,14 +153,14 @@ def test_closing_closes_all(warm: WarmSegments) -> None:
 
 
 def test_where_memory_is_scarce_a_warm_one_that_fits_is_taken(
-    warm: WarmSegments,
+    warm: SegmentPool,
 ) -> None:
     segment = warm.take(PAGE)
     warm.give_back(segment.id)
     assert warm.take(PAGE, is_scarce=True) is segment
 
 
-def test_where_memory_is_scarce_warm_ones_make_room(warm: WarmSegments) -> None:
+def test_where_memory_is_scarce_warm_ones_make_room(warm: SegmentPool) -> None:
     for taken in [warm.take(2 * PAGE) for _ in range(4)]:
         warm.give_back(taken.id)
     segment = warm.take(5 * PAGE, is_scarce=True)
@@ -172,7 +172,7 @@ def test_where_memory_is_scarce_warm_ones_make_room(warm: WarmSegments) -> None:
 
 
 def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
-    warm = WarmSegments(1, 20 * PAGE, lambda: str(tmp_path))
+    warm = SegmentPool(1, 20 * PAGE, lambda: str(tmp_path))
     segment = warm.take(3 * PAGE, is_scarce=True)
     assert segment.is_on_disk
     assert segment.id == 1
@@ -185,7 +185,7 @@ def test_where_memory_is_scarce_it_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_no_room_says_what_was_asked_what_there_is_and_what_to_do(
-    warm: WarmSegments,
+    warm: SegmentPool,
 ) -> None:
     warm.take(2 * PAGE)
     with pytest.raises(ObjectMemoryError) as caught:
@@ -205,7 +205,7 @@ SMALL_DISK = """
 import sys
 from aiogpu.errors import ObjectMemoryError
 from aiogpu.memory.segment import map_readonly
-from aiogpu.memory.warm import WarmSegments
+from aiogpu.memory.segment_pool import WarmSegments
 
 place = sys.argv[1]
 warm = WarmSegments(1, 0, lambda: place)
@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_when_asked(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(segments.os, "posix_fallocate", full)
-    warm = WarmSegments(1, 0, lambda: str(tmp_path))
+    warm = SegmentPool(1, 0, lambda: str(tmp_path))
     with pytest.raises(
         ObjectMemoryError, match=rf"{tmp_path} is full \({os.strerror(number)}"
     ):
@@ -257,7 +257,7 @@ def test_a_disk_that_is_full_when_asked(
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    warm = WarmSegments(1, 0, lambda: str(missing))
+    warm = SegmentPool(1, 0, lambda: str(missing))
     with pytest.raises(ObjectMemoryError, match=rf"{missing} cannot be written"):
         warm.take(PAGE, is_scarce=True)
 
@@ -266,7 +266,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_too_many_descriptors_is_what_the_system_says(
     tmp_path: Path, is_scarce: bool
 ) -> None:
-    warm = WarmSegments(1, 0, lambda: str(tmp_path))
+    warm = SegmentPool(1, 0, lambda: str(tmp_path))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
     try:
@@ -288,7 +288,7 @@ def test_too_many_descriptors_is_what_the_system_says(
 def test_the_sums_are_those_of_the_segments(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    warm = WarmSegments(1, limit * PAGE, nowhere)
+    warm = SegmentPool(1, limit * PAGE, nowhere)
     used: list[Segment] = []
     seen: dict[int, Segment] = {}
     reading: list[int] = []
@@ -323,7 +323,7 @@ def test_the_sums_are_those_of_the_segments(
 
 
 def test_many_of_each_size() -> None:
-    many = WarmSegments(1, 1 << 40, nowhere)
+    many = SegmentPool(1, 1 << 40, nowhere)
     for taken in [many.take(PAGE * (1 + n % 5)) for n in range(100)]:
         many.give_back(taken.id)
     assert [many.take(PAGE * 5).size for _ in range(20)] == [PAGE * 5] * 20

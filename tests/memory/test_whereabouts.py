@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.memory import whereabouts
-from aiogpu.memory.mappings import Mappings, Shown
+from aiogpu.memory import mapping as whereabouts
+from aiogpu.memory.mapping import Mappings, SegmentSpans, address_of, is_as_mapped
 from aiogpu.memory.segment import Segment, map_readonly
-from aiogpu.memory.whereabouts import address_of, is_as_mapped
 
 PAGES = 4
 SIZE = PAGES * mmap.PAGESIZE
@@ -89,10 +88,10 @@ def test_a_kernel_that_does_not_tell(
 def test_views_are_found(segment: Segment) -> None:
     mappings = Mappings(lambda _: None)
     view = view_of(segment, mappings)
-    assert mappings.shown([view]) == Shown(7, SIZE, [(0, SIZE)])
+    assert mappings.shown([view]) == SegmentSpans(7, SIZE, [(0, SIZE)])
     half = SIZE // 2
-    assert mappings.shown([view[half:]]) == Shown(7, SIZE, [(half, half)])
-    assert mappings.shown([view[:half], view[5 : half + 5]]) == Shown(
+    assert mappings.shown([view[half:]]) == SegmentSpans(7, SIZE, [(half, half)])
+    assert mappings.shown([view[:half], view[5 : half + 5]]) == SegmentSpans(
         7, SIZE, [(0, half), (5, half)]
     )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime import autopsy
-from aiogpu.runtime.autopsy import Autopsy, Findings, message_of, names
+from aiogpu.linux import procfs as autopsy
+from aiogpu.linux.procfs import ExitEvidence, Findings, message_of, names
 
 
 class Machine:
@@ -28,7 +28,7 @@ class Machine:
         self.kmsg = root / "kmsg"
         os.mkfifo(self.kmsg)
         self._log = os.open(self.kmsg, os.O_RDWR | os.O_NONBLOCK)
-        self.autopsy = Autopsy(self.proc, self.kmsg)
+        self.autopsy = ExitEvidence(self.proc, self.kmsg)
 
     def count(self, v1: int = 0, v2: int = 0, machine: int = 0) -> None:
         (self.v1 / "me/memory.oom_control").write_text(
@@ -68,7 +68,7 @@ def test_counters_are_compared_with_what_was_before(machine: Machine) -> None:
 
 
 def test_without_files_nothing_is_known(tmp_path: Path) -> None:
-    blind = Autopsy(tmp_path / "proc", tmp_path / "kmsg")
+    blind = ExitEvidence(tmp_path / "proc", tmp_path / "kmsg")
     assert blind.examine(12) == Findings()
     blind.begin()
     assert blind.examine(12) == Findings()
@@ -125,7 +125,7 @@ def test_records_of_the_log() -> None:
 
 
 def test_this_machine() -> None:
-    real = Autopsy()
+    real = ExitEvidence()
     real.begin()
     found = real.examine(os.getpid())
     assert found.group_kills >= 0

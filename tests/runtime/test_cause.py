@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from aiogpu.errors import WorkerDiedError
+from aiogpu.linux.procfs import Findings
 from aiogpu.runtime import cause
-from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.cause import find_cause, is_kernels, tell
 
 NOTHING = Findings()

@@ -17,6 +17,7 @@ from aiogpu.accelerators.base import Health, Sample
 from aiogpu.accelerators.visible import Inventory, MigGpu
 from aiogpu.core.model.request import Device
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup_hierarchy import Place, find_cgroup
 from aiogpu.runtime.checks import cgroups, limits, processes
 from aiogpu.runtime.checks.cgroups import check_cgroup
 from aiogpu.runtime.checks.doctor import all_checks
@@ -35,7 +36,6 @@ from aiogpu.runtime.checks.limits import (
 )
 from aiogpu.runtime.checks.processes import check_kernel, check_node, check_python
 from aiogpu.runtime.checks.trial import TrialError, try_out
-from aiogpu.runtime.node_cgroup import Place, find_cgroup
 
 OK, WARN, MISSING = Level
 FALSE = "/bin/false"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from aiogpu.runtime.autopsy import Findings
+from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.death import Death, describe_death, describe_out_of_memory
 
 

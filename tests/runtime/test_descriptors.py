@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiogpu.errors import NodeStartError
-from aiogpu.memory.page import SLOTS
+from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.descriptors import (
     NOFILE,
     PER_SLOT,

@@ -26,13 +26,13 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.status.holdings import OtherProcess
+from aiogpu.linux.procfs import Origin
 from aiogpu.runtime import device_monitor as module
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import CALM
 from aiogpu.runtime.device_monitor import DeviceMonitor
 from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
 from aiogpu.runtime.inspection import Report
-from aiogpu.runtime.origins import Origin
 from aiogpu.runtime.rounds import Round
 from tests.until import until
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup_hierarchy import NodeCgroup
 from aiogpu.runtime.launch import Ground
-from aiogpu.runtime.node_cgroup import NodeCgroup
 from tests.program import run
 
 pytestmark = pytest.mark.usefixtures("runtime_directory")

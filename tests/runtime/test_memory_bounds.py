@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.memory_bounds import MemoryBounds, Usage, read_limit, read_numbers
+from aiogpu.linux.procfs import MemoryBounds, Usage, read_limit, read_numbers
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from aiogpu.runtime.memory_bounds import Usage
+from aiogpu.linux.procfs import Usage
 from aiogpu.runtime.memory_watch import (
     DEAREST,
     LATEST,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from aiogpu.runtime.origins import DEEPEST, Origin, origins_of
+from aiogpu.linux.procfs import DEEPEST, Origin, origins_of
 
 
 def write(proc: Path, pid: int, parent: int, name: str = "x") -> None:

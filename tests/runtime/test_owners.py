@@ -8,7 +8,7 @@ import pytest
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.status.holdings import OtherProcess
-from aiogpu.runtime.origins import Origin
+from aiogpu.linux.procfs import Origin
 from aiogpu.runtime.owners import (
     FOREIGN_IDS,
     THIS_PROGRAM,

@@ -13,8 +13,8 @@ import pytest
 
 from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.procfs import Findings
 from aiogpu.runtime import cause, pool
-from aiogpu.runtime.autopsy import Findings
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.pool import Pool
 from aiogpu.runtime.receiver import EACH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from aiogpu.runtime.autopsy import Findings
+from aiogpu.linux.procfs import Findings
 from aiogpu.runtime.death import Death
 from aiogpu.runtime.slot import SITES_KEPT, LiveWorker, Slot
 from aiogpu.wire.messages import Define, Forget

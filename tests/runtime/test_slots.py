@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiogpu.memory.page import SLOTS
+from aiogpu.memory.control_page import SLOTS
 from aiogpu.runtime.crowd import CrowdedError
 from aiogpu.runtime.output import Output
 from aiogpu.runtime.slots import MARGIN, SPARE_SLOTS, Slots

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import aiogpu
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.passing import MOST, DescriptorReceiver
+from aiogpu.memory.fd_passing import MOST, DescriptorReceiver
 from aiogpu.runtime.terms import Terms
 from aiogpu.serialization.payload import unpack
 from aiogpu.wire.codec import from_fields

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.context import Context, current
 from aiogpu.worker.interrupts import Interrupts

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (
     VERSION,

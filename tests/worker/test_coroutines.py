@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import Cancel, Exit
 from aiogpu.worker.channel import Channel
 from aiogpu.worker.coroutines import Coroutines

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import GpuOutOfMemoryError
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.serialization.serializer import (

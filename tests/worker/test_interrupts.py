@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from aiogpu.memory.page import BEGUN, TOO_LATE, VOID, ControlPage
+from aiogpu.memory.control_page import BEGUN, TOO_LATE, VOID, ControlPage
 from aiogpu.worker.interrupts import Interrupts
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from aiogpu.worker import kernel
+from aiogpu.linux import syscalls as kernel
 from tests.program import run
 
 

@@ -15,9 +15,9 @@ from typing import ParamSpec, TypeVar
 import pytest
 
 from aiogpu.errors import SerializationError
-from aiogpu.memory import passing
-from aiogpu.memory.page import ControlPage
-from aiogpu.memory.passing import DescriptorReceiver, DescriptorSender
+from aiogpu.memory import fd_passing as passing
+from aiogpu.memory.control_page import ControlPage
+from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
 from aiogpu.memory.segment import Segment
 from aiogpu.serialization.payload import Contents, Payload, pack
 from aiogpu.serialization.references import PickledValue

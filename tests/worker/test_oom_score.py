@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from aiogpu.worker import kernel
+from aiogpu.linux import syscalls as kernel
 from tests.program import run
 
 
 def test_forks_inherit_what_is_raised_meanwhile() -> None:
     source = """
     import os
-    from aiogpu.worker.kernel import OomScore
+    from aiogpu.linux.syscalls import OomScore
     def own():
         return open("/proc/self/oom_score_adj").read().strip()
     before = own()

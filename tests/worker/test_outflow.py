@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from aiogpu.errors import NodeClosedError
-from aiogpu.memory.page import ControlPage
+from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Demand, Exit, Items
 from aiogpu.worker.channel import Channel

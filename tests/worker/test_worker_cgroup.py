@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.cgroup import Cgroup
-from aiogpu.worker import kernel
-from aiogpu.worker.cgroup import SlotCgroup, end_node, end_slot, fork_into_slot
+from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.cgroup import Cgroup, SlotCgroup, end_node, end_slot, fork_into_slot
 from tests.cgroups import group, needs_cgroup
 from tests.program import run
 
@@ -84,9 +83,9 @@ def test_a_kernel_that_cannot_do_so(
 
 PROGRAM = """
     import os, signal, sys
-    from aiogpu.cgroup import Cgroup
+    from aiogpu.linux.cgroup import Cgroup
     from aiogpu.worker import cgroup, kernel
-    from aiogpu.worker.cgroup import SlotCgroup, end_node
+    from aiogpu.linux.cgroup import SlotCgroup, end_node
     from aiogpu.worker.keeper import end_children
     from tests.cgroups import PLACE
 

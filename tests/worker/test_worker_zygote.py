@@ -97,7 +97,7 @@ def test_the_first_culprit_is_named(tmp_path: Path) -> None:
 
 ZYGOTE = """
     import os, sys
-    from aiogpu.memory.page import ControlPage
+    from aiogpu.memory.control_page import ControlPage
     from aiogpu.wire.setup import Setup
     from aiogpu.worker.zygote import Zygote
     page = ControlPage.create()

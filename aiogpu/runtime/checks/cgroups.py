@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from aiogpu.cgroup import Cgroup
+from aiogpu.linux.cgroup import Cgroup
+from aiogpu.linux.cgroup_hierarchy import Place, find_cgroup
 from aiogpu.runtime.checks.finding import Finding, Level
-from aiogpu.runtime.node_cgroup import Place, find_cgroup
 
 LIMIT: Final = 5.0
 """Seconds for which the end of what was killed is waited for."""

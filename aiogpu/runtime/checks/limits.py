@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from aiogpu.errors import NodeStartError
+from aiogpu.linux.cgroup_hierarchy import PROC, UNIFIED, find_hierarchy, usable_cpus
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.checks.trial import TrialError, try_out
-from aiogpu.runtime.cpus import usable_cpus
 from aiogpu.runtime.descriptors import (
     PER_SLOT,
     raised,
     slots_within,
     used_descriptors,
 )
-from aiogpu.runtime.hierarchy import PROC, UNIFIED, find_hierarchy
 from aiogpu.runtime.paths import create_directory, remove_directory
 from aiogpu.runtime.slots import most_workers
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from aiogpu.linux.cgroup_hierarchy import PROC
 from aiogpu.runtime.checks.finding import Finding, Level
 from aiogpu.runtime.descriptors import raised, slots_within
-from aiogpu.runtime.hierarchy import PROC
 from aiogpu.runtime.meeting import default_socket, unfit_directory
 from aiogpu.runtime.slots import most_workers
 

@@ -1,8 +1,4 @@
-"""The control page: words that driver and workers share, a few for each slot.
-
-It says what no message can say to a worker that is busy. The memory has no name and
-is freed by the kernel with its last holder (memfd_create(2)).
-"""
+"""The control page: words that driver and workers share, a few for each slot."""
 
 from __future__ import annotations
 
@@ -12,14 +8,17 @@ from typing import Final
 
 SLOTS: Final = 4096
 """Workers that one node can have at a time."""
+
 _WORDS: Final = 5
 BEGUN: Final = "begun"
 VOID: Final = "void"
 TOO_LATE: Final = "too late"
 _OF_SLOTS: Final = SLOTS * _WORDS * 8
 PAGE_SIZE: Final = _OF_SLOTS + 8
+
 PLENTY: Final = 1 << 62
 """Bytes that are left for values where nobody has counted yet."""
+
 ALL: Final = 1 << 62
 """In place of how many calls were dropped: all, whatever is still to come."""
 

@@ -1,8 +1,4 @@
-"""Warm segments: what one process writes, and what of it can be written again.
-
-A new page costs several times what it costs to write one that is there. So segments
-that nobody reads any more are kept, up to a limit, and written again.
-"""
+"""The segments that one process has written, kept so that they can be written again."""
 
 from __future__ import annotations
 
@@ -16,14 +12,16 @@ from aiogpu.memory.segment import Segment, whole_pages
 
 _LARGEST_FIT: Final = 2
 """How many times what is asked a warm segment may have."""
+
 MOST_WARM: Final = 256
 """Warm segments that are kept at most: each takes up two descriptors, or one from
 Python 3.13 on, and many processes may have 1024."""
+
 _SHORT_OF_OTHERS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _DISK_IS_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
-class WarmSegments:
+class SegmentPool:
     """The segments of one process as a writer, in use and warm.
 
     Used by one thread at a time.

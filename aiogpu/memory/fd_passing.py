@@ -1,10 +1,4 @@
-"""Passing descriptors to another process over a raw Unix socket, each with a number.
-
-A message is n numbers, eight bytes each, little-endian, with n descriptors
-(`SCM_RIGHTS`, unix(7)). The bytes of a message may arrive cut; its descriptors come
-with its first byte, and both keep their order: so the n-th number of the stream
-belongs to the n-th descriptor.
-"""
+"""Passes descriptors to another process over a Unix socket, each with a number."""
 
 from __future__ import annotations
 
@@ -23,6 +17,7 @@ MOST: Final = 253
 
 _READS: Final = 32
 """Messages that one `DescriptorReceiver.read` takes, so that others get their turn."""
+
 _number: Final = Struct("<Q")
 _int: Final = Struct("i")
 

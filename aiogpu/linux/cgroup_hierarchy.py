@@ -1,0 +1,281 @@
+"""Where this process stands in the machine's cgroups (v1 and v2), and what they allow.
+
+A worker does not need this; so it is not in `cgroup`, which workers import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from aiogpu.linux.cgroup import Cgroup
+
+UNIFIED: Final = ""
+"""Names the hierarchy of version 2 where a controller is asked for."""
+
+PROC: Final = Path("/proc")
+_ESCAPED: Final = re.compile(rb"\\([0-7]{3})")
+
+
+class Hierarchy(NamedTuple):
+    """One mounted hierarchy and this process's place in it.
+
+    Attributes:
+        top: where the hierarchy is mounted.
+        own: directory of this process's group; `top` if its own is not to be seen.
+        is_seen: whether `own` is this process's own.
+        is_writable: whether it is mounted for writing.
+    """
+
+    top: Path
+    own: Path
+    is_seen: bool
+    is_writable: bool
+
+    @property
+    def groups(self) -> list[Path]:
+        """This process's group and all above it, its own first."""
+        found = [self.own]
+        while found[-1] != self.top:
+            found.append(found[-1].parent)
+        return found
+
+
+def find_hierarchy(controller: str, proc: Path = PROC) -> Hierarchy | None:
+    """The hierarchy of a controller of version 1, or of `UNIFIED`; None if not there.
+
+    Args:
+        controller: "memory", for example.
+        proc: where the proc filesystem is.
+    """
+    try:
+        groups = (proc / "self/cgroup").read_bytes()
+        mounts = (proc / "self/mountinfo").read_bytes()
+    except OSError:
+        return None
+    path = _own_path(os.fsdecode(groups), controller)
+    if path is None:
+        return None
+    for line in mounts.splitlines():
+        found = _match(line, controller, path)
+        if found is not None:
+            return found
+    return None
+
+
+def _own_path(groups: str, controller: str) -> str | None:
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path
+    return None
+
+
+def _match(line: bytes, controller: str, path: str) -> Hierarchy | None:
+    """What a line of mountinfo says of the hierarchy, None if it is of another."""
+    before, _, after = line.partition(b" - ")
+    fields, kinds = before.split(b" "), after.split(b" ")
+    if len(fields) < 6 or len(kinds) < 3:
+        return None
+    if controller == UNIFIED:
+        is_meant = kinds[0] == b"cgroup2"
+    else:
+        names = os.fsdecode(kinds[2]).split(",")
+        is_meant = kinds[0] == b"cgroup" and controller in names
+    if not is_meant:
+        return None
+    root, top = _unescape(fields[3]), Path(_unescape(fields[4]))
+    below = os.path.relpath(path, root) if path.startswith(root) else ".."
+    is_seen = ".." not in below.split("/") and ".." not in path.split("/")
+    own = top / below if is_seen else top
+    is_writable = b"rw" in fields[5].split(b",")
+    return Hierarchy(top, own, is_seen, is_writable)
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(
+        _ESCAPED.sub(lambda match: bytes([int(match.group(1), 8)]), field)
+    )
+
+
+def usable_cpus(proc: Path = PROC) -> float:
+    """CPUs by affinity, or by the tightest cgroup quota where that is less.
+
+    A quota may be a fraction, 1.5; it is never answered below 1, since a task asks
+    for one CPU unless told otherwise. Sources: sched_getaffinity(2); the kernel's
+    cgroup-v2 (`cpu.max`) and cgroup-v1 (`cpu.cfs_quota_us`) documentation.
+    """
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for folder in cgroup_folders(proc, "cpu"):
+        quota = _quota_v2(folder) or _quota_v1(folder)
+        if quota is not None:
+            limits.append(quota)
+    return max(1.0, min(limits))
+
+
+def cgroup_folders(proc: Path, controller: str) -> list[Path]:
+    """This process's cgroups and their parents, of either version.
+
+    They are where `/proc/self/mountinfo` says that their hierarchies are mounted.
+    """
+    found = (find_hierarchy(name, proc) for name in (UNIFIED, controller))
+    return [
+        folder
+        for hierarchy in found
+        if hierarchy is not None
+        for folder in hierarchy.groups
+    ]
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+        period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+_log: Final = logging.getLogger(__name__)
+
+LIMIT: Final = 2.0
+"""Seconds for which the end of what is in it is waited for."""
+
+FIRST_LOOK: Final = 1e-3
+"""Seconds until the first look at whether it has become empty; then twice that."""
+
+_DELEGATE: Final = (
+    "start the program by `systemd-run --user --scope`, or with a cgroup of its own "
+    "that it may write to"
+)
+
+
+class Place(NamedTuple):
+    """Where a node's cgroup can be made.
+
+    Attributes:
+        directory: this process's own cgroup, None if none can be made in it.
+        reason: why not, and what to do about it.
+    """
+
+    directory: Path | None
+    reason: str = ""
+
+
+def find_cgroup(proc: Path = PROC) -> Place:
+    """Look for a cgroup2 that this process may make groups in; changes nothing."""
+    found = find_hierarchy(UNIFIED, proc)
+    if found is None:
+        return Place(None, "no cgroup2 is mounted; mount one at /sys/fs/cgroup")
+    own = found.own
+    if not found.is_seen:
+        return Place(
+            None,
+            f"this process's cgroup lies outside of what is mounted at {found.top}; "
+            f"give the container a cgroup namespace of its own",
+        )
+    if not found.is_writable:
+        return Place(
+            None,
+            f"{found.top} is mounted read-only; run the container with cgroups "
+            f"writable, or do without",
+        )
+    for path in (own, own / "cgroup.procs"):
+        if not os.access(path, os.W_OK):
+            return Place(None, f"{path} may not be written to; {_DELEGATE}")
+    kind = _kind(own)
+    if kind != "domain":
+        return Place(None, f"{own} is of type {kind!r}; {_DELEGATE}")
+    return Place(own)
+
+
+def _kind(directory: Path) -> str:
+    try:
+        return (directory / "cgroup.type").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return "domain"  # the uppermost has no such file
+
+
+class NodeCgroup:
+    """The cgroup of one node, with one below it for each slot.
+
+    Attributes:
+        path: where it is or would be, "" where there can be none.
+        reason: why there can be none, "" if there can.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.path = ""
+        self.reason = "the node has not started"
+        self._loop = loop
+
+    def __repr__(self) -> str:
+        return f"<NodeCgroup {self.path or self.reason}>"
+
+    def choose(self, node: str) -> None:
+        """Say where that of a node of this name is; its zygote makes it with a slot's.
+
+        So there is nothing to remove where a zygote ends before it has forked.
+        """
+        place = find_cgroup()
+        self.reason = place.reason
+        if place.directory is not None:
+            # The process id tells a reader whose it is.
+            self.path = f"{place.directory}/{node}-{os.getpid()}"
+
+    def end_slot(self, slot: int, then: Callable[[], None]) -> None:
+        """End all that is in a slot's group, its keeper too; then call back.
+
+        At once if nobody is there; otherwise when all have gone or `LIMIT` is over.
+        """
+        if not self.path:
+            then()
+            return
+        group = Cgroup(f"{self.path}/{slot}")
+        group.kill()
+        self._look(group, then, FIRST_LOOK, self._loop.time() + LIMIT)
+
+    def _look(
+        self, group: Cgroup, then: Callable[[], None], pause: float, deadline: float
+    ) -> None:
+        if group.is_populated:
+            if self._loop.time() < deadline:
+                # Once more, for kernels that must end them one by one.
+                group.kill()
+                self._loop.call_later(
+                    pause, self._look, group, then, 2 * pause, deadline
+                )
+                return
+            _log.warning(
+                "! processes %s of an ended worker do not die of SIGKILL; they may "
+                "hold devices",
+                group.pids(),
+            )
+        then()
+
+    async def remove(self) -> None:
+        """End whoever is left and remove it with all below it; does so in `LIMIT`."""
+        if not self.path:
+            return
+        node, self.path = Cgroup(self.path), ""
+        pause, deadline = FIRST_LOOK, self._loop.time() + LIMIT
+        while not node.remove():
+            if self._loop.time() >= deadline:
+                _log.warning("! %s cannot be removed: %s", node.path, node.all_pids())
+                return
+            node.kill()
+            await asyncio.sleep(pause)
+            pause *= 2

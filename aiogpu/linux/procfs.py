@@ -1,0 +1,316 @@
+"""What /proc and the cgroups say of memory, of processes, and of how one has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from aiogpu.linux.cgroup_hierarchy import PROC, UNIFIED, find_hierarchy
+
+SAFE: Final = 0.95
+"""The part of a limit that may be used before the kernel begins to end processes."""
+
+_KIB: Final = 1024
+_BOUNDLESS: Final = 1 << 62
+_VERSION_1: Final = ("memory.limit_in_bytes", ("total_rss", "total_shmem"))
+_VERSION_2: Final = ("memory.max", ("anon", "shmem"))
+
+
+class Usage(NamedTuple):
+    """How full memory is, at one place that limits it.
+
+    Attributes:
+        where: "machine", or the directory of a cgroup.
+        used: bytes of anonymous and shared memory in use there.
+        limit: bytes that may be used there.
+    """
+
+    where: str
+    used: int
+    limit: int
+
+    def safe_limit(self, fraction: float = SAFE) -> int:
+        """Bytes that may be used before it becomes dangerous."""
+        return int(self.limit * fraction)
+
+    @property
+    def room(self) -> int:
+        """Bytes left to the safe limit; negative where it is passed."""
+        return self.safe_limit() - self.used
+
+
+class MemoryBounds:
+    """The limits that hold for this process: the machine's, its cgroups', theirs."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
+        self._groups: list[tuple[str, str, tuple[str, ...]]] = []
+        for controller, (name, counted) in (
+            (UNIFIED, _VERSION_2),
+            ("memory", _VERSION_1),
+        ):
+            found = find_hierarchy(controller, proc)
+            for group in found.groups if found is not None else ():
+                if (group / name).exists():
+                    self._groups.append((str(group), name, counted))
+
+    def tightest(self) -> Usage:
+        """The place with the least room left, now; limits may change meanwhile."""
+        tightest = machine = self._machine()
+        for group, name, counted in self._groups:
+            limit = read_limit(f"{group}/{name}")
+            if limit is not None and limit < machine.limit:
+                numbers = read_numbers(f"{group}/memory.stat")
+                used = sum(numbers.get(each, 0) for each in counted)
+                tightest = min(tightest, Usage(group, used, limit), key=room_of)
+        return tightest
+
+    def safe_limit(self, fraction: float = SAFE) -> int:
+        """Bytes that may be used safely, where there is the least room left."""
+        return self.tightest().safe_limit(fraction)
+
+    def _machine(self) -> Usage:
+        numbers = read_numbers(f"{self._proc}/meminfo")
+        used = numbers.get("AnonPages", 0) + numbers.get("Shmem", 0)
+        total = numbers.get("MemTotal", 0) * _KIB
+        return Usage("machine", used * _KIB, total or _BOUNDLESS)
+
+    def used_by(self, roots: Iterable[int]) -> int:
+        """Bytes that processes and all below them use, each counted once.
+
+        Pages that a fork shares with the zygote are counted for every fork.
+        """
+        total, seen, waiting = 0, set[int](), list(roots)
+        while waiting:
+            pid = waiting.pop()
+            if pid not in seen:
+                seen.add(pid)
+                status = read_bytes(f"{self._proc}/{pid}/status")
+                total += _number(status, b"\nRssAnon:") + _number(
+                    status, b"\nRssShmem:"
+                )
+                waiting += self._children(pid, _number(status, b"\nThreads:"))
+        return total * _KIB
+
+    def has(self, pid: int) -> bool:
+        """Whether a process is there, waited for or not."""
+        return os.path.exists(f"{self._proc}/{pid}")
+
+    def _children(self, pid: int, threads: int) -> list[int]:
+        """Children of all threads of a process; none where the kernel does not say."""
+        tasks = f"{self._proc}/{pid}/task"
+        names = [str(pid)]
+        if threads != 1:
+            try:
+                names = os.listdir(tasks)
+            except OSError:
+                return []
+        found: list[int] = []
+        for name in names:
+            found += map(int, read_bytes(f"{tasks}/{name}/children").split())
+        return found
+
+
+def room_of(usage: Usage) -> int:
+    """The room of a place, for comparing places."""
+    return usage.room
+
+
+def read_bytes(path: str) -> bytes:
+    """What a file has, nothing if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read_limit(path: str) -> int | None:
+    """A limit in bytes; None for "max" and where there is none."""
+    data = read_bytes(path).strip()
+    return int(data) if data.isdigit() else None
+
+
+def read_numbers(path: str) -> dict[str, int]:
+    """The numbers of a file of lines as `name 12` or `Name:   12 kB`."""
+    numbers: dict[str, int] = {}
+    for line in read_bytes(path).decode("ascii", "replace").splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].isdecimal():
+            numbers[words[0].rstrip(":")] = int(words[1])
+    return numbers
+
+
+def _number(data: bytes, name: bytes) -> int:
+    """The number after a name in a large file of which little is wanted."""
+    _, found, after = data.partition(name)
+    return int(after.split(None, 1)[0]) if found else 0
+
+
+DEEPEST: Final = 64
+"""Ancestors that are looked up; who has more is somebody else's."""
+
+
+class Origin(NamedTuple):
+    """A process that lives.
+
+    Attributes:
+        name: the kernel's name for it: of its program, or what it calls itself.
+        ancestors: its parent, the parent of that, and so on.
+    """
+
+    name: str
+    ancestors: tuple[int, ...]
+
+
+def origins_of(pids: Iterable[int], proc: Path = PROC) -> dict[int, Origin]:
+    """Look up processes; those that have ended meanwhile are left out."""
+    known: dict[int, tuple[str, int] | None] = {}
+    found: dict[int, Origin] = {}
+    for pid in pids:
+        ancestors: list[int] = []
+        looked_at = _stat(pid, proc, known)
+        if looked_at is None:
+            continue
+        name, parent = looked_at
+        while parent > 1 and len(ancestors) < DEEPEST:
+            ancestors.append(parent)
+            above = _stat(parent, proc, known)
+            parent = 0 if above is None else above[1]
+        found[pid] = Origin(name, tuple(ancestors))
+    return found
+
+
+def _stat(
+    pid: int, proc: Path, known: dict[int, tuple[str, int] | None]
+) -> tuple[str, int] | None:
+    """The name and the parent of a process, None if there is none of that id."""
+    if pid not in known:
+        stat = read_bytes(f"{proc}/{pid}/stat")
+        # The name stands in parentheses, and may have some of its own.
+        before, _, after = stat.rpartition(b") ")
+        name = before.partition(b" (")[2].decode(errors="replace")
+        fields = after.split(None, 2)
+        known[pid] = (name, int(fields[1])) if len(fields) > 1 else None
+    return known[pid]
+
+
+KMSG: Final = Path("/dev/kmsg")
+
+RECORDS: Final = 1000
+"""Lines of the kernel's log that are looked at after a death, the first ones."""
+
+RECORD: Final = 8192
+
+
+class Findings(NamedTuple):
+    """What there was to find.
+
+    Attributes:
+        group_kills: processes of this program's cgroups that the kernel has ended
+            for want of memory, since the node's start or the last such death.
+        machine_kills: the same for the whole machine, which may be others'.
+        log: what the kernel's log says of the process, "" if nothing.
+    """
+
+    group_kills: int = 0
+    machine_kills: int = 0
+    log: str = ""
+
+
+class ExitEvidence:
+    """Compares what the kernel says now with what it said before."""
+
+    def __init__(self, proc: Path = PROC, kmsg: Path = KMSG) -> None:
+        self._proc = proc
+        self._kmsg = kmsg
+        self._log = -1
+        self._has_begun = False
+        self._counters: list[tuple[Path, str]] = []
+        self._group_kills = self._machine_kills = 0
+
+    def begin(self) -> None:
+        """Note what has been before; what cannot be read stays unknown."""
+        unified = find_hierarchy(UNIFIED, self._proc)
+        memory = find_hierarchy("memory", self._proc)
+        if unified is not None:
+            self._counters.append((unified.own / "memory.events", "oom_kill"))
+        if memory is not None:
+            self._counters.append((memory.own / "memory.oom_control", "oom_kill"))
+        self._group_kills, self._machine_kills = self._count()
+        self._has_begun = True
+        with suppress(OSError):
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            self._log = os.open(self._kmsg, flags)
+            # The next record that will be written (dev-kmsg of the kernel's ABI).
+            os.lseek(self._log, 0, os.SEEK_END)
+
+    def examine(self, pid: int) -> Findings:
+        """What there is about a worker that has just died; each kill counts once."""
+        if not self._has_begun:
+            return Findings()
+        group, machine = self._count()
+        found = Findings(
+            max(0, group - self._group_kills),
+            max(0, machine - self._machine_kills),
+            self._search_log(pid),
+        )
+        # Two workers that died of two kills are told of one after the other.
+        self._group_kills += min(1, found.group_kills)
+        self._machine_kills += min(1, found.machine_kills)
+        return found
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def _count(self) -> tuple[int, int]:
+        group = sum(read_counter(path, name) for path, name in self._counters)
+        return group, read_counter(self._proc / "vmstat", "oom_kill")
+
+    def _search_log(self, pid: int) -> str:
+        found = ""
+        for _ in range(RECORDS if self._log >= 0 else 0):
+            try:
+                record = os.read(self._log, RECORD)
+            except BrokenPipeError:
+                continue  # records were overwritten before they were read
+            except OSError:
+                break
+            if not record:
+                break
+            text = message_of(record)
+            if names(text, pid):
+                found = text
+        return found
+
+
+def read_counter(path: Path, name: str) -> int:
+    """A number from a file of names and numbers, 0 if it is not there."""
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    match = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def message_of(record: bytes) -> str:
+    """The text of a record of /dev/kmsg: after its fields, before its details."""
+    _, _, text = record.decode("utf-8", "backslashreplace").partition(";")
+    return text.partition("\n")[0]
+
+
+def names(text: str, pid: int) -> bool:
+    """Whether a line of the log tells of this process's end.
+
+    `Out of memory: Killed process 4711 (python) ...`,
+    `python[4711]: segfault at 0 ip ...`, `traps: python[4711] ...`.
+    """
+    return f"Killed process {pid} (" in text or f"[{pid}]" in text
