@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiogpu.core.model.text import terms
 from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.errors import InfeasibleError, SerializationError
 from aiogpu.runtime.call import Site
 from aiogpu.wire.codec import LARGEST_PAYLOAD
@@ -18,7 +19,7 @@ def check_site(site: Site, ledger: Ledger) -> None:
         SerializationError: the function is too large to be sent.
     """
     spec = site.spec
-    reason = ledger.why_infeasible(spec.shape.request)
+    reason = why_infeasible(ledger, spec.shape.request)
     if reason is not None:
         asked = spec.shape.request.as_numbers()
         # Of memory everybody has some; who asks for none need not hear of it.
