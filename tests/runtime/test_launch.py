@@ -51,20 +51,14 @@ FIRST = """
     aiogpu.run(main())
 """
 FOR_OTHERS = (
-    *(
-        "aiogpu.core.queue.fair_share",
-        "aiogpu.core.scheduler.scheduler.device_events",
-        "aiogpu.core.scheduler.placement_groups",
-    ),
-    *(
-        "aiogpu.core.scheduler.deadlock",
-        "aiogpu.core.scheduler.scheduler.reservation",
-        "aiogpu.core.model.request",
-    ),
+    "aiogpu.core.scheduler.placement_groups",
+    "aiogpu.core.scheduler.reservation",
+    "aiogpu.core.scheduler.invariants",
+    "aiogpu.core.status.snapshot",
     *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
     *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.base"),
 )
-"""Of shared nodes, devices, gangs, leases, and of tasks that start tasks or wait."""
+"""Of devices, placement groups, leases, status, and of tasks that start tasks."""
 
 
 def test_what_a_first_call_does_not_need() -> None:
