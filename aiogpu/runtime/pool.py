@@ -8,6 +8,7 @@ so no answer is lost to a race between two sockets.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -45,10 +46,15 @@ from aiogpu.wire.messages import (
     Unforked,
 )
 
+_log: Final = logging.getLogger(__name__)
+
 LINGER: Final = 0.1
 """Seconds between the end of a worker's connection and that of the worker itself."""
 START_LIMIT: Final = 60.0
 """Seconds from the moment when a worker can be forked until it must have connected."""
+DEAF: Final = 5.0
+"""Seconds in which a keeper ends a worker, until the keeper itself is killed. A keeper
+may be stopped (SIGSTOP, a debugger) or frozen with its cgroup."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds in which none of the keepers ends until those that are left are killed."""
 
@@ -188,6 +194,28 @@ class Pool:
         if worker.slot.keeper is not None and worker.status is None:
             worker.cause = worker.cause or why
             worker.slot.keeper.send(End(worker.id))
+            if worker.end_timer is None:
+                worker.end_timer = self._loop.call_later(
+                    DEAF, self._end_deaf, worker, worker.slot
+                )
+
+    def _end_deaf(self, worker: LiveWorker, slot: Slot) -> None:
+        """Kill a keeper that has not ended its worker; the zygote ends what is left."""
+        if worker.is_gone or worker.status is not None or worker.slot is not slot:
+            return
+        _log.warning(
+            "! the keeper of worker %d (process %d) does not end it within %g s; "
+            "killing the keeper",
+            *(worker.id, slot.keeper_pid, DEAF),
+        )
+        if slot.keeper is not None:
+            slot.keeper.kill()
+        worker.end_timer = self._loop.call_later(DEAF, self._end_left, worker, slot)
+
+    def _end_left(self, worker: LiveWorker, slot: Slot) -> None:
+        """End what a killed keeper has left; the zygote has not done so."""
+        if not worker.is_gone and worker.slot is slot:
+            self._end_orphans(slot, is_reused=False)
 
     def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
         slot = self.slots.get(hello.id)
@@ -259,7 +287,7 @@ class Pool:
         if worker is not None:
             if worker.pid:
                 worker.status = int(signal.SIGKILL)
-                worker.cause = cause.KEEPER_DIED
+                worker.cause = worker.cause or cause.KEEPER_DIED
             elif not worker.reason:
                 problem = slot.zygote.problem
                 if problem is not None:
@@ -310,6 +338,8 @@ class Pool:
         worker.is_gone = True
         slot = worker.slot
         worker.start_timer.cancel()
+        if worker.end_timer is not None:
+            worker.end_timer.cancel()
         slot.output.catch_up()
         slot.output.end_progress()
         slot.worker = None
@@ -376,6 +406,6 @@ class Pool:
         await self.slots.gone(CLOSE_LIMIT)
         for slot in self.slots:
             # It does not answer. Its worker dies with it, and the zygote ends the rest.
-            with suppress(ProcessLookupError):
-                self._send_signal(slot.keeper_pid, signal.SIGKILL)
+            if slot.keeper is not None:
+                slot.keeper.kill()
         await self.slots.gone(CLOSE_LIMIT)

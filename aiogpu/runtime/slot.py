@@ -29,6 +29,7 @@ class LiveWorker(Caller):
 
     Attributes:
         start_timer: rings if it has not connected in time.
+        end_timer: rings if its keeper has not ended it in time.
         environment: variables of `runtime_env` for which it is wanted.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
@@ -43,6 +44,7 @@ class LiveWorker(Caller):
     environment: tuple[tuple[str, str], ...] = ()
     sites: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
+    end_timer: asyncio.TimerHandle | None = None
     status: int | None = None
     reason: str = ""
     cause: str = ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, cast
@@ -291,6 +293,24 @@ class Peer(asyncio.Protocol):
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
+
+    def kill(self) -> None:
+        """Kill the process at the other end, if it still has this connection open."""
+        if self._transport is None:
+            return
+        sock = self._transport.get_extra_info("socket")
+        try:
+            process = os.pidfd_open(peer_credentials(sock).pid)
+        except OSError:
+            return  # it has ended
+        try:
+            # Its process id was its own when the process was opened.
+            ended = select.poll()
+            ended.register(sock.fileno(), select.POLLRDHUP)
+            if not ended.poll(0):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
 
 
 def peer_uid(transport: asyncio.Transport) -> int:
