@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextvars import Context
 from functools import partial
@@ -51,6 +54,47 @@ class Owner(Protocol):
     async def why(self, name: str, task: int) -> Why:
         """Say why it waits, or what it does."""
         ...
+
+
+DECODING: Final = 5e-3
+"""Seconds for which large results are unpickled in one turn of the loop."""
+
+
+class LargeResults(threading.local):
+    """Handles whose large results have come: a few are unpickled in each turn.
+
+    Else the turn in which thousands of them come, as `gather` gives them, would hold
+    the loop for as long as all take. What comes after them waits for its turn as well,
+    so that handles end in the order of their results. One for each thread, since each
+    has a loop of its own.
+    """
+
+    def __init__(self) -> None:
+        self.handles: deque[Handle[Any]] = deque()
+
+    def take(self, handle: Handle[Any]) -> None:
+        """Settle a handle in one of the next turns."""
+        loop = handle.get_loop()
+        if self.handles and self.handles[0].get_loop() is not loop:
+            self.handles.clear()  # that loop was left, and nobody waits there
+        if not self.handles:
+            loop.call_soon(self._settle_some)
+        self.handles.append(handle)
+
+    def _settle_some(self) -> None:
+        until = time.perf_counter() + DECODING
+        while self.handles:
+            handle = self.handles[0]
+            try:
+                handle.settle()
+            finally:
+                self.handles.popleft()
+            if time.perf_counter() >= until and self.handles:
+                self.handles[0].get_loop().call_soon(self._settle_some)
+                return
+
+
+_large: Final = LargeResults()
 
 
 class Handle(NotItsResult, asyncio.Future[T]):
@@ -255,11 +299,26 @@ class Handle(NotItsResult, asyncio.Future[T]):
             self._payload = payload
             # An actor ends although its calls' results are kept.
             self._owner = None
-            _set_result(self, None)
-            if self._waiters:
-                self._wake()
+            if type(payload) is bytes and not _large.handles:
+                _set_result(self, None)
+                if self._waiters:
+                    self._wake()
+            else:
+                _large.take(self)
             if self._shared is not None:
                 self._shared.receive(payload)
+
+    def settle(self) -> None:
+        """End with the payload that has come; unpickle it if somebody waits for it."""
+        if self.done():
+            return
+        shared = self._shared is not None
+        if type(self._payload) is not bytes and (
+            self._waiters or self._callbacks_added > shared
+        ):
+            self._decode()
+        _set_result(self, None)
+        self._wake()
 
     def reject(self, failed: Failed) -> None:
         """Take what the worker says of its failure; called by the engine."""

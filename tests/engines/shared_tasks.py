@@ -9,7 +9,7 @@ import tempfile
 from typing import Final
 
 import aiogpu
-from aiogpu.memory.mapping import address_of
+from aiogpu.memory.addresses import address_of
 from aiogpu.serialization.references import PickledValue
 from aiogpu.worker.context import current
 from tests.gate import pass_gate

@@ -150,7 +150,7 @@ async def test_an_end_while_a_slot_is_being_ended(has_cgroup: bool, gate: Gate) 
 
 DRIVER = """
     import asyncio, sys, aiogpu
-    from aiogpu.runtime import node_cgroup
+    from aiogpu.linux import cgroup_hierarchy as node_cgroup
     from tests.engines import tasks
     if sys.argv[2] == "without":
         node_cgroup.find_cgroup = lambda: node_cgroup.Place(None, "a test")

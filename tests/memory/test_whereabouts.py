@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.memory import mapping as whereabouts
-from aiogpu.memory.mapping import Mappings, SegmentSpans, address_of, is_as_mapped
+from aiogpu.memory import addresses as whereabouts
+from aiogpu.memory.addresses import address_of, is_as_mapped
+from aiogpu.memory.mapping import Mappings, SegmentSpans
 from aiogpu.memory.segment import Segment, map_readonly
 
 PAGES = 4

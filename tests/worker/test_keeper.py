@@ -27,7 +27,7 @@ from tests.worker.driver_end import DriverEnd
 KEEPER = """
     import os, signal, sys
     from aiogpu.wire.setup import Setup
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     from aiogpu.worker.keeper import Keeper
 
     def daemonise():
@@ -178,7 +178,7 @@ def test_pipes_that_have_gone_end_it_before_it_begins(
 def test_all_that_a_process_adopted_is_ended() -> None:
     source = """
     import os, signal
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     from aiogpu.worker.keeper import end_children
     kernel.adopt_orphans()
     reading, writing = os.pipe()

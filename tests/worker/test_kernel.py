@@ -12,7 +12,7 @@ from tests.program import run
 
 def test_a_process_has_a_name() -> None:
     source = """
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     kernel.set_process_name("aiogpu-work-123456")
     print(open("/proc/self/comm").read(), end="")
     """
@@ -24,7 +24,7 @@ def test_children_are_found_in_both_ways() -> None:
     source = """
     import os, signal
     import sys
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     before = set(sys.modules)
     assert kernel.children() == []
     assert set(sys.modules) == before, "a zygote shall look without an import"
@@ -85,7 +85,7 @@ def test_a_process_that_ends_during_the_search_is_passed_over(
 def test_orphans_are_adopted() -> None:
     source = """
     import os
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     kernel.adopt_orphans()
     reading, writing = os.pipe()
     pid = os.fork()
@@ -113,7 +113,7 @@ def test_a_kernel_that_cannot_adopt_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_child_dies_with_its_parent() -> None:
     source = """
     import os, signal
-    from aiogpu.worker import kernel
+    from aiogpu.linux import syscalls as kernel
     kernel.adopt_orphans()
     reading, writing = os.pipe()
     parent = os.fork()

@@ -84,7 +84,8 @@ def test_a_kernel_that_cannot_do_so(
 PROGRAM = """
     import os, signal, sys
     from aiogpu.linux.cgroup import Cgroup
-    from aiogpu.worker import cgroup, kernel
+    from aiogpu.linux import cgroup
+    from aiogpu.linux import syscalls as kernel
     from aiogpu.linux.cgroup import SlotCgroup, end_node
     from aiogpu.worker.keeper import end_children
     from tests.cgroups import PLACE

@@ -123,7 +123,8 @@ def test_the_probe_of_a_process_that_dies_dies_too(place: str) -> None:
     source = """
     import os, sys
     sys.path.insert(0, sys.argv[1])
-    from aiogpu.worker import kernel, probe
+    from aiogpu.linux import syscalls as kernel
+    from aiogpu.worker import probe
     kernel.adopt_orphans()
     driver = os.pidfd_open(os.getppid())
     middle = os.fork()

@@ -41,11 +41,11 @@ asyncio.run(main())
 
 KERNEL: Final = """
 import json, os, select, signal
-from aiogpu.worker import kernel
+from aiogpu.linux import syscalls
 
 said = {}
 try:
-    kernel.adopt_orphans()
+    syscalls.adopt_orphans()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -54,7 +54,7 @@ try:
             os.read(reading, 1)
         os._exit(0)
     os.waitpid(child, 0)
-    orphans = kernel.children()
+    orphans = syscalls.children()
     os.close(writing)
     for orphan in orphans:
         os.waitpid(orphan, 0)

@@ -1,0 +1,84 @@
+"""Where a buffer lies in this process's memory, and whether it was changed there.
+
+Apart from `mapping`, since it needs ctypes, which most programs never do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any, Final
+
+_ENTRY: Final = 8
+"""Bytes that `/proc/self/pagemap` has for each page; see proc_pid_pagemap(5)."""
+
+_HERE: Final = 0xC0
+"""Of the last of them: the page is in memory, or swapped out."""
+
+_OF_A_FILE: Final = 0x20
+"""Of the same: it is a file's or shared, and no copy of this process's own."""
+
+
+class _Buffer(ctypes.Structure):
+    """`Py_buffer` of Python's stable interface."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get: Final = ctypes.pythonapi.PyObject_GetBuffer
+_get.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_release: Final = ctypes.pythonapi.PyBuffer_Release
+_release.argtypes = (ctypes.POINTER(_Buffer),)
+_release.restype = None
+
+
+def address_of(buffer: Any) -> int:
+    """Where a buffer begins.
+
+    Args:
+        buffer: anything with the buffer protocol, contiguous.
+
+    Raises:
+        BufferError: it is not contiguous.
+    """
+    view = _Buffer()
+    _get(buffer, ctypes.byref(view), 0)
+    try:
+        return view.buf or 0
+    finally:
+        _release(ctypes.byref(view))
+
+
+def is_as_mapped(address: int, size: int) -> bool:
+    """Whether this process has written to no page of a private mapping.
+
+    False as well if the kernel does not tell.
+
+    Args:
+        address: where to look.
+        size: bytes from there on.
+    """
+    first = address // mmap.PAGESIZE
+    pages = (address + size - 1) // mmap.PAGESIZE - first + 1
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(first * _ENTRY)
+            entries = file.read(pages * _ENTRY)
+    except OSError:
+        return False
+    if len(entries) != pages * _ENTRY:
+        return False
+    kinds = set(entries[_ENTRY - 1 :: _ENTRY])
+    return all(kind & _OF_A_FILE or not kind & _HERE for kind in kinds)
