@@ -205,10 +205,10 @@ SMALL_DISK = """
 import sys
 from aiogpu.errors import ObjectMemoryError
 from aiogpu.memory.segment import map_readonly
-from aiogpu.memory.segment_pool import WarmSegments
+from aiogpu.memory.segment_pool import SegmentPool
 
 place = sys.argv[1]
-warm = WarmSegments(1, 0, lambda: place)
+warm = SegmentPool(1, 0, lambda: place)
 first = warm.take(40_000, is_scarce=True)
 try:
     warm.take(40_000, is_scarce=True)
