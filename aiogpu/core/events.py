@@ -244,6 +244,17 @@ class ClientLeft:
 
 
 @dataclass(slots=True)
+class ClientBehind:
+    """A program does not read what it is sent, or has caught up.
+
+    While it does not, nothing more of it is started: its results would pile up.
+    """
+
+    client: ClientId
+    is_behind: bool
+
+
+@dataclass(slots=True)
 class TimePassed:
     """The moment named by `Scheduler.deadline()` has come."""
 
@@ -284,6 +295,7 @@ Event = (
     | Outdated
     | ClientJoined
     | ClientLeft
+    | ClientBehind
     | TimePassed
     | Closing
 )

@@ -25,6 +25,7 @@ class Client(Caller):
         wish: what the core is told of it with its first lease, if it looks so far.
         pidfd: tells its end, whoever else has its connection open; -1 for none.
         is_slow: it has not read what it was sent.
+        is_behind: so much that nothing more of it is started.
         leases: those that it has asked for and not given back, by its own numbers.
         standing: placements that outlive programs: their tasks, and who is told.
         last: the highest number that it has given to anything.
@@ -36,6 +37,7 @@ class Client(Caller):
     only_looks: bool = False
     is_joined: bool = False
     is_slow: bool = False
+    is_behind: bool = False
     wish: ClientJoined | None = None
     pidfd: int = -1
     last: int = 0

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiogpu.core.events import ClientJoined, ClientLeft
+from aiogpu.core.events import ClientBehind, ClientJoined, ClientLeft
 from aiogpu.core.model.ids import ClientId
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
@@ -60,6 +60,10 @@ from aiogpu.wire.messages import (
 
 _log: Final = logging.getLogger(__name__)
 _CARRIERS: Final = frozenset({Submit, Ask, Make, Put})
+BACKLOG_OF_RESULTS: Final = 16 << 20
+"""Bytes that a program has not read, beyond which nothing more of it is started."""
+BACKLOG_EVERY: Final = 0.1
+"""Seconds between two looks at a program that reads too slowly."""
 Answer = Callable[[int], Coroutine[Any, Any, object]]
 
 
@@ -154,14 +158,30 @@ class Clients:
     def _on_slow(self, client: Client, is_slow: bool) -> None:
         """It is told no more than it reads, and may not ask for more meanwhile."""
         client.is_slow = is_slow
-        if not is_slow:
+        if is_slow:
+            self._watch_backlog(client)
+        else:
             self.routes.resume(client.id)
+            self._set_behind(client, False)
         if client.peer is None:
             return
         if is_slow:
             client.peer.pause()
         else:
             client.peer.resume()
+
+    def _watch_backlog(self, client: Client) -> None:
+        """Look now and then how much a program has not read, while it is slow."""
+        if client.is_slow and client.peer is not None:
+            if client.peer.unsent > BACKLOG_OF_RESULTS:
+                self._set_behind(client, True)
+            else:
+                self._loop.call_later(BACKLOG_EVERY, self._watch_backlog, client)
+
+    def _set_behind(self, client: Client, is_behind: bool) -> None:
+        if client.is_behind is not is_behind:
+            client.is_behind = is_behind
+            self._driver.feed(ClientBehind(client.client, is_behind))
 
     def _hear(self, client: Client, messages: list[Message]) -> None:
         is_open = client.is_joined and not self.is_draining

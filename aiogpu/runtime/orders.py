@@ -100,7 +100,7 @@ class Orders:
     def is_reached(self, worker_id: int) -> bool:
         """Whether a worker could have read all that it was sent."""
         worker = self._workers.get(worker_id)
-        return worker is None or worker.peer is None or not worker.peer.has_unsent
+        return worker is None or worker.peer is None or not worker.peer.unsent
 
     def revoke(self, worker_id: int, below: int) -> None:
         """See to it that a worker begins nothing that it was sent before."""

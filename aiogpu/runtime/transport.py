@@ -224,11 +224,11 @@ class Peer(asyncio.Protocol):
             self._transport.write(encode_all(posted))
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether some of what was sent has not left this process."""
-        return self._transport is not None and (
-            self._transport.get_write_buffer_size() > 0
-        )
+    def unsent(self) -> int:
+        """Bytes of what was sent that have not left this process."""
+        if self._transport is None:
+            return 0
+        return self._transport.get_write_buffer_size()
 
     def pause(self) -> None:
         """Read no more for now; the peer will block when its buffer is full."""
@@ -264,7 +264,7 @@ class Peer(asyncio.Protocol):
         """Say why it is cut off, hear nothing more of it, and close at once."""
         self._waiting.clear()
         self.on_messages = _ignore
-        if self.has_unsent:
+        if self.unsent:
             self.abort()  # it does not read, and would never hear
             return
         self.send_one(Refused(reason))

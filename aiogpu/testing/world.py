@@ -171,6 +171,10 @@ class World(Stage):
         """A program joins the node, or has other terms from now on."""
         self._happen(events.ClientJoined(ClientId(client), weight, limits or Limits()))
 
+    def fall_behind(self, client: int, is_behind: bool = True) -> None:
+        """A program does not read what it is sent, or has caught up."""
+        self._happen(events.ClientBehind(ClientId(client), is_behind))
+
     def leave(self, client: int) -> None:
         """A program submits nothing any more."""
         self._happen(events.ClientLeft(ClientId(client)))

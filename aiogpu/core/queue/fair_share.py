@@ -271,6 +271,7 @@ class Client:
         unfinished: its tasks that have not ended.
         is_waiting: whether any of them waits in the queue.
         has_left: whether it is forgotten once they have.
+        is_behind: it does not read what it is sent, so nothing more of it is started.
     """
 
     id: ClientId
@@ -283,6 +284,7 @@ class Client:
     unfinished: int = 0
     is_waiting: bool = False
     has_left: bool = False
+    is_behind: bool = False
 
 
 class Clients:
@@ -323,11 +325,17 @@ class Clients:
         client.weight, client.limits, client.most = weight, limits, most
         client.has_left = False
 
+    def set_behind(self, id_: ClientId, is_behind: bool) -> None:
+        """A program does not read what it is sent, or has caught up."""
+        client = self._by_id.get(id_)
+        if client is not None:
+            client.is_behind = is_behind
+
     def leave(self, id_: ClientId) -> None:
         """A program has left: forget it once its last task has ended."""
         client = self._by_id.get(id_)
         if client is not None:
-            client.has_left = True
+            client.has_left, client.is_behind = True, False
             self.forget(client)
 
     def of(self, id_: ClientId) -> Client:
@@ -386,6 +394,8 @@ class Clients:
     def bars(self, record: TaskRecord) -> bool:
         """Whether a task must wait since its program holds all that it may."""
         client = self.of(record.client)
+        if client.is_behind:
+            return True
         if not client.most:
             return False
         return any(
@@ -394,8 +404,11 @@ class Clients:
         )
 
     def exceeds(self, client: Client) -> bool:
-        """Whether a program holds more than it may: a task took its CPUs again."""
-        return any(
+        """Whether nothing more of a program may begin with a lease that it has.
+
+        It holds more than it may, since a task took its CPUs again; or it is behind.
+        """
+        return client.is_behind or any(
             client.held.get(name, 0) > parts for name, parts in client.most.items()
         )
 

@@ -255,6 +255,11 @@ def _on_left(node: SchedulerState, it: events.ClientLeft, *_: object) -> None:
         node.clients.leave(it.client)
 
 
+def _on_behind(node: SchedulerState, it: events.ClientBehind, *_: object) -> None:
+    if node.clients is not None:
+        node.clients.set_behind(it.client, it.is_behind)
+
+
 HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Settled: _on_settled,
     events.SetAside: _on_set_aside,
@@ -267,6 +272,7 @@ HANDLERS: Final[dict[type[Event], Handler]] = {
     events.Outgrown: _on_outgrown,
     events.ClientJoined: _on_joined,
     events.ClientLeft: _on_left,
+    events.ClientBehind: _on_behind,
 }
 """What is done for events of devices, leases and clients, before tasks are placed."""
 

@@ -54,7 +54,7 @@ def _look_at(
     record, now, after = first[1], holdings.now, node.patience.warn_after
     if now < record.since + after:
         return record.since + after
-    if node.clients is not None and node.clients.why_barred(record):
+    if node.clients is not None and node.clients.bars(record):
         return now + after
     why = why_waiting(node, record, holdings)
     if not why.is_held_endlessly:

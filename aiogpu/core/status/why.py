@@ -108,6 +108,9 @@ def why_not_running(
     return None
 
 
+READING: Final = "its program to read the results that it was sent"
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """A resource of which a task cannot get now what it asks for.
@@ -285,6 +288,8 @@ def wait_in_words(node: SchedulerState, record: TaskRecord, now: float) -> str:
     """In one line what a waiting task waits for."""
     if node.solitude.bars(record):
         return "waits until another has run alone, for which memory ran out before"
+    if node.clients is not None and node.clients.of(record.client).is_behind:
+        return f"waits for {READING}"
     if node.clients is not None and (limit := node.clients.why_barred(record)):
         return f"waits for its program's own limit: it holds {limit}"
     outage = find_outage(node, record.spec.shape.environment, now)
@@ -385,6 +390,8 @@ class Why:
         rival_count: how many such programs there are.
         limit: what its program holds of what it may, if that is why it waits:
             "2 of at most 2 GPU".
+        is_behind: its program does not read the results that it was sent, so nothing
+            more of it is started.
         reasons: for a waiting task, one for each resource that is short.
         reservation: what is kept for it, since it has waited long; or for another,
             where that is why it waits.
@@ -437,6 +444,7 @@ class Why:
     rivals: tuple[str, ...] = ()
     rival_count: int = 0
     limit: str = ""
+    is_behind: bool = False
     is_lease: bool = False
     placement: str = ""
     notes: tuple[str, ...] = ()
@@ -539,6 +547,7 @@ def _among(
         rivals=tuple(name_of(id_, programs) for id_ in islice(rivals, SHOWN)),
         rival_count=len(rivals),
         limit=node.clients.why_barred(record),
+        is_behind=node.clients.of(record.client).is_behind,
     )
 
 
@@ -674,6 +683,9 @@ def _waiting(why: Why) -> Iterator[str]:
     request = terms(why.request.items()) + (f" of {why.where}" if why.where else "")
     if why.is_held_up:
         yield f"{begin}: another is to run alone first, since memory ran out with it"
+        return
+    if why.is_behind:
+        yield f"{begin} for {READING}"
         return
     if why.limit:
         yield f"{begin} for its program's own limit: it holds {why.limit}"
