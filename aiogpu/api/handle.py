@@ -312,10 +312,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         """End with the payload that has come; unpickle it if somebody waits for it."""
         if self.done():
             return
-        shared = self._shared is not None
-        if type(self._payload) is not bytes and (
-            self._waiters or self._callbacks_added > shared
-        ):
+        if type(self._payload) is not bytes and (self._waiters or self._callbacks):
             self._decode()
         _set_result(self, None)
         self._wake()
