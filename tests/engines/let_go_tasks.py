@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from collections.abc import Iterator
 from threading import Lock
 from typing import Any
 
 import aiogpu
+from tests.gate import say
 
 
 @aiogpu.remote(num_gpus=1)
@@ -139,3 +141,41 @@ class Fragile:
 
     def crash(self) -> None:
         os._exit(3)
+
+
+class Mourned:
+    """Says at a gate that it goes."""
+
+    error: BaseException | None = None
+
+    def __init__(self, path: str, name: str) -> None:
+        self.path, self.name = path, name
+
+    def __del__(self) -> None:
+        say(self.path, self.name)
+
+
+@aiogpu.remote
+def fail_with(path: str, name: str) -> None:
+    """Fail with a thing that refers to the error; so the error refers to itself."""
+    thing = Mourned(path, name)
+    try:
+        raise ValueError(name)
+    except ValueError as error:
+        thing.error = error
+        raise
+
+
+@aiogpu.remote
+async def fail_softly_with(path: str, name: str) -> None:
+    """Fail in a coroutine, whose frame may not be cleared."""
+    thing = Mourned(path, name)
+    raise ValueError(thing.name)
+
+
+@aiogpu.remote
+def fail_amid_items(path: str, name: str) -> Iterator[int]:
+    """The same in a generator."""
+    thing = Mourned(path, name)
+    yield 1
+    raise ValueError(thing.name)

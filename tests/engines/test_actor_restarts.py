@@ -109,6 +109,17 @@ async def test_calls_are_tried_again_as_often_as_they_may(tmp_path: Path) -> Non
             await few.fail.remote(ValueError, "once")
 
 
+async def test_a_call_that_had_not_begun_has_all_its_retries(tmp_path: Path) -> None:
+    """It was sent, and loses its process twice, by the call before it."""
+    async with aiogpu.init(num_cpus=1, log_to_driver=False):
+        counter = Counter.options(max_restarts=-1, max_task_retries=1).remote()
+        dying = counter.exit.remote(3)
+        once_more = counter.die_until.remote(str(tmp_path / "once"), 1)
+        with pytest.raises(aiogpu.ActorDiedError, match="code 3"):
+            await dying
+        assert await once_more == 2
+
+
 @pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize(
     "kind", [Async, pytest.param(Threads, marks=pytest.mark.needs("threads"))]

@@ -14,6 +14,7 @@ import pytest
 import aiogpu
 from aiogpu.linux.cgroup_hierarchy import find_hierarchy
 from tests.engines import tasks
+from tests.engines.actor_classes import Counter
 from tests.gate import Gate
 from tests.program import run
 
@@ -89,6 +90,34 @@ async def test_a_keeper_that_dies(gate: Gate) -> None:
         with pytest.raises(aiogpu.WorkerDiedError) as caught:
             await running
         assert caught.value.cause == "keeper died"
+
+
+async def test_the_first_cause_of_a_death_stands(gate: Gate) -> None:
+    """The node ends a process; what happens before its keeper reports it is no cause.
+
+    Here its connection ends meanwhile, for which the node would end it as well.
+    """
+    async with aiogpu.init(num_cpus=2):
+        actor = Counter.remote()
+        busy = actor.gated.remote(gate.path, "busy")
+        await gate.entered("busy")
+        worker = psutil.Process(gate.pids["busy"])
+        keeper = worker.parent()
+        assert keeper is not None
+        keeper.suspend()
+        aiogpu.kill(actor, no_restart=False)
+        worker.kill()
+        # The node ends a process 0.1 s after its connection: a timer that rings later.
+        with pytest.raises(aiogpu.TaskTimeoutError):
+            await tasks.gated.options(timeout=0.3).remote(gate.path, "timer")
+        keeper.resume()
+        with pytest.raises(aiogpu.ActorDiedError, match="it was killed"):
+            await busy
+        with pytest.raises(aiogpu.ActorDiedError) as caught:
+            await actor.add.remote()
+    died = caught.value.__cause__
+    assert isinstance(died, aiogpu.WorkerDiedError)
+    assert (died.cause, died.signal) == ("ended", signal.SIGKILL)
 
 
 async def test_workers_alone_offer_themselves_to_the_kernel(gate: Gate) -> None:

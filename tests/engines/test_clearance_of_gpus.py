@@ -161,6 +161,33 @@ def test_the_other_gpus_are_used_meanwhile(on_stub: Program) -> None:
     assert on_stub(OTHERS, count=2) == ["1", "1"]
 
 
+ELSEWHERE = """
+    clearance.LIMIT = 0.125
+    @aiogpu.remote
+    def has_it_grow(pid):
+        put(pid, pid, count=1)
+
+    async def main():
+        # It cannot be seen from here, like a process of another container.
+        process = await asyncio.create_subprocess_exec("true")
+        await process.wait()
+        put(process.pid, count=1)
+        async with aiogpu.init(num_cpus=2):
+            await has_it_grow.options(num_gpus=SHARE).remote(process.pid)
+            is_over = lambda it: it.available["GPU"] == 1 or it.devices[0].aside
+            device = (await until(is_over)).devices[0]
+            print(device.aside, device.is_unverified)
+    start(main)
+"""
+
+
+@pytest.mark.parametrize("share", ["1", "0.5"])
+def test_a_process_listed_before_the_task_is_not_left_over_of_it(
+    on_stub: Program, share: str
+) -> None:
+    assert on_stub(ELSEWHERE.replace("SHARE", share)) == ["None False"]
+
+
 BROKEN = """
     async def main():
         async with aiogpu.init(num_cpus=2):

@@ -245,3 +245,42 @@ def test_a_debugger_may_take_the_handler_over() -> None:
     assert program.returncode in (-signal.SIGINT, 130), (out, err)
     assert "RecursionError" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine"])
+def test_it_is_not_retried(kind: str) -> None:
+    """Though `retry_exceptions` names all that a task may raise."""
+    program = start(
+        """
+        import asyncio, os, signal, sys
+        import aiogpu
+
+        anything = aiogpu.remote(max_retries=3, retry_exceptions=True)
+
+        def press():
+            print("pressed", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        @anything
+        def plain():
+            press()
+
+        @anything
+        async def coroutine():
+            await asyncio.sleep(0)
+            press()
+
+        async def main():
+            # Heard at once; asyncio's own would cancel this coroutine, which by itself
+            # ends the task.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            async with aiogpu.init(address="inline", num_cpus=1):
+                await globals()[sys.argv[1]].remote()
+
+        aiogpu.run(main())
+        """,
+        kind,
+    )
+    out, err = program.communicate(timeout=60)
+    assert program.returncode in (-signal.SIGINT, 130), (out, err)
+    assert out == "pressed\n"

@@ -12,6 +12,7 @@ import pytest
 import aiogpu
 from tests.engines import let_go_tasks
 from tests.engines.let_go_tasks import Model, Serial, Soft
+from tests.gate import Gate
 from tests.until import LIMIT
 
 pytestmark = [
@@ -136,6 +137,21 @@ async def test_what_plain_code_did_not_wait_for(method: str, holder: str) -> Non
             assert isinstance(told.exception(), ValueError | None)
             del told
             await gpu_can_be_had()
+
+
+@pytest.mark.needs("processes")
+async def test_what_the_frames_of_a_workers_last_error_hold(gate: Gate) -> None:
+    """The worker is idle afterwards: no task follows, and no collector runs."""
+    async with aiogpu.init(num_cpus=1):
+        for task in (let_go_tasks.fail_with, let_go_tasks.fail_softly_with):
+            name = task.__name__
+            with pytest.raises(ValueError, match=name):
+                await task.remote(gate.path, name)
+            await gate.entered(name)
+        with pytest.raises(ValueError, match="stream"):
+            async for _ in let_go_tasks.fail_amid_items.remote(gate.path, "stream"):
+                pass
+        await gate.entered("stream")
 
 
 @pytest.mark.parametrize("holder", ["actor", "task"])

@@ -18,7 +18,15 @@ import aiogpu
 from tests.engines import tasks, value_tasks
 from tests.engines.actor_classes import Counter
 from tests.engines.node_here import Here, node_here
-from tests.engines.raw_client import Service, all_is_free, program, service, watching
+from tests.engines.raw_client import (
+    LIMIT,
+    Service,
+    all_is_free,
+    program,
+    service,
+    watching,
+)
+from tests.gate import Gate
 from tests.program import environment
 from tests.until import until
 
@@ -217,3 +225,22 @@ async def test_joining_and_leaving_leaves_nothing(rounds: int, no_leaks: None) -
         # Once what has ended is cleared away; a worker more may stand idle.
         most = first[0] + 4, first[1], first[2] + 1
         await until(lambda: all(map(le, footprint(node), most)))
+
+
+async def test_a_cancelled_handle_fails_who_was_given_it(
+    no_leaks: None, gate: Gate
+) -> None:
+    """The node learns of the cancel by the program alone; see `Shares.withdraw`."""
+    with service(num_cpus=3) as node:
+        async with watching(node), asyncio.timeout(LIMIT):
+            unwanted = tasks.gated.remote(gate.path, "unwanted")
+            needs_it = [
+                tasks.add.remote(unwanted),
+                value_tasks.get_nested.remote({"handle": unwanted}),
+                value_tasks.await_nested.remote({"handle": unwanted}),
+            ]
+            await gate.entered("unwanted")
+            unwanted.cancel()
+            for handle in needs_it:
+                with pytest.raises(aiogpu.TaskCancelledError, match="was cancelled"):
+                    await handle

@@ -17,11 +17,13 @@ from typing import Final
 import pytest
 
 from aiogpu.engines.line import Line
+from aiogpu.memory.fd_passing import DescriptorSender
 from aiogpu.runtime.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (
     NUMBERS,
+    OWNER,
     SEGMENTS,
     ChildDone,
     Close,
@@ -176,6 +178,27 @@ async def test_garbage_for_descriptors_harms_nobody_else(
     await until(lambda: not clients.by_id)
 
 
+@pytest.mark.parametrize("whose", ["the node", "a program"])
+async def test_nobody_claims_a_segment_of_another(whose: str, here: Here) -> None:
+    """Others would read that in place of what its owner writes."""
+    place = Service(here.path, os.getpid())
+    with RawClient(place) as owner, RawClient(place) as intruder:
+        await asyncio.to_thread(owner.joined)
+        welcome = await asyncio.to_thread(intruder.joined)
+        claimed = 0 if whose == "the node" else owner.number
+        answers = []
+        for client, segments_of in ((intruder, claimed), (owner, owner.number)):
+            put = put_of(client.number, segments_of)
+            with connected(welcome.descriptors) as memory:
+                pass_segment(memory, client.number, segments_of)
+                client.say(put, Inquire(2, "resources", 0))
+                answers.append(await asyncio.to_thread(client.hear, tuple))
+    refused, told = answers
+    assert isinstance(refused, Refused), refused
+    assert "nobody has the segment" in refused.reason
+    assert isinstance(told, ChildDone), told
+
+
 @pytest.mark.parametrize("messages", [1, 3])
 async def test_descriptors_that_nobody_speaks_of_are_closed(
     here: Here, messages: int
@@ -220,8 +243,22 @@ def held(name: str) -> int:
     return found
 
 
-def put_of(client: int) -> Put:
-    """A value in a segment of which no descriptor was passed."""
-    segment = SEGMENTS + (client << 36) + 1
+def pass_segment(memory: socket.socket, client: int, owner: int) -> None:
+    """Pass a page as the first segment of a process, in the name of a client."""
+    given = os.memfd_create("aiogpu-passed")
+    os.ftruncate(given, 4096)
+    memory.sendall(client.to_bytes(8, "little"))
+    DescriptorSender(memory).send(first_segment(owner), given)
+    os.close(given)
+
+
+def first_segment(owner: int) -> int:
+    """Id of the first segment that a process writes; the node's own is owner 0."""
+    return SEGMENTS + (owner << OWNER) + 1
+
+
+def put_of(client: int, owner: int | None = None) -> Put:
+    """A value in the first segment of a process: its own, unless it claims another."""
+    segment = first_segment(client if owner is None else owner)
     contents = Contents(stream=b"x", segment=segment, size=4096, spans=(0, 4096))
     return Put(-((client << NUMBERS) + 1), pack(contents))
