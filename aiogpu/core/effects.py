@@ -1,7 +1,7 @@
-"""What many an event and effect consist of alone: whom it is about.
+"""What the scheduler wants done: one small class for each effect.
 
-A class that is another name for the same fields takes these from here, for Python
-compiles anew what it makes from fields, and a program starts with all of them.
+Classes with the same fields share a base, because Python compiles the methods of each
+dataclass anew when a program starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened, as the scheduler is told: one small class each, past tense."""
+"""What the scheduler is told: one small class for each event, in the past tense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How far the producer of a stream may be ahead of its consumer, by counts alone."""
+"""The order in which the calls of one actor reach its process, and stream windows.
+
+Calls are known by their ids alone. Each concurrency group of an actor has a mailbox of
+its own, so that a slow group holds up no other. At most `window` calls are with the
+process at a time. The process runs them at once, or one after the other if the group
+runs one at a time. A `Window` counts how far a stream may run ahead of its consumer.
+"""
 
 from __future__ import annotations
 

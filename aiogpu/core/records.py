@@ -1,8 +1,9 @@
-"""Where a task and a worker can be, and the legal moves between.
+"""What the scheduler remembers of each task and worker, and the states of both.
 
-One table per machine. A state says where something *is*, never how it got there;
-a move that the table does not hold is a bug of ours and raises. The diagrams in
-`docs/architecture.md` are these tables.
+Only `move_task` and `move_worker` write a state, and only along the tables here. A
+state says where something is, never how it got there. A move that is not in the table
+is a defect of aiogpu and raises. The diagrams in `docs/architecture.md` are these
+tables.
 """
 
 from __future__ import annotations

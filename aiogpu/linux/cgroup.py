@@ -1,6 +1,11 @@
-"""A group of cgroup v2: who is in it, and how all of them are ended at once.
+"""One group of cgroup v2: who is in it, and how all of them are ended.
 
-A keeper makes one for its slot: what its workers start cannot leave it.
+A process cannot leave its group by forking, by a session of its own or by losing its
+parent, and a group is killed in one step that no fork can outrun. So it holds what a
+process tree cannot. A keeper is born in the group of its slot, and so are its workers,
+at no cost; the keeper steps out for the moment in which the group is killed. Driver and
+keepers both use it, each where the other may have died.
+(Documentation/admin-guide/cgroup-v2.rst of Linux.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""Where this process stands in the machine's cgroups (v1 and v2), and what they allow.
+"""Where this process stands in the machine's cgroups, and how many CPUs they allow.
 
-A worker does not need this; so it is not in `cgroup`, which workers import.
+A machine may have several hierarchies at once: version 1 has one for each controller,
+version 2 one for all, and hybrid machines have both (cgroups(7), cgroup_namespaces(7),
+proc(5)). The node's own group is used beside the keepers, not instead of them: it ends
+what outlives a zygote and a keeper that were both killed. Workers do not need this
+module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""What /proc and the cgroups say of memory, of processes, and of how one has ended."""
+"""What /proc and the cgroups say of memory, of processes, and of how one has ended.
+
+Memory counts where it cannot be dropped: anonymous and shared memory, not the page
+cache. Sources: proc_meminfo(5), proc_pid_status(5), proc_pid_stat(5), and the kernel's
+documents on cgroup v2 (`memory.max`, `memory.stat`) and v1 (`memory.limit_in_bytes`).
+`ExitEvidence` is looked at when a node starts and when a worker has died as if by the
+kernel's hand, so it costs a task nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""System calls that Python does not wrap, and who is at the other end of a socket."""
+"""System calls that Python does not wrap, and who is at the other end of a socket.
+
+The kernel records the credentials of a client when it connects, and those of a server
+when it calls listen(2). Neither side can forge them (unix(7)).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The control page: words that driver and workers share, a few for each slot."""
+"""The control page: words that driver and workers share, a few for each slot.
+
+It says what no message can say to a worker that is busy. The memory has no name; the
+kernel frees it with its last holder (memfd_create(2)).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Passes descriptors to another process over a Unix socket, each with a number."""
+"""Passes descriptors to another process over a Unix socket, each with a number.
+
+A message is n numbers, eight bytes each, little-endian, with n descriptors
+(`SCM_RIGHTS`, unix(7)). The bytes of a message may arrive cut; its descriptors come
+with its first byte, and both keep their order. So the n-th number belongs to the n-th
+descriptor.
+"""
 
 from __future__ import annotations
 

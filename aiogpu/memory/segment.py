@@ -1,4 +1,11 @@
-"""Segments: shared memory that one process writes and others only read."""
+"""Segments: shared memory that one process writes and others only read.
+
+A segment has no name anywhere: the kernel frees it with the last descriptor and the
+last mapping of it, however their holders end. Whether somebody still reads it is asked
+of the kernel too. A descriptor that `Segment.share` gives has an open file description
+of its own with a read lock on it (fcntl(2), "Open file description locks"), which its
+copies, messages under way, mappings and forked children all keep.
+"""
 
 from __future__ import annotations
 

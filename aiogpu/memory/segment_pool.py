@@ -1,4 +1,8 @@
-"""The segments that one process has written, kept so that they can be written again."""
+"""The segments that this process has written, and those that can be written again.
+
+A new page costs several times what it costs to write one that is there. So segments
+that nobody reads any more are kept, up to a limit, and written again.
+"""
 
 from __future__ import annotations
 

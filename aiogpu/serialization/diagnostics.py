@@ -1,4 +1,10 @@
-"""Finds what in an object cannot be pickled; warns at the user's own line."""
+"""Finds what in an object cannot be pickled; warns at the user's own line.
+
+The parts of an object are those that pickling itself would take: what `__getstate__`
+leaves out is none of them. The search starts only after pickling has failed. It goes
+from the outside in: of an object that fails, into the first part that fails too, until
+no part does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Payloads: a pickle with what it refers to (segments, values, other payloads)."""
+"""Payloads: a pickle, or a pickle and what it refers to.
+
+A plain payload is the pickle itself. Another one holds, beside it, the places of its
+large buffers, the values that are its arguments, and the values to which it holds
+handles. In a process it is an object that keeps alive what it refers to.
+"""
 
 from __future__ import annotations
 

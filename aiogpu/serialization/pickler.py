@@ -1,7 +1,10 @@
 """Any object to a pickle, with its large buffers beside it.
 
-This is the only module that imports cloudpickle. It is imported late: plain values do
-not need it.
+The only module that imports cloudpickle; it is imported late, since plain values do not
+need it. An exception gets back its `args` and attributes, and no constructor of its
+class is called: `BaseException.__reduce__` would call it with what the class has handed
+to `super().__init__()`, which fails or makes another text where that is not what the
+constructor takes.
 """
 
 from __future__ import annotations

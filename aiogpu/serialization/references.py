@@ -1,6 +1,8 @@
-"""What is pickled but not a payload yet: the stream, its buffers, and references.
+"""What is pickled but not a payload yet: a pickle, its buffers, and references.
 
-References stand in for values and actors, which do not travel in the pickle.
+References stand in for values and actors, which do not travel in the pickle. The sender
+knows whether there is shared memory, and by which ids the other side will know the
+values; so the sender makes the payload.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Arguments, results and functions to bytes and back."""
+"""Arguments, results and functions to bytes and back.
+
+Scalars and arrays of numbers take the C pickler directly, at a third of the cost:
+cloudpickle looks at each object in Python, in case it is a function or a class of the
+program. Everything else goes by `pickler`, which carries lambdas, closures and what
+lives in `__main__` by value. After which exceptions a task is tried again is decided in
+the worker, which has the user's modules.
+"""
 
 from __future__ import annotations
 

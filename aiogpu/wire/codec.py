@@ -1,7 +1,8 @@
-"""Messages to frames and back: a length, then the message as a msgpack array.
+"""Messages to frames and back. The only module that imports msgpack.
 
-This is the only module that imports msgpack. What a frame holds is checked against the
-types of the message's fields before the message is made.
+A frame is a length, four bytes, little-endian, which counts what follows, and a msgpack
+array. Reading accepts any cut of the stream. Exactly the tags and the field types of
+`messages` are accepted; everything else is a `ProtocolError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One end of a connection, without its socket: greeting, states, who may say what.
+"""One end of a connection, without its socket: greeting, states, allowed messages.
 
-The end that connects greets with `Hello`; the accepting end learns from it with
-whom it speaks. After that each end accepts only what its peer's role may say.
+The end that connects greets with `Hello`, by which the other end learns what it is.
+After that each end accepts only what its peer's role may send.
 """
 
 from __future__ import annotations

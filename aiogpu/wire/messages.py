@@ -1,7 +1,16 @@
-"""Every message between processes, and which end of a connection may send which.
+"""Every message between processes: one small tuple each, and one table of tags.
 
-One small tuple per message, by topic: processes, programs that join, actors, values,
-streams, output, leases, tasks. `TAGS` gives each its number on the wire.
+A message on the wire is a msgpack array with its tag first (`codec`). Ids are plain
+integers here.
+
+- Processes: a zygote forks keepers, a keeper forks the workers of its slot.
+- Clients: a client is a program that has joined the node of another process. What it
+  says of tasks, actors and values is what a worker says of its task's children.
+- Values: segments and values that a worker was lent are counted, each time that a
+  payload which names one comes to it, and each time that it has returned it.
+- Streams: a task or call whose `limit` is not 0 is a stream. What its generator yields
+  goes ahead of its answer. Limits count from the first item, whichever attempt yields
+  it.
 """
 
 from typing import Final, NamedTuple, get_args

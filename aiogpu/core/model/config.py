@@ -1,4 +1,4 @@
-"""How patient the scheduler is: figures, and arithmetic over them."""
+"""The scheduler's time limits and other numbers, and arithmetic over them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Identities: plain integers, told apart by the type checker alone.
+"""Ids: plain integers, told apart by the type checker alone.
 
-Ids are handed out by counters, never by chance, so that a run can be replayed.
+Counters hand them out, never chance, so that a run can be replayed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""What a task asks of a device beside its type: memory, capability, name.
+"""What a task asks for: the request, the conditions on devices, the task's spec.
 
-Pure, and compared by value: tasks that ask alike stand in one queue.
+All of it is compared by value: tasks that ask for the same wait in one queue. A spec is
+built once per function and holds only what the scheduler decides by; the function and
+its arguments stay with the driver. Tasks whose specs have equal shapes can stand in for
+each other in every decision but the order. `DurationEstimate` says how many tasks may
+be sent ahead to a worker: no more than it does in a moment, because what was sent ahead
+cannot be given elsewhere for free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Amounts of memory: bytes, and how people write them."""
+"""Quantities of resources as exact integers, and sizes of memory in bytes.
+
+One unit of anything is `UNIT` = 10 000 parts, so that a thousand times 0.1 never
+drifts. The scale, and that finer quantities are truncated, are Ray's
+(`src/ray/common/scheduling/fixed_point.h`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""What one program may have of a node that several share."""
+"""Clients that share a node: their limits, what they hold, and whose turn it is.
+
+Nothing here costs anything until a second client has joined. What a client has had is
+its virtual time, as in start-time fair queuing (Goyal, Vin and Cheng, 1996): for each
+of its tasks, the part of the node that it held, times the seconds, over the client's
+weight. A client that begins to wait starts at the virtual time of the one that began
+last, so that nobody is owed for the time in which it wanted nothing.
+
+Within a client the order is that of `ready`. The order between clients is found when it
+is asked for, because it changes with everything that they get.
+"""
 
 from __future__ import annotations
 

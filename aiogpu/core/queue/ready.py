@@ -1,9 +1,12 @@
-"""One line of waiting tasks: first come, first served, and anybody may leave.
+"""The tasks that wait, by shape; within a shape by priority and submission.
 
-Who leaves is only counted, and skipped when his turn comes. Each leaving sweeps a
-few out at the front, and where those who left outnumber the rest, further behind:
-so memory does not grow with them, nor is any single step long, unless half of a
-line leaves from the back to the front.
+Every step costs the same however many tasks wait. Shapes that ask for the same
+resources, and differ in their environment alone, are one group: where one of them does
+not fit, none does. This module knows the order, not what fits.
+
+A task that leaves a `FifoQueue` before its turn is only counted, and skipped when its
+turn comes. Each such task removes a few others from the front, and further behind where
+they outnumber the rest. So memory does not grow with them, and no single step is long.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Things by task id, in shards, so that growing never copies more than one shard.
+"""A dictionary by task id, in shards: growing copies one shard at most.
 
-A plain dict of a million entries copies itself as a whole when it grows, which
-holds the loop for 50 ms.
+A plain dict of a million entries copies itself as a whole when it grows, which holds
+the loop for 50 ms.
 """
 
 from __future__ import annotations

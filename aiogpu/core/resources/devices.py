@@ -1,11 +1,20 @@
-"""How full devices are, by both measures: their parts, and the bytes of their memory.
+"""The devices of one kind, what is taken of each, and the choice of a device.
 
-Arithmetic alone; which device is chosen, and for whom, is said elsewhere. The rules
-are those of `docs/decisions/0024-device-memory-is-a-second-measure.md`:
+The rules of the choice are those of Ray's "Fractional accelerators": best fit, lowest
+index first on a tie; whole requests only from devices that are entirely free; a share
+never spans devices. With `placement="spread"` it is the other way round. The choice is
+among the devices with enough memory and, for several whole ones, among those that fast
+links join (`topology`).
 
-- who names bytes reserves them beside the share;
-- who names none takes the part of the memory that the share is of the device;
+A device has two measures (`docs/decisions/0024-device-memory-is-a-second-measure.md`):
+
+- a task that names bytes reserves them beside its share;
+- a task that names none takes the part of the memory that its share is of the device;
 - a whole device is all of its memory.
+
+A set of devices is a mask: an int whose bit `1 << index` is set. Devices are filed by
+how much of them is free, so that the choice among a thousand looks at a few: the masks
+by free amount, and the amounts in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a node lacks even when idle, in words: which is short, and what there is."""
+"""What a node lacks for a request even when it is idle, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What one task holds of a ledger, and of which devices."""
+"""What the node has, what is taken, and by which lease.
+
+A lease holds scalars and shares of devices together or not at all. The ledger does not
+know what a lease is for. `check()` asserts its invariant: capacity less all leases is
+what is free. The leases of each device are indexed, so that finding out when a device
+will be free looks at its own leases alone. A `BundleLedger` is the ledger of one bundle
+of a placement group: whatever holds of a node's ledger holds of a bundle as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How the bundles of a gang are laid out over devices, for good or on paper."""
+"""Placement groups: bundles laid out over devices, and leases from bundles.
+
+To the ledger a placement group is one lease, taken whole or not at all. What it holds
+is divided into bundles, a `BundleLedger` each, from which its tasks take their leases.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which devices fast links join, and which set of some of them is joined best.
+"""Which devices fast links join, and which set of them is joined best.
 
-A set is the better the more pairs of it are linked. Small boxes are searched to the
-end; where there would be too many sets, each is grown from one device, link by link.
+A set is better the more pairs of it are linked. On small machines all sets are
+compared; where there would be too many, each set grows from one device, link by link.
 """
 
 from __future__ import annotations

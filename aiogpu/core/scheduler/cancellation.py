@@ -1,4 +1,4 @@
-"""Ending what nobody wants any more: tasks in whichever state, workers that idle."""
+"""Stops tasks in whichever state they are, and retires workers that idle."""
 
 from __future__ import annotations
 

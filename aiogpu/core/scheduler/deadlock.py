@@ -1,9 +1,9 @@
-"""Waits that can never end: found, and told in words.
+"""Finds waits that can never end, and explains them.
 
-Tasks that wait hold what they have (all but CPUs). Suppose that all else ends and
-gives back what it holds: whoever then still waits for a task that does not fit waits
-for ever. What they hold is also their workers, where the number of those is bounded.
-This is the banker's algorithm (Dijkstra, EWD 108) turned round.
+Tasks that wait for children keep what they hold, all but CPUs. Suppose that everything
+else ends and gives back what it holds. A task that then still waits for a child that
+does not fit waits for ever. Workers count as well where their number is bounded. This
+is the banker's algorithm (Dijkstra, EWD 108) turned round.
 """
 
 from __future__ import annotations

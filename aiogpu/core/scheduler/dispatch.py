@@ -1,9 +1,13 @@
-"""Leases for code that none of the node's workers runs: granted, and given back.
+"""From a lease to a worker, and from one task of a worker to its next.
 
-To the queue such a lease is a task like any other. When its turn has come, no worker
-is found for it but a holder recorded: a worker in name, which stands for processes
-that others start and end. Nobody here can stop these; so what nobody may hold any more
-is reclaimed, and is free when it is said that they have gone.
+A worker that has ended a task takes the next one of the same shape over with its lease,
+without the ledger, as long as no other shape's turn has come. While tasks are short, it
+is sent some ahead, so that it never waits for an answer.
+
+A lease for code that no worker runs (`aiogpu.lease`) is queued like a task. Instead of
+a worker, a record stands for the processes that others start and end. The scheduler
+cannot stop these: what nobody may hold any more is reclaimed, and is free when it is
+reported that they have gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,16 @@
 """Matches what waits with what is free.
 
-One function looks at all that is ready and takes leases for what fits, in order of
-priority and submission; each is started before the next is looked at. A task that
-does not fit holds up those of its own shape only, as in Ray; other shapes go past
+One function looks at everything that is ready and takes leases for what fits, in order
+of priority and submission. Each task is started before the next is looked at. A task
+that does not fit holds up those of its own shape only, as in Ray. Other shapes go past
 it, until it has waited so long that what it needs is kept for it (`reservation`).
+
+Between clients that share a node, the highest priority goes first, whoever has it. Then
+a client gives way to those that, with one task more, would hold no more than it does,
+by weight and of what the task asks for. Among the rest it is the turn of the one with
+the least virtual time (`fair_share`). So what clients hold differs by one task at most.
+A task that has waited `LONGEST` gives way to none. A worker that ends a task goes on
+with the same client for a `SLICE`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The gangs of a node, and who runs in them: from the first wish to the last lease.
+"""Placement groups from their submission to their last lease, and their tasks.
 
-To the queue a gang is a task like any other, held without end as a lease is. Its
-members are set aside until it is granted; once it is removed, they end with it, and
-what it held is free when the last of them has stopped. `tend` sees to that.
+To the queue a placement group is a task like any other, held without end as a lease is.
+Its tasks are set aside until it is granted. Once it is removed they end with it, and
+what it held is free when the last of them has stopped; `advance_groups` sees to that.
 """
 
 from __future__ import annotations

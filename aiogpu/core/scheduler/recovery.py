@@ -1,9 +1,19 @@
-"""Environments for which no worker can be started now, and when the next try is.
+"""What becomes of tasks that have failed, and of a worker that has gone.
 
-After a failed start, tasks of that environment wait in the queue and hold nothing;
-workers of it that are alive still serve them. After a pause one worker is tried. If it
-starts, all others may follow; if not, the next pause is twice as long, up to a bound,
-for as long as tasks wait.
+- A worker that has gone: its tasks are decided about at once. Its lease is given back
+  when its devices are seen free; until then the worker is `SETTLING`, without a
+  process.
+- A retry: the first is at once, because most failures are of the moment. Later ones
+  wait longer and longer, so that what fails for good does not keep the node busy.
+- An actor that has died: one that had lived for a while restarts at once. One that dies
+  again and again waits longer each time, and is given up when that does not help,
+  whatever its `max_restarts`: it would only hold its devices.
+- Out of GPU memory: where its options say so, a task gets one more try with a whole
+  device, once, beside its `max_retries`.
+- A worker that could not be started (an outage): tasks of that environment wait in the
+  queue and hold nothing; workers of it that are alive still serve them. After a pause
+  one worker is tried. If it starts, the others may follow. If not, the next pause is
+  twice as long, up to a bound, for as long as tasks wait.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What is kept for a task that others would go past for ever.
 
-The rule: the first of those that do not fit, and have been first of their kind for
-`reserve_after`, has what it needs kept for it. Whoever comes after it may take only
-the rest, or what he gives back, by his own `timeout`, before it could begin. There
+The first of the tasks that do not fit, once it has been first of its kind for
+`reserve_after`, has what it needs kept for it. Tasks that come after it may take only
+the rest, or what they give back, by their own `timeout`, before it could begin. There
 is one reservation at a time, so each ends with the tasks that run now. What is held
-without end is never waited for: then nothing is kept. The idea is that of EASY
-backfilling (Lifka, 1995).
+without end is never waited for: then nothing is kept. The idea is EASY backfilling
+(Lifka, 1995).
 """
 
 from __future__ import annotations

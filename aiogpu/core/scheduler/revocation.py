@@ -1,8 +1,8 @@
-"""Workers that are looked at, and what is taken back from those that come no further.
+"""Looks at busy workers, and takes back what was sent ahead to slow ones.
 
-A busy worker answers nothing, so the queue behind a long task is taken back without
-its help: whoever carries out `Revoke` makes sure that the worker begins nothing more
-of it, and says in `Revoked` how far it had come.
+A busy worker answers nothing, so the queue behind a long task is taken back without its
+help. Whoever carries out `Revoke` makes sure that the worker begins nothing more of it,
+and `Revoked` says how far it had come.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
-"""What is heard of devices: given back, free, stuck, sick or well, short of memory.
+"""The scheduler: events in, effects out, nothing else.
 
-Each of these changes who may be given what, so all that waits is looked at after it.
+`handle(event, now)` brings every record up to date, then matches what waits with what
+is free; `deadline()` says when to call it again. Two things always hold. A lease ends
+only when the code that it was taken for has stopped. And every task ends in exactly one
+of `Settle`, `Expire`, `Lose`, `Deadlock`, `Disown`, `Abandon` or, when its owner has
+cancelled it, `Forget` alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What the scheduler knows of its node, and the few moves that all its parts make.
+"""All that the scheduler knows of its node, and the small moves that its parts share.
 
-State without decisions: those are made in `dispatch`, `watch`, `stopping`,
-`family`, `placement` and `reservation`, which all work on this.
+There are no decisions here; `dispatch`, `placement`, `reservation`, `revocation`,
+`cancellation`, `task_tree` and `recovery` make them. Tasks whose arguments are results
+that are not there yet wait here in no queue and hold nothing. `ExclusiveRetries` are
+tasks that ran out of memory beside others: each gets one more try, alone. Meanwhile
+nothing else starts but what running tasks wait for, for a limited time.
 """
 
 from __future__ import annotations

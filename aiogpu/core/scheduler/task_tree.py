@@ -1,7 +1,8 @@
-"""Tasks whose arguments are results of others that are not there yet.
+"""Tasks that start tasks: which end together, and which wait for which.
 
-They stand in no queue and hold nothing. Who has the values says when all are there,
-or ends the task because one never will be.
+A task that waits for its children gives its CPUs back, and takes them again at once
+when it goes on. So one CPU serves a tree of any depth. Its devices and all else it
+keeps.
 """
 
 from __future__ import annotations

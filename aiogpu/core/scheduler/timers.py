@@ -1,8 +1,8 @@
 """Moments at which the scheduler wants to look again.
 
-An alarm is a plain value; what it means is the scheduler's business. Alarms that
-no longer matter are not removed but recognised when they ring. Where they abound,
-each that is added to them sweeps a few out: there may be a million.
+An alarm is a plain value; what it means is the scheduler's business. Alarms that no
+longer matter are not removed but recognised when they ring. Where they abound, each
+further one removes a few of them: there may be a million.
 """
 
 from __future__ import annotations

@@ -1,7 +1,19 @@
-"""Which devices idle workers are bound to, so that tasks can be led to them.
+"""The node's workers: which can take a task at once, spares, and how many there may be.
 
-A worker that is reused has its devices for life. Where several choices are equally
-good, the one for which a worker waits spares a process.
+A worker that was assigned devices keeps them for life (CUDA reads its variable once),
+and its environment as well. So idle workers are found by their binding; where several
+devices are equally good, one for which a worker waits spares a process
+(`AffinityIndex`). A worker that was assigned nothing yet is clean: any task of its
+environment can have it.
+
+Spares are clean workers that are kept ready, so that a fresh process costs a task
+nothing. They are kept for an environment once a task of it has taken a process of its
+own, so a program that reuses its workers never pays for them. Those of the node's own
+program stay; those of other environments go when no such task has come for a while.
+
+Each worker takes descriptors of the driver and two processes. How many workers there
+may be is found out when the node is opened. Where fewer can be had, `WorkerLimit` is
+lowered to what is there, and rises again step by step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was last seen on a device, as far as people are told of it: plain data."""
+"""Who holds what: workers and their shares of devices, as users are told of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One actor as a `NodeStatus` shows it."""
+"""The status of a node as plain data, and as text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A typed picture of the node at one moment: who holds what, what waits and why.
+"""Makes a `NodeStatus` of the scheduler's state.
 
-It costs as much as there are workers and devices. Of those that wait, of whom there
-may be a million, only the first are looked at, and each shape once.
+It costs as much as there are workers and devices. Of the tasks that wait, of which
+there may be a million, only the first are looked at, and each shape once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Warns of tasks that wait for what is held without end, by name of the holder.
+"""Warns of tasks that wait for what is held without end, and names the holder.
 
-While tasks wait of which none was warned, one alarm rings every few seconds; then the
-first of each line is looked at. A line is warned once, until it is empty.
+While tasks wait that were not warned of, an alarm rings every few seconds, and the
+first of each group is looked at. A group is warned of once, until it is empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Why the code of a task does not run that has a worker or holds a lease."""
+"""Why a task is where it is: what it waits for, who holds that, whose turn it is.
+
+Nothing is changed by asking. It costs as much as there are workers, and next to nothing
+for each task that waits. Shortages are found in the ledger in the way in which
+`SchedulerState.take` refuses a lease.
+"""
 
 from __future__ import annotations
 
