@@ -239,6 +239,8 @@ def test_how_many_members_there_is_room_for():
     cpu = replace(request_of({"CPU": 1}), gang=within)
     assert room_for(ledger, cpu) == 2
     assert room_for(ledger, cpu, are_lent=True) is None
+    outside = request_of({"GPU": 0.25, "CPU": 1})
+    assert room_for(ledger, outside) == ledger.room_for(outside)
 
 
 def test_whom_a_lease_would_help():

@@ -242,3 +242,18 @@ def test_what_is_to_run_alone_waits_as_well():
     assert w.retired == [], "nobody has to make way: there is room"
     w.advance(6.0)
     assert w.starting == {"a"}
+
+
+def test_environments_are_tried_again_each_at_its_own_time():
+    patience = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
+    w = World(cpus=4, starts=False, patience=patience)
+    w.submit("a", environment=BROKEN)
+    fail(w, "a")
+    w.advance(0.5)
+    w.submit("b", environment={"Y": "1"})
+    fail(w, "b")
+    w.advance(0.5)
+    assert w.starting == {"a"}
+    assert w.waiting == {"b"}
+    w.advance(0.5)
+    assert w.starting == {"a", "b"}
