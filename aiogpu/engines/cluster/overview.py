@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,7 @@ from aiogpu.engines.cluster.capacity import (
     told,
 )
 from aiogpu.engines.cluster.work import kinds_here
+from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.call import Site
 
 AT_ONCE: Final = 1.0
-"""Seconds for which `.remote()` inside a task waits to learn what nodes there are."""
+"""Seconds for which `.remote()` in a plain task waits to learn what nodes there are."""
 
 
 class Overview:
@@ -51,6 +53,7 @@ class Overview:
         self._nodes: Sequence[Node] = ()
         self.grows = False
         self._is_watched = False
+        self._asking: Future[tuple[Sequence[Node], bool]] | None = None
 
     def __repr__(self) -> str:
         return f"<Overview of {len(self._nodes)} nodes>"
@@ -94,7 +97,8 @@ class Overview:
         wanted = amounts(request)
         if not wanted:
             return None
-        self._looks_again()
+        if self._looks_again() and not self._nodes:
+            return None
         return at_once(self._nodes, wanted)
 
     def check_request(self, name: str, request: Request) -> None:
@@ -151,14 +155,25 @@ class Overview:
         return inf if self._looks_again() else len(self._nodes)
 
     def _looks_again(self) -> bool:
-        """Learn what nodes there are; whether others may come, as far as is known."""
+        """Learn what nodes there are; whether others may come, as far as is known.
+
+        On an event loop, that of a task's coroutine, nobody waits for the answer: it
+        is there for a later call, and until then all is let pass.
+        """
         if self._is_watched:
             return self.grows
+        is_loop = is_loop_running()
+        if self._asking is None:
+            self._asking = begun(_nodes_and_growth)
+        if is_loop and not self._asking.done():
+            return True
+        asking, self._asking = self._asking, None
         try:
-            self._nodes, self.grows = begun(_nodes_and_growth).result(AT_ONCE)
+            self._nodes, self.grows = asking.result(AT_ONCE)
         except (NotYetError, ray.RayError, ConnectionError, RuntimeError):
             return True
-        return self.grows
+        # What was asked for an earlier call may be old: nobody is refused by it.
+        return self.grows or is_loop
 
     async def total(self) -> dict[str, float]:
         """All resources by name."""

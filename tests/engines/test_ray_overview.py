@@ -1,0 +1,70 @@
+"""What a task on Ray knows of the cluster, and that no event loop waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+
+from aiogpu.core.model.request import Request
+from aiogpu.core.model.units import UNIT
+from aiogpu.engines.cluster import overview as module
+from aiogpu.engines.cluster.census import Node
+from aiogpu.engines.cluster.overview import Overview
+from aiogpu.errors import InfeasibleError
+
+ONE = Node("a" * 6, "host", {"CPU": 2.0}, {"CPU": 2.0}, {})
+WIDE = Request.of({"CPU": 8 * UNIT}, {})
+
+
+class Cluster:
+    """Answers when it is let; says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = threading.Event()
+
+    def __call__(self) -> tuple[list[Node], bool]:
+        self.asked += 1
+        assert self.may_answer.wait(60)
+        return [ONE], False
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(module, "_nodes_and_growth", cluster)
+    return cluster
+
+
+async def test_a_coroutine_does_not_wait_for_it(cluster: Cluster) -> None:
+    overview = Overview(cast("Any", None))
+    for _ in range(3):
+        overview.check_request("f", WIDE)
+    assert overview.room_for(WIDE) is None
+    assert cluster.asked == 1
+    asking = overview._asking
+    assert asking is not None
+    cluster.may_answer.set()
+    await asyncio.wrap_future(asking)
+    overview.check_request("f", WIDE)
+    assert cluster.asked == 1
+    assert overview.room_for(Request.of({"CPU": UNIT}, {})) == 2
+
+
+def test_plain_code_waits_and_is_refused(cluster: Cluster) -> None:
+    cluster.may_answer.set()
+    overview = Overview(cast("Any", None))
+    with pytest.raises(InfeasibleError, match="which no node of this Ray cluster"):
+        overview.check_request("f", WIDE)
+
+
+def test_plain_code_waits_no_longer_than_it_may(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", 0.01)
+    overview = Overview(cast("Any", None))
+    overview.check_request("f", WIDE)
+    cluster.may_answer.set()
