@@ -178,7 +178,6 @@ def client_data(client: ClientStatus) -> Data:
         "holds": dict(client.holds),
         "limits": {
             "max_waiting": limits.max_waiting,
-            "max_amount": dict(limits.max_amount),
             "max_share": dict(limits.max_share),
         },
         "left": client.has_left,

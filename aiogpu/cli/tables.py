@@ -9,7 +9,6 @@ import aiogpu
 from aiogpu.cli.grid import Cell, Column, Table
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import span, terms
-from aiogpu.core.model.units import written
 from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.status.holdings import DeviceStatus
 from aiogpu.core.status.node_status import (
@@ -207,8 +206,6 @@ def bounds(limits: Limits) -> Iterator[str]:
     """What a program may have at most."""
     if limits.max_waiting is not None:
         yield f"{limits.max_waiting} tasks"
-    for name, most in limits.max_amount.items():
-        yield f"{name} {written(name, most)}"
     for name, share in limits.max_share.items():
         yield f"{share * 100:g} % of {name}"
 

@@ -24,16 +24,10 @@ def test_a_share_is_a_part(share):
         Limits(max_share={"CPU": share})
 
 
-@pytest.mark.parametrize("amount", [-1, "all", float("nan")])
-def test_an_amount_is_a_quantity(amount):
-    with pytest.raises(OptionError, match="max_amount\\['GPU'\\]"):
-        Limits(max_amount={"GPU": amount})
-
-
 def test_what_a_node_does_not_have_cannot_be_limited():
     w = World(cpus=2)
     with pytest.raises(OptionError, match=r"'license' means nothing.*CPU, GPU"):
-        w.join(1, limits=Limits(max_amount={"license": 1}))
+        w.join(1, limits=Limits(max_share={"license": 1}))
     assert w.scheduler.clients is None
 
 
@@ -41,14 +35,6 @@ def test_what_a_node_does_not_have_cannot_be_limited():
 def test_a_weight_is_a_number_above_nought(weight):
     with pytest.raises(OptionError, match=f"weight={weight!r} is none"):
         World().join(1, weight)
-
-
-def test_the_stricter_of_two_limits_holds():
-    w = World(cpus=8)
-    limits = Limits(max_amount={"CPU": 3}, max_share={"CPU": 0.5})
-    assert limits.on(w.scheduler.ledger) == {"CPU": 30_000}
-    limits = Limits(max_amount={"CPU": 5}, max_share={"CPU": 0.5})
-    assert limits.on(w.scheduler.ledger) == {"CPU": 40_000}
 
 
 def test_a_program_submits_no_more_than_it_may():
@@ -73,7 +59,7 @@ def test_a_program_submits_no_more_than_it_may():
 
 def test_a_program_holds_no_more_than_it_may_and_others_go_past():
     w = World(cpus=8, gpus=4)
-    w.join(1, limits=Limits(max_amount={"GPU": 2}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
     for name in "abc":
         w.submit(name, num_gpus=1, client=1)
     assert w.running == {"a", "b"}
@@ -102,7 +88,7 @@ def test_a_share_of_a_resource():
 
 def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
     w = World(cpus=8, gpus=2, gpu_memory="40GiB")
-    w.join(1, limits=Limits(max_amount={"gpu_memory": 30 * GIB}))
+    w.join(1, limits=Limits(max_share={"gpu_memory": 0.375}))
     w.submit("a", gpu_memory="20GiB", client=1)
     w.submit("b", gpu_memory="20GiB", client=1)
     assert w.running == {"a"}
@@ -114,7 +100,7 @@ def test_memory_of_gpus_is_limited_where_it_is_asked_for_by_name():
 
 def test_what_alone_is_too_much_is_refused():
     w = World(cpus=8, gpus=4)
-    w.join(1, limits=Limits(max_amount={"GPU": 2}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
     with pytest.raises(InfeasibleError) as caught:
         w.submit("wide", num_gpus=3, client=1)
     assert str(caught.value) == (
@@ -125,7 +111,7 @@ def test_what_alone_is_too_much_is_refused():
 
 def test_one_that_waits_for_its_limit_says_so():
     w = World(cpus=8, gpus=4)
-    w.join(1, limits=Limits(max_amount={"GPU": 1}, max_share={"CPU": 0.25}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.25, "CPU": 0.25}))
     w.submit("a", num_cpus=2, num_gpus=1, client=1)
     w.submit("b", num_gpus=1, client=1)
     record = w.scheduler.tasks[w.tasks["b"].id]
@@ -144,7 +130,7 @@ def test_one_that_waits_for_its_limit_says_so():
 
 def test_a_child_that_its_parent_keeps_from_running_fails():
     w = World(cpus=8, gpus=4)
-    w.join(1, limits=Limits(max_amount={"GPU": 1}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.submit("parent", num_gpus=1, client=1)
     w.submit("child", num_gpus=1, parent="parent")
     w.submit("fine", parent="parent")
@@ -159,7 +145,7 @@ def test_a_child_that_its_parent_keeps_from_running_fails():
 
 def test_a_parent_that_waits_does_not_count_its_cpus():
     w = World(cpus=8)
-    w.join(1, limits=Limits(max_amount={"CPU": 1}))
+    w.join(1, limits=Limits(max_share={"CPU": 0.125}))
     w.submit("parent", client=1)
     w.submit("child", parent="parent")
     w.submit("next", client=1)
@@ -175,8 +161,8 @@ def test_a_parent_that_waits_does_not_count_its_cpus():
 
 def test_a_device_of_its_own_is_tried_within_the_limit_alone():
     w = World(cpus=8, gpus=2)
-    w.join(1, limits=Limits(max_amount={"GPU": 0.5}))
-    w.join(2, limits=Limits(max_amount={"GPU": 1}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
+    w.join(2, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("a", num_gpus=0.5, retries_oom=True, client=1)
     w.submit("b", num_gpus=0.5, retries_oom=True, client=2)
     w.finish("a", ran_out=True)
@@ -187,10 +173,10 @@ def test_a_device_of_its_own_is_tried_within_the_limit_alone():
 
 def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w = World(cpus=8, gpus=2)
-    w.join(1, limits=Limits(max_amount={"GPU": 1}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.5}))
     w.submit("greedy", num_gpus=0.5, client=1)
     w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
-    w.join(1, limits=Limits(max_amount={"GPU": 0.5}))
+    w.join(1, limits=Limits(max_share={"GPU": 0.25}))
     w.tell(MemoryShort(w.worker_of("greedy")))
     assert "greedy" not in w.running
     w.join(1)

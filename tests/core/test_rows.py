@@ -179,7 +179,7 @@ def test_a_row_waits_only_behind_others_like_it():
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(max_waiting=5), Limits(max_amount={CPU: 1.0})]
+    "limits", [Limits(max_waiting=5), Limits(max_share={CPU: 1.0})]
 )
 def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
     desk, client = Desk(programs=1, limits=limits), ClientId(1)

@@ -99,7 +99,7 @@ PATIENCE = st.builds(
 LIMITS = [
     Limits(),
     Limits(),
-    Limits(max_waiting=6, max_amount={"GPU": 1}, max_share={"CPU": 0.5}),
+    Limits(max_waiting=6, max_share={"GPU": 0.5, "CPU": 0.5}),
     Limits(max_share={"gpu_memory": 0.5}),
 ]
 BEGUN = (TaskState.STARTING, TaskState.RUNNING)

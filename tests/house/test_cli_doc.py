@@ -56,7 +56,7 @@ def keys(told: object) -> set[str]:
     found = set()
     for name, value in told.items():
         found.add(name)
-        if name not in ("request", "amounts", "holds", "max_amount", "max_share"):
+        if name not in ("request", "amounts", "holds", "max_share"):
             inner = list(value.values()) if name == "resources" else value
             found |= keys(inner)
     return found

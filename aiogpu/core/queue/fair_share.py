@@ -53,17 +53,15 @@ class Limits:
     Attributes:
         max_waiting: tasks of it that have not ended, running ones included; one more
             is refused. None for no limit.
-        max_amount: what it may hold of a resource, `{"GPU": 2}`; its tasks beyond
-            that wait. GPU memory in bytes, as far as it was asked for by name.
-        max_share: the same as a part of all that the node has, above 0 and up to 1:
-            `{"CPU": 0.5}`.
+        max_share: what it may hold of a resource, as a part of all that the node has,
+            above 0 and up to 1: `{"CPU": 0.5}`; its tasks beyond that wait. GPU memory
+            counts as far as it was asked for by name.
 
     Raises:
         OptionError: one of these is not such a number.
     """
 
     max_waiting: int | None = None
-    max_amount: Mapping[str, float] = field(default_factory=dict)
     max_share: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,8 +72,6 @@ class Limits:
                 f"max_waiting={most!r} is no number of tasks; give an int from 1 to "
                 f"{(1 << 31) - 1:_}, or None for no limit."
             )
-        for name, amount in self.max_amount.items():
-            quantity(f"max_amount[{name!r}]", amount)
         for name, share in self.max_share.items():
             option = f"max_share[{name!r}]"
             if not 0 < quantity(option, share) <= UNIT:
@@ -91,17 +87,16 @@ class Limits:
             OptionError: the node has no such resource.
         """
         capacity = capacity_of(ledger)
-        for name in (*self.max_amount, *self.max_share):
+        for name in self.max_share:
             if name not in capacity:
                 known = ", ".join(sorted(capacity))
                 raise OptionError(
                     f"a limit for {name!r} means nothing here: this node has {known}."
                 )
-        most = {name: quantity(name, value) for name, value in self.max_amount.items()}
-        for name, share in self.max_share.items():
-            part = capacity[name] * quantity(name, share) // UNIT
-            most[name] = min(part, most.get(name, part))
-        return most
+        return {
+            name: capacity[name] * quantity(name, share) // UNIT
+            for name, share in self.max_share.items()
+        }
 
 
 def capacity_of(ledger: Ledger) -> dict[str, int]:

@@ -60,6 +60,8 @@ def grant(
     lease.holder = holder.id
     holder.watched, holder.watched_since = record, now
     node.granted[holder.id] = holder
+    if node.ready.by_shape:
+        node.expect_stalls(now)
     if record.spec.is_grouped:
         effects.append(Reserved(record.id, holder.id))
     else:
@@ -206,6 +208,8 @@ def assign(
         worker.is_last = calls >= spec.max_calls
         if spec.is_endless:
             node.restarts.setdefault(record.id, Restarts()).began = now
+    if spec.is_endless and node.ready.by_shape:
+        node.expect_stalls(now)
     move_task(record, _RUNNING)
     move_worker(worker, WorkerState.BUSY)
     record.worker, worker.task, worker.lease = worker, record, lease

@@ -30,7 +30,6 @@ from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
 from aiogpu.core.scheduler.cancellation import evict_idle_worker
 from aiogpu.core.scheduler.state import SchedulerState
-from aiogpu.core.scheduler.timers import AlarmKind
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.state import Reservation
@@ -95,9 +94,8 @@ def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
         if first is not None and first[1] is record:
             group.stuck = record
             group.reserve_at = now + node.patience.reserve_after
-            if node.stalls_at is None and not group.is_warned:
-                node.stalls_at = now + node.patience.warn_after
-                node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
+            if not group.is_warned:
+                node.expect_stalls(now)
 
 
 def keep_for(

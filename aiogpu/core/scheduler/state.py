@@ -293,6 +293,7 @@ class SchedulerState:
         most_idle: workers that may wait for work.
         room: how many workers there may be.
         stalls_at: when those that wait are looked at next, None where none need be.
+        stall_turn: the group that is looked at first then.
         clients: the programs that share the node, None while it is one's alone.
     """
 
@@ -310,6 +311,7 @@ class SchedulerState:
         self.blocked: dict[TaskId, TaskRecord] = {}
         self.reservation: Reservation | None = None
         self.stalls_at: float | None = None
+        self.stall_turn = 0
         self.is_closing = False
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
@@ -359,6 +361,12 @@ class SchedulerState:
         else:
             self.room.refused += 1
         return None
+
+    def expect_stalls(self, now: float) -> None:
+        """Look in a while whether tasks wait for what is held without end."""
+        if self.stalls_at is None:
+            self.stalls_at = now + self.patience.warn_after
+            self.timers.set(self.stalls_at, AlarmKind.STALL, 0)
 
     def note_spares(self) -> None:
         """Spares are wanted for more environments than before, or for fewer."""

@@ -1,54 +1,81 @@
 """Warns of tasks that wait for what is held without end, and names the holder.
 
-While tasks wait that were not warned of, an alarm rings every few seconds, and the
-first of each group is looked at. A group is warned of once, until it is empty.
+While something is held without end and tasks wait that were not warned of, an alarm
+rings every few seconds, and the first tasks of some groups that ask for the same
+resources are looked at. A group is warned of once, until it is empty.
 """
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import Effect, Warn
 from aiogpu.core.model.text import listing, span, terms
-from aiogpu.core.model.units import written
+from aiogpu.core.model.units import CPU, written
 from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.core.status.holdings import Holder, Holdings
+from aiogpu.core.status.why import find_bound, why_waiting
 
 if TYPE_CHECKING:
+    from aiogpu.core.model.request import Request
     from aiogpu.core.queue.ready import Group
     from aiogpu.core.records import TaskRecord
     from aiogpu.core.scheduler.state import SchedulerState
     from aiogpu.core.status.why import Shortage, Why
 
 
-LOOKED_AT: Final = 100
-"""Lines that are looked at together."""
+LOOKED_AT: Final = 32
+"""Groups that are looked at together."""
 
 
 def look_for_stalls(node: SchedulerState, now: float, effects: list[Effect]) -> None:
     """Warn the lines that wait for what is held without end; look again for others."""
     node.stalls_at = None
-    if node.is_closing:
-        return
-    holdings = Holdings(node.holders, {}, now)
-    lines = (group for group in node.ready.by_request.values() if not group.is_warned)
-    found = [
-        _look_at(node, group, holdings, effects) for group in islice(lines, LOOKED_AT)
+    names = _held_endlessly(node)
+    if node.is_closing or not names:
+        return  # the next that begins without end sets the alarm again
+    is_bound = find_bound(node) > 0
+    groups = [
+        group
+        for group in node.ready.by_request.values()
+        if not group.is_warned and (is_bound or names & _asked(group.request))
     ]
-    if len(found) == LOOKED_AT:
-        found.append(now + node.patience.warn_after)  # for those behind them
+    if not groups:
+        node.expect_stalls(now)
+        return
+    # Not always the same: each look costs as much as there are holders.
+    turn = node.stall_turn % len(groups)
+    chosen = (groups[turn:] + groups[:turn])[:LOOKED_AT]
+    node.stall_turn = turn + len(chosen)
+    holdings = Holdings(node.holders, {}, now)
+    found = [_look_at(node, group, holdings, effects) for group in chosen]
+    if len(chosen) < len(groups):
+        found.append(now + node.patience.warn_after)
     if moments := [moment for moment in found if moment]:
         node.stalls_at = min(moments)
         node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
+
+
+def _held_endlessly(node: SchedulerState) -> set[str]:
+    """The resources of which something is held without end."""
+    return {
+        name
+        for worker in node.holders
+        if worker.lease is not None
+        and worker.task is not None
+        and worker.task.spec.is_endless
+        for name in _asked(worker.lease.request) | {CPU}
+    }
+
+
+def _asked(request: Request) -> set[str]:
+    return {name for name, _ in (*request.scalars, *request.devices)}
 
 
 def _look_at(
     node: SchedulerState, group: Group, holdings: Holdings, effects: list[Effect]
 ) -> float:
     """Warn a line if it is time; gives when to look at it again, 0 for never."""
-    from aiogpu.core.status.why import why_waiting  # where somebody has waited for long
-
     first = group.first()
     assert first is not None, group
     record, now, after = first[1], holdings.now, node.patience.warn_after
