@@ -154,3 +154,42 @@ def test_time_goes_on_where_a_figure_is_rounded():
     assert len(w.warnings) <= 1
     w.advance(2 * AFTER)
     assert len(w.warnings) == 1
+
+
+def test_others_wait_for_what_is_not_held_without_end():
+    w = World(cpus=4, gpus=1, resources={"license": 1})
+    w.submit("server", num_gpus=1, is_endless=True)
+    w.submit("long", num_cpus=0, resources={"license": 1})
+    w.submit("train", num_cpus=0, resources={"license": 1})
+    w.advance(10 * AFTER)
+    assert w.warnings == []
+    w.submit("other", num_gpus=1)
+    w.advance(2 * AFTER)
+    assert [name for name, _ in w.warnings] == ["other"]
+
+
+def test_each_is_warned_of_when_it_has_waited_long_enough():
+    w = held()
+    w.submit("first", num_gpus=1)
+    w.advance(AFTER / 2)
+    w.submit("second", num_gpus=0.75)
+    w.advance(AFTER / 2)
+    assert [name for name, _ in w.warnings] == ["first"]
+    w.advance(AFTER / 2)
+    assert [name for name, _ in w.warnings] == ["first", "second"]
+
+
+def test_a_holder_that_is_younger_than_the_wait_is_given_time():
+    w = World(cpus=4, gpus=2)
+    w.submit("long", num_gpus=2)
+    w.submit("server", num_gpus=1, is_endless=True)
+    w.submit("train", num_gpus=2, priority=-1)
+    w.advance(3 * AFTER)
+    w.submit("late", num_cpus=2, num_gpus=2, priority=-1)
+    w.advance(AFTER / 2)
+    w.finish("long")
+    assert "server" in w.running
+    w.advance(AFTER - 0.01)
+    assert w.warnings == []
+    w.advance(AFTER)
+    assert {name for name, _ in w.warnings} == {"train", "late"}

@@ -6,13 +6,17 @@ import asyncio
 import os
 import signal
 
+import psutil
+
 import aiogpu
 from tests.daemon.box import box
 from tests.program import start
+from tests.until import until
 
 MANY = 1500
+STOPPED = psutil.STATUS_STOPPED
 PROGRAM = """
-    import asyncio, sys
+    import asyncio, os, signal, sys
     import aiogpu
 
     @aiogpu.remote
@@ -22,8 +26,8 @@ PROGRAM = """
     async def main():
         async with aiogpu.init(address=sys.argv[1]):
             handles = [make.remote(200_000) for _ in range(int(sys.argv[2]))]
-            print("submitted", flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
+            stop = lambda _: os.kill(os.getpid(), signal.SIGSTOP)
+            handles[0].add_done_callback(stop)
             print(sum(map(len, await asyncio.gather(*handles))), flush=True)
 
     asyncio.run(main())
@@ -37,10 +41,7 @@ async def test_its_tasks_wait_until_it_goes_on() -> None:
         address = here.place.socket
         program = start(PROGRAM, address, str(MANY))
         try:
-            assert program.stdout is not None
-            said = await asyncio.to_thread(program.stdout.readline)
-            os.kill(program.pid, signal.SIGSTOP)
-            assert said == "submitted\n"
+            await until(lambda: psutil.Process(program.pid).status() == STOPPED)
             await look_on(address)
             os.kill(program.pid, signal.SIGCONT)
             out, err = await asyncio.to_thread(program.communicate, timeout=100)
