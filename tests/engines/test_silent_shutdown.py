@@ -19,7 +19,7 @@ pytestmark = [
 
 
 async def test_nothing_is_said_of_errors_that_were_never_retrieved(gate: Gate) -> None:
-    """Of handles of all kinds: that runs, that wait, with several results, of actors."""
+    """Of a task that runs, of others that wait, of results, calls and items."""
     async with no_complaints():
         async with aiogpu.init(num_cpus=1):
             running = tasks.gated_coroutine.remote(gate.path, "running")
