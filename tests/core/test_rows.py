@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiogpu.core import events
-from aiogpu.core.effects import Ahead, Assign, Settle, Spawn
+from aiogpu.core.effects import Ahead, Assign, Kill, Lose, Settle, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
@@ -16,11 +16,7 @@ from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
-from aiogpu.core.scheduler.scheduler import (
-    Scheduler,
-    finish_many,
-    submit_many,
-)
+from aiogpu.core.scheduler.scheduler import Scheduler, finish_many, submit_many
 from tests.core.ganged import GangWorld
 
 ONE = WorkerId(1)
@@ -40,6 +36,7 @@ class Desk:
     Attributes:
         sent: by worker, what it was sent and has not ended, in order.
         settled: what has ended, in order.
+        lost: what was begun and can be tried no more.
     """
 
     def __init__(
@@ -53,6 +50,7 @@ class Desk:
         self.scheduler = Scheduler(Ledger({CPU: cpus * UNIT}))
         self.sent: dict[WorkerId, list[TaskId]] = {}
         self.settled: list[TaskId] = []
+        self.lost: list[TaskId] = []
         self.now = 0.0
         self._in_rows = in_rows
         self._last = 0
@@ -77,6 +75,11 @@ class Desk:
                     self.sent[worker] += tasks
                 case Settle(task):
                     self.settled.append(task)
+                case Lose(task):
+                    self.lost.append(task)
+                case Kill(worker):
+                    began = (self.sent.pop(worker) or [None])[0]
+                    self.tell(events.WorkerGone(worker, began))
 
     def submit(self, count: int, spec: TaskSpec, client: ClientId = OWN) -> None:
         """Submit so many tasks."""
@@ -101,6 +104,20 @@ class Desk:
         for task in ended[done:]:
             self.tell(events.TaskFinished(task, worker, took=1e-5))
         return done
+
+    def run_dry(self) -> None:
+        """Have all end that was submitted; each is told of once."""
+        while self.scheduler.tasks:
+            before = len(self.settled)
+            for worker in list(self.sent):
+                if worker in self.sent:
+                    self.end(worker, len(self.sent[worker]))
+            if len(self.settled) == before:
+                moment = self.scheduler.deadline()
+                assert moment is not None, "what is left is never to run"
+                self.now = max(self.now, moment)
+                self.tell(events.TimePassed())
+        assert sorted(self.settled + self.lost) == [*range(1, self._last + 1)]
 
     def finish_many(self, worker: WorkerId, ended) -> list[TaskId]:
         """Tell of a row; gives what has ended."""
@@ -151,6 +168,36 @@ def test_all_is_as_if_each_were_told_by_itself(seed: int, programs: int):
                     desk.tell(events.Cancelled(middle))
         assert desks[0].picture() == desks[1].picture()
     assert in_a_row > 100
+
+
+@pytest.mark.parametrize("programs", [0, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_so_it_is_while_one_is_to_run_alone(seed: int, programs: int):
+    """Its worker was ended for want of memory; the others end what they were sent."""
+    chance = Random(seed)
+    desks = [
+        Desk(in_rows=in_rows, cpus=3, programs=programs) for in_rows in (True, False)
+    ]
+    ended_while_wanted = 0
+    for _ in range(120):
+        client = ClientId(chance.randint(1, programs)) if programs else OWN
+        count, what = chance.randint(1, 40), chance.random()
+        worker = chance.choice(sorted(desks[0].sent) or [ONE])
+        for desk in desks:
+            desk.now += 1e-3
+            if what < 0.3:
+                desk.submit(count, a_spec(), client)
+            elif what < 0.4:
+                desk.tell(events.MemoryShort(worker))
+            elif worker in desk.sent:
+                ended_while_wanted += desk.scheduler.solitude.is_wanted
+                desk.end(worker, count)
+        assert desks[0].picture() == desks[1].picture()
+    assert ended_while_wanted > 20
+    for desk in desks:
+        desk.run_dry()
+        assert not desk.scheduler.solitude.is_wanted
+    assert desks[0].picture() == desks[1].picture()
 
 
 def test_each_member_of_a_gang_is_taken_in_by_itself():

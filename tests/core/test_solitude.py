@@ -236,3 +236,47 @@ def test_a_worker_that_is_ending_is_company():
     assert w.running == set()
     w.die(b)
     assert w.running == {"a"}
+
+
+def test_when_it_has_ended_all_others_start_that_fit():
+    """Not only as many as its own worker can take, one after the other."""
+    w = World(cpus=3)
+    for name in "ab":
+        w.submit(name)
+    starved(w, "a")
+    for name in "cdef":
+        w.submit(name)
+    w.finish("b")
+    assert w.running == {"a"}
+    w.finish("a")
+    assert w.running == {"c", "d", "e"}
+
+
+def test_one_whose_worker_never_starts_has_had_its_turn():
+    w = World(cpus=2)
+    w.submit("a")
+    w.submit("b", max_calls=1)
+    starved(w, "a")
+    w.starts = False
+    w.finish("b")
+    w.submit("c", environment={"X": "1"})
+    assert w.starting == {"a"}
+    w.die("a")
+    assert w.starting == {"a", "c"}
+
+
+def test_it_holds_up_no_child_because_of_a_task_like_it():
+    """That task is another program's, and its turn comes before."""
+    w = World(cpus=2)
+    for client in (1, 2):
+        w.join(client)
+    for name in ("parent", "a"):
+        w.submit(name, client=1)
+    starved(w, "a")
+    w.submit("other", client=2)
+    for name in ("first child", "second child"):
+        w.submit(name, parent="parent", client=1)
+    assert w.running == {"parent", "first child"}
+    w.finish("first child")
+    assert w.running == {"parent", "second child"}
+    assert w.waiting == {"other"}

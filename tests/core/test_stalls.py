@@ -42,6 +42,8 @@ def test_a_line_is_warned_once_until_it_is_empty():
     w.advance(3 * AFTER)
     assert [name for name, _ in w.warnings] == ["train 0", "other"]
     w.cancel("train 0")
+    w.submit("short")
+    w.finish("short")
     w.advance(3 * AFTER)
     w.submit("train 3", num_gpus=1)
     w.advance(3 * AFTER)

@@ -111,3 +111,16 @@ def test_of_two_sets_one_may_go():
     w.die(first)
     w.submit("c", num_gpus=2)
     assert (w.worker_of("c"), w.gpus_of("c")) == (second, [2, 3])
+
+
+@pytest.mark.parametrize(("ready", "wanted"), [(2, 3), (3, 2)])
+def test_a_set_of_another_size_is_not_taken(ready, wanted):
+    w = World(gpus=4)
+    w.submit("x", num_gpus=1, max_retries=0)
+    worker, held = warm(w, "a", ready)
+    assert held == [1, 2, 3][:ready]
+    w.finish("x")
+    w.submit("b", num_gpus=wanted)
+    assert w.gpus_of("b") == [0, 1, 2][:wanted]
+    assert w.worker_of("b") != worker
+    assert w.free_gpus == [0] * wanted + [1] * (4 - wanted)
