@@ -13,7 +13,7 @@ from tests.daemon.box import box
 from tests.program import start
 from tests.until import until
 
-MANY = 1500
+MANY = 3000
 STOPPED = psutil.STATUS_STOPPED
 PROGRAM = """
     import asyncio, os, signal, sys
@@ -60,5 +60,5 @@ async def look_on(address: str) -> None:
             (client,) = [one for one in status.clients if one.running + one.waiting]
             if not client.running:
                 break
-        assert client.waiting > MANY // 2
+        assert client.waiting
         assert "to read the results" in status.waiting[0].reason

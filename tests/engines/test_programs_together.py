@@ -109,7 +109,7 @@ async def test_what_a_program_has_left_is_started_again_as_it_was(here: Here) ->
     assert zygotes.wants(left)
     (seen,) = (await here.engine.status()).clients
     assert (seen.has_left, seen.name, seen.pid) == (True, "python", leaving.pid)
-    await end(begin(program(here.path, 'aiogpu.kill(aiogpu.get_actor("kept"))')))
+    await end(begin(program(here.path, 'aiogpu.kill(await aiogpu.get_actor("kept"))')))
     await until(lambda: not zygotes.wants(left))
 
 

@@ -10,10 +10,14 @@ import pytest
 
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.units import UNIT
+from aiogpu.errors import InfeasibleError
+
+pytest.importorskip("ray", reason="Ray is not installed here")
 from aiogpu.engines.cluster import overview as module
 from aiogpu.engines.cluster.census import Node
 from aiogpu.engines.cluster.overview import Overview
-from aiogpu.errors import InfeasibleError
+
+pytestmark = pytest.mark.ray
 
 ONE = Node("a" * 6, "host", {"CPU": 2.0}, {"CPU": 2.0}, {})
 WIDE = Request.of({"CPU": 8 * UNIT}, {})
