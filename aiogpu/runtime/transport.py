@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, cast
@@ -293,6 +295,28 @@ class Peer(asyncio.Protocol):
         self._is_aborted = True
         if self._transport is not None:
             self._transport.abort()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process at the other end, if it has not hung up.
+
+        For zygotes and keepers: of their connections no other process has a copy.
+        """
+        if self._transport is None:
+            return
+        sock = self._transport.get_extra_info("socket")
+        try:
+            process = os.pidfd_open(peer_credentials(sock).pid)
+        except OSError:
+            return  # it has ended
+        try:
+            # With its end still open after that, the process is no other of that id.
+            hang_up = select.poll()
+            hang_up.register(sock.fileno(), select.POLLRDHUP)
+            if not hang_up.poll(0):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
 
 
 def peer_uid(transport: asyncio.Transport) -> int:

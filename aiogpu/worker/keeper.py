@@ -42,6 +42,7 @@ class Keeper:
         self._worker: int | None = None
         self._pid = 0
         self._zygote = os.getppid()
+        kernel.resume_with_parents_end()
         kernel.set_process_name(f"aiogpu-keep-{slot}")
         kernel.adopt_orphans()
         self._cgroup = SlotCgroup(setup.cgroup, slot)

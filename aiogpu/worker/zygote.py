@@ -74,6 +74,7 @@ class Zygote:
 
     def _watch_driver(self) -> int:
         """A pidfd of the driver; ends this process if the driver has died."""
+        kernel.resume_with_parents_end()
         try:
             driver = os.pidfd_open(self._setup.driver)
         except ProcessLookupError:
