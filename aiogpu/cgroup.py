@@ -84,7 +84,9 @@ class Cgroup:
         """End all that is in it and below it, this process included."""
         try:
             self._write("cgroup.kill", b"1")
-        except FileNotFoundError:
+        except OSError as error:
+            if not _is_gone(error):
+                raise
             # It has gone, or the kernel is older than 5.14.
             self._kill_each()
 
@@ -93,7 +95,9 @@ class Cgroup:
         deadline = time.monotonic() + timeout
         try:
             events = os.open(f"{self.path}/cgroup.events", os.O_RDONLY)
-        except FileNotFoundError:
+        except OSError as error:
+            if not _is_gone(error):
+                raise
             return True
         try:
             changes = select.poll()
@@ -104,7 +108,7 @@ class Cgroup:
                     return False
                 changes.poll(min(left, AGAIN) * 1000)
         except OSError as error:
-            if error.errno != errno.ENODEV:
+            if not _is_gone(error):
                 raise
             # It was removed while we looked.
         finally:
@@ -135,7 +139,7 @@ class Cgroup:
             with open(f"{self.path}/{name}", "rb") as file:
                 return file.read()
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENODEV):
+            if _is_gone(error):
                 return b""
             raise
 
@@ -145,3 +149,8 @@ class Cgroup:
             os.write(descriptor, value)
         finally:
             os.close(descriptor)
+
+
+def _is_gone(error: OSError) -> bool:
+    """Whether the kernel says that a group was removed, before or as it was opened."""
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ENODEV

@@ -143,6 +143,17 @@ def end_node(path: str) -> None:
         node.remove()
 
 
+def remove_closed_node(directory: str, path: str) -> None:
+    """Remove a node's cgroup where its driver is closing it: its directory has gone.
+
+    The driver does so as well, after all zygotes have ended; it may be killed or
+    interrupted before that. Ends nobody: if somebody else has removed the directory,
+    the node lives.
+    """
+    if path and not os.path.exists(directory):
+        Cgroup(path).remove()
+
+
 def end_slot(node: str, slot: int) -> None:
     """End all processes of a slot whose keeper has died."""
     if node:
