@@ -348,7 +348,9 @@ class Pool:
             return
         worker.is_gone = True
         slot = worker.slot
-        worker.cancel_timers()
+        worker.start_timer.cancel()
+        if worker.end_timer is not None:
+            worker.end_timer.cancel()
         slot.output.catch_up()
         slot.output.end_progress()
         slot.worker = None
