@@ -89,7 +89,9 @@ class Cgroup:
         """End all that is in it and below it, this process included."""
         try:
             self._write("cgroup.kill", b"1")
-        except FileNotFoundError:
+        except OSError as error:
+            if not _is_gone(error):
+                raise
             # It has gone, or the kernel is older than 5.14.
             self._kill_each()
 
@@ -98,7 +100,9 @@ class Cgroup:
         deadline = time.monotonic() + timeout
         try:
             events = os.open(f"{self.path}/cgroup.events", os.O_RDONLY)
-        except FileNotFoundError:
+        except OSError as error:
+            if not _is_gone(error):
+                raise
             return True
         try:
             changes = select.poll()
@@ -109,7 +113,7 @@ class Cgroup:
                     return False
                 changes.poll(min(left, AGAIN) * 1000)
         except OSError as error:
-            if error.errno != errno.ENODEV:
+            if not _is_gone(error):
                 raise
             # It was removed while we looked.
         finally:
@@ -140,7 +144,7 @@ class Cgroup:
             with open(f"{self.path}/{name}", "rb") as file:
                 return file.read()
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENODEV):
+            if _is_gone(error):
                 return b""
             raise
 
@@ -150,6 +154,11 @@ class Cgroup:
             os.write(descriptor, value)
         finally:
             os.close(descriptor)
+
+
+def _is_gone(error: OSError) -> bool:
+    """Whether the kernel says that a group was removed, before or as it was opened."""
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ENODEV
 
 
 LIMIT: Final = 2.0
@@ -279,6 +288,17 @@ def end_node(path: str) -> None:
         node.kill()
         node.wait_until_empty(LIMIT)
         node.remove()
+
+
+def remove_closed_node(directory: str, path: str) -> None:
+    """Remove a node's cgroup where its driver is closing it: its directory has gone.
+
+    The driver does so as well, after all zygotes have ended; it may be killed or
+    interrupted before that. Ends nobody: if somebody else has removed the directory,
+    the node lives.
+    """
+    if path and not os.path.exists(directory):
+        Cgroup(path).remove()
 
 
 def end_slot(node: str, slot: int) -> None:

@@ -67,6 +67,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def resume_with_parents_end() -> None:
+    """Have the kernel send SIGCONT when the thread that forked this process ends.
+
+    So a process that somebody has stopped still notices it (prctl(2)). Where it runs,
+    the signal does nothing.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
+
 class _CloneArguments(ctypes.Structure):
     """`struct clone_args` of clone(2)."""
 

@@ -185,9 +185,10 @@ class Ground(NamedTuple):
 
     def clear(self) -> None:
         """Take all of it back, before anything else was built on it."""
+        # Before the zygote is killed: if we are killed amid this, it goes on with it.
+        self.listening.close()
+        remove_directory(self.around.directory)
         self.first.child.kill()
         self.first.child.wait()
         os.close(self.first.output)
-        self.listening.close()
         self.around.close()
-        remove_directory(self.around.directory)

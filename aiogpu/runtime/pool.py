@@ -52,9 +52,10 @@ LINGER: Final = 0.1
 """Seconds between the end of a worker's connection and that of the worker itself."""
 START_LIMIT: Final = 60.0
 """Seconds from the moment when a worker can be forked until it must have connected."""
-DEAF: Final = 5.0
-"""Seconds in which a keeper ends a worker, until the keeper itself is killed. A keeper
-may be stopped (SIGSTOP, a debugger) or frozen with its cgroup."""
+END_LIMIT: Final = 2.0
+"""Seconds that a keeper gets to end its worker before the keeper itself is killed, and
+after that the zygote to report it. Either may be stopped: by SIGSTOP, a debugger or the
+freezer."""
 CLOSE_LIMIT: Final = 3.0
 """Seconds in which none of the keepers ends until those that are left are killed."""
 
@@ -155,10 +156,10 @@ class Pool:
             worker.start_timer = self._time_start(worker_id, left)
             return
         worker.reason = f"it did not connect within {START_LIMIT:g} s"
-        worker.cause = cause.NOT_STARTED
         if worker.slot.keeper is not None:
-            worker.slot.keeper.send(End(worker.id))
+            self._end(worker, cause.NOT_STARTED)
         else:
+            worker.cause = cause.NOT_STARTED
             self._check_gone(worker, is_certain=True)
 
     def give_up(self, worker_id: int, error: Exception) -> None:
@@ -195,26 +196,34 @@ class Pool:
             worker.cause = worker.cause or why
             worker.slot.keeper.send(End(worker.id))
             if worker.end_timer is None:
-                worker.end_timer = self._loop.call_later(
-                    DEAF, self._end_deaf, worker, worker.slot
-                )
+                self._time_end(worker, self._end_keeper)
 
-    def _end_deaf(self, worker: LiveWorker, slot: Slot) -> None:
-        """Kill a keeper that has not ended its worker; the zygote ends what is left."""
-        if worker.is_gone or worker.status is not None or worker.slot is not slot:
+    def _time_end(
+        self, worker: LiveWorker, then: Callable[[LiveWorker, Slot], None]
+    ) -> None:
+        if worker.end_timer is not None:
+            worker.end_timer.cancel()
+        worker.end_timer = self._loop.call_later(END_LIMIT, then, worker, worker.slot)
+
+    def _end_keeper(self, worker: LiveWorker, slot: Slot) -> None:
+        """Kill a keeper that has not ended its worker in time.
+
+        The kernel kills the worker with it, and the zygote ends and reports the rest.
+        """
+        if worker.slot is not slot or worker.status is not None:
             return
-        _log.warning(
-            "! the keeper of worker %d (process %d) does not end it within %g s; "
-            "killing the keeper",
-            *(worker.id, slot.keeper_pid, DEAF),
-        )
         if slot.keeper is not None:
+            _log.warning(
+                "! keeper process %d has not ended worker %d (process %d) within "
+                "%g s; it is killed, with the worker",
+                *(slot.keeper_pid, worker.id, worker.pid, END_LIMIT),
+            )
             slot.keeper.kill()
-        worker.end_timer = self._loop.call_later(DEAF, self._end_left, worker, slot)
+        self._time_end(worker, self._end_slot)
 
-    def _end_left(self, worker: LiveWorker, slot: Slot) -> None:
-        """End what a killed keeper has left; the zygote has not done so."""
-        if not worker.is_gone and worker.slot is slot:
+    def _end_slot(self, worker: LiveWorker, slot: Slot) -> None:
+        """End what is left of a slot whose keeper was killed; the zygote has not."""
+        if worker.slot is slot:
             self._end_orphans(slot, is_reused=False)
 
     def _on_new_keeper(self, peer: Peer, hello: Hello) -> None:
@@ -255,9 +264,11 @@ class Pool:
             self._remove_slot(slot)
         elif slot.zygote.is_over and self.slots.holds(slot):
             self._end_orphans(slot)
+        elif slot.worker is not None:
+            self._time_end(slot.worker, self._end_slot)
 
     def _end_orphans(self, slot: Slot, is_reused: bool = True) -> None:
-        """End what a slot's keeper has left, whose zygote has died too.
+        """End what a slot's keeper has left, whose zygote has died or is stopped.
 
         Nobody else will report it, and nobody adopts it. Where there is no cgroup the
         worker's process group is all we can reach.
@@ -388,7 +399,8 @@ class Pool:
         else:
             worker.slot.worker = None
             worker.slot, slot.worker = slot, worker
-            worker.start_timer.cancel()
+            worker.cancel_timers()
+            worker.end_timer = None
             worker.start_timer = self._time_start(worker.id, START_LIMIT)
 
     async def close(self) -> None:
@@ -397,7 +409,7 @@ class Pool:
         if self._store is not None:
             self._store.serve({}, None)
         for worker in self.workers.values():
-            worker.start_timer.cancel()
+            worker.cancel_timers()
         for slot in self.slots:
             if slot.keeper is not None:
                 slot.keeper.send(Close())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,10 @@ class Process:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._on_end(self._child.wait())
+
+    def resume(self) -> None:
+        """Continue it if somebody has stopped it (SIGSTOP)."""
+        self._child.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it at once, unless it has ended."""

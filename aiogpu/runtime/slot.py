@@ -29,7 +29,7 @@ class LiveWorker(Caller):
 
     Attributes:
         start_timer: rings if it has not connected in time.
-        end_timer: rings if its keeper has not ended it in time.
+        end_timer: rings if it was to be ended and has not ended in time.
         environment: variables of `runtime_env` for which it is wanted.
         sites: ids of the sites that it knows.
         functions: ids of the functions that it knows.
@@ -52,6 +52,12 @@ class LiveWorker(Caller):
 
     def __post_init__(self) -> None:
         self.program = program_of(self.environment)
+
+    def cancel_timers(self) -> None:
+        """Neither its start nor its end is waited for any more."""
+        self.start_timer.cancel()
+        if self.end_timer is not None:
+            self.end_timer.cancel()
 
     def fail(self, error: Exception) -> None:
         """Note why it cannot be started."""

@@ -295,7 +295,10 @@ class Peer(asyncio.Protocol):
             self._transport.abort()
 
     def kill(self) -> None:
-        """Kill the process at the other end, if it still has this connection open."""
+        """Send SIGKILL to the process at the other end, if it has not hung up.
+
+        For zygotes and keepers: of their connections no other process has a copy.
+        """
         if self._transport is None:
             return
         sock = self._transport.get_extra_info("socket")
@@ -308,7 +311,8 @@ class Peer(asyncio.Protocol):
             ended = select.poll()
             ended.register(sock.fileno(), select.POLLRDHUP)
             if not ended.poll(0):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:
             os.close(process)
 

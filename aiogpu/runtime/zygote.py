@@ -199,6 +199,7 @@ class Zygote:
         self._stop_killer()
         if self._peer is not None and self.ready is not None:
             self._peer.send(Close())
+            self._process.resume()
             self._killer = self._loop.call_later(PATIENCE, self._kill)
         else:
             # It is still importing, and reads nothing until it has done so.

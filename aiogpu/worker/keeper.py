@@ -41,6 +41,7 @@ class Keeper:
         self._worker: int | None = None
         self._pid = 0
         self._zygote = os.getppid()
+        kernel.resume_with_parents_end()
         kernel.set_process_name(f"aiogpu-keep-{slot}")
         kernel.adopt_orphans()
         self._cgroup = SlotCgroup(setup.cgroup, slot)
@@ -74,7 +75,7 @@ class Keeper:
         may have been killed, and wait for a CPU to end on.
         """
         within = 0.1 if has_zygote else 2.0
-        is_left = not self._watch.is_asked and self._watch.driver_has_died(within)
+        is_left = not self._watch.is_asked and self._watch.driver_has_left(within)
         if is_left or not has_zygote:
             self._cgroup.remove()
         if is_left:

@@ -36,6 +36,7 @@ class Watch:
         self.driver = driver
         self.is_over = False
         self.is_asked = False
+        self._path = path
         self._connection = Connection.connecting(role)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -80,14 +81,17 @@ class Watch:
         if children.poll(max(0.0, timeout) * 1000):
             os.read(self._wake, CHUNK)
 
-    def driver_has_died(self, within: float) -> bool:
-        """Whether the driver has ended, or does within so many seconds.
+    def driver_has_left(self, within: float) -> bool:
+        """Whether the driver has ended, ends within so many seconds, or called exec.
 
-        A dying process closes its sockets before its pidfd shows its end.
+        A process that dies or calls exec closes its sockets first. Its death then shows
+        on its pidfd; an exec shows nowhere else.
         """
+        if not is_served(self._path):
+            return True
         death = select.poll()
         death.register(self.driver, select.POLLIN)
-        return bool(death.poll(within * 1000))
+        return bool(death.poll(within * 1000)) or not is_served(self._path)
 
     def _receive(self) -> list[Message]:
         try:
@@ -111,6 +115,19 @@ class Watch:
         os.close(self._wake)
         os.close(self._wakeup)
         self._socket.close()
+
+
+def is_served(path: str) -> bool:
+    """Whether a process listens at a Unix socket; it may be too busy to answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.setblocking(False)
+        try:
+            visitor.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True  # its queue is full
+    return True
 
 
 def _note(_number: int, _frame: object) -> None:

@@ -16,7 +16,12 @@ import time
 from typing import Final
 
 from aiogpu.linux import syscalls as kernel
-from aiogpu.linux.cgroup import end_node, end_slot, fork_into_slot
+from aiogpu.linux.cgroup import (
+    end_node,
+    end_slot,
+    fork_into_slot,
+    remove_closed_node,
+)
 from aiogpu.linux.syscalls import keep_pages
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
@@ -28,7 +33,7 @@ from aiogpu.worker.imports import Imports
 from aiogpu.worker.keeper import Keeper, end_children, remove_directory
 from aiogpu.worker.preload import Preload
 from aiogpu.worker.threads import Threads
-from aiogpu.worker.watch import Watch
+from aiogpu.worker.watch import Watch, is_served
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""
@@ -61,19 +66,21 @@ class Zygote:
         self._birth: Birth
         self._page = ControlPage.open(setup.page)
         os.close(setup.page)
+        path = socket_path(setup.directory)
         try:
-            self._watch = Watch(
-                ZYGOTE, setup.generation, socket_path(setup.directory), driver
-            )
-        except (FileNotFoundError, ConnectionRefusedError):
-            self._leave_early()
-            sys.exit(0)  # it has closed the node before it knew us
+            self._watch = Watch(ZYGOTE, setup.generation, path, driver)
         except OSError:
             self._leave_early()
-            raise  # it lives, and has refused us
+            if is_served(path):
+                raise  # it lives, and has refused us
+            # It has closed the node before it knew us; or it dies, and its sockets are
+            # closed before we get another parent.
+            self._clear_up()
+            sys.exit(0)
 
     def _watch_driver(self) -> int:
         """A pidfd of the driver; ends this process if the driver has died."""
+        kernel.resume_with_parents_end()
         try:
             driver = os.pidfd_open(self._setup.driver)
         except ProcessLookupError:
@@ -84,9 +91,13 @@ class Zygote:
     def _leave_early(self) -> None:
         """If the driver has died before it knew us, nobody else will clear up."""
         if os.getppid() != self._setup.driver:
-            end_node(self._setup.cgroup)
-            remove_directory(self._setup.directory)
+            self._clear_up()
             sys.exit(0)
+
+    def _clear_up(self) -> None:
+        """End all that the node has left, and remove its directory and its cgroup."""
+        end_node(self._setup.cgroup)
+        remove_directory(self._setup.directory)
 
     def run(self) -> None:
         """Preload, then fork keepers until the driver closes or dies."""
@@ -96,11 +107,12 @@ class Zygote:
         if ready is not None:
             self._serve(ready, Files(began))
         watch.close()
+        if watch.is_asked:
+            remove_closed_node(self._setup.directory, self._setup.cgroup)
+            return
         # One that is unfit has a driver that waits for its end.
-        within = 0.0 if ready is None else 2.0
-        if not watch.is_asked and self._driver_has_left(within):
-            end_node(self._setup.cgroup)
-            remove_directory(self._setup.directory)
+        if watch.driver_has_left(0.0 if ready is None else 2.0):
+            self._clear_up()
 
     def _serve(self, ready: Ready, files: Files) -> None:
         keep_pages()
@@ -121,12 +133,6 @@ class Zygote:
                     self._check(files)
             self._reap()
         self._wait_for_keepers()
-
-    def _driver_has_left(self, within: float) -> bool:
-        """Whether nobody but us will clear up; its directory may have gone before."""
-        return self._watch.driver_has_died(within) or not os.path.exists(
-            self._setup.directory
-        )
 
     def _check(self, files: Files) -> None:
         modules = files.edited()

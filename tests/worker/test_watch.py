@@ -36,7 +36,7 @@ while not watch.is_over:
             # A child's end wakes it, whatever the driver says or does not say.
             os.waitpid(-1, 0)
         watch.send(Lost(message.slot))
-print(watch.is_asked, watch.driver_has_died(0 if watch.is_asked else 10))
+print(watch.is_asked, watch.driver_has_left(0 if watch.is_asked else 10))
 watch.close()
 """
 

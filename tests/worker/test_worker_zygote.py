@@ -138,10 +138,14 @@ def test_a_slot_that_was_given_up_meanwhile_is_no_trouble(
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["removed", "closed"])
 def test_a_node_that_closed_before_is_no_trouble(
-    is_there: bool, driver: DriverEnd, tmp_path: Path
+    is_there: bool, runtime_directory: Path
 ) -> None:
-    """Its driver lives, and has told the user why already."""
-    driver.close_listener()
-    zygote = start(ZYGOTE, driver.directory if is_there else str(tmp_path / "gone"))
+    """Its driver may live: it has told the user why already, or called exec."""
+    directory = runtime_directory / "node"
+    if is_there:
+        directory.mkdir()
+        DriverEnd(str(directory)).close_listener()
+    zygote = start(ZYGOTE, str(directory))
     out, err = zygote.communicate(timeout=60)
     assert (zygote.returncode, out, err) == (0, "", "")
+    assert not directory.exists(), "nobody else may remove it"
