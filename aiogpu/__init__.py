@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session as Session
     from aiogpu.api.stream import Stream as Stream
     from aiogpu.api.task import RemoteFunction as RemoteFunction
-    from aiogpu.core.status.node_status import NodeStatus as NodeStatus
-    from aiogpu.core.status.why import Why as Why
     from aiogpu.errors import ActorDiedError as ActorDiedError
     from aiogpu.errors import ActorNameError as ActorNameError
     from aiogpu.errors import AiogpuError as AiogpuError
@@ -78,6 +76,8 @@ if TYPE_CHECKING:
     from aiogpu.errors import TaskError as TaskError
     from aiogpu.errors import TaskTimeoutError as TaskTimeoutError
     from aiogpu.errors import WorkerDiedError as WorkerDiedError
+    from aiogpu.observe.status import NodeStatus as NodeStatus
+    from aiogpu.observe.why import Why as Why
 
 _ROOMS = {
     "api.actor": (
@@ -113,8 +113,8 @@ _ROOMS = {
     "api.stream": ("Stream",),
     "api.decorator": ("remote",),
     "api.task": ("RemoteFunction",),
-    "core.status.node_status": ("NodeStatus",),
-    "core.status.why": ("Why",),
+    "observe.status": ("NodeStatus",),
+    "observe.why": ("Why",),
     "errors": (
         "ActorDiedError",
         "ActorNameError",

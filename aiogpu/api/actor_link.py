@@ -17,7 +17,6 @@ from aiogpu.api.caller import host_beside_loop, may_use
 from aiogpu.api.face import face_in, stranger
 from aiogpu.api.late_face import LateFace
 from aiogpu.api.near_several import NearSeveral
-from aiogpu.core.status.why import Why
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.errors import (
     ActorNameError,
@@ -25,6 +24,7 @@ from aiogpu.errors import (
     MisuseError,
     NodeClosedError,
 )
+from aiogpu.observe.why import Why
 from aiogpu.runtime.child import Carrying, Then
 from aiogpu.worker.context import note_passed, passing, take_kept
 

@@ -8,7 +8,7 @@ from aiogpu.api.node import asked
 from aiogpu.errors import NoSuchTaskError, OptionError
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.why import Why
+    from aiogpu.observe.why import Why
 
 
 async def why(task_id: int) -> Why:

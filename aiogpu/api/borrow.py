@@ -11,9 +11,9 @@ from aiogpu.runtime.values import Value, known
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.family import Host
     from aiogpu.engines.far import Far
+    from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
 

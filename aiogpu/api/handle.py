@@ -28,9 +28,9 @@ from aiogpu.errors import (
 from aiogpu.serialization.serializer import load_result
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.values import Value
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
@@ -283,7 +283,7 @@ class Handle(NotItsResult, asyncio.Future[T]):
         return await self._owner.why(self.task_name, self.task_id)
 
     def _why_ended(self) -> Why:
-        from aiogpu.core.status.why import Why
+        from aiogpu.observe.why import Why
 
         if self.cancelled():
             outcome = "it was cancelled"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from aiogpu.api.gpu_options import GpuWhere
     from aiogpu.api.options import Strategy
     from aiogpu.api.session import Session
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
 

@@ -20,7 +20,7 @@ from aiogpu.errors import NodeRunningError
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.observe.status import NodeStatus
 
 
 class Opening(EnteredOnLoop):

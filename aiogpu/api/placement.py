@@ -21,8 +21,8 @@ from aiogpu.errors import AiogpuError, MisuseError, PlacementRemovedError
 if TYPE_CHECKING:
     from aiogpu.api.session import Session
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
 

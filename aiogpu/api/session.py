@@ -25,8 +25,8 @@ from aiogpu.worker.context import passing
 if TYPE_CHECKING:
     from aiogpu.api.stream import Stream, StreamOwner
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
@@ -193,7 +193,7 @@ class Session(EnteredOnLoop):
     async def why(self, name: str, task: int) -> Why:
         """Why a task waits; see `Handle.why`."""
         # Late, so that the zygote's start need not wait for it.
-        from aiogpu.core.status.why import Why
+        from aiogpu.observe.why import Why
 
         if self._state is SessionState.OPENING:
             return Why(name, task, "opening")

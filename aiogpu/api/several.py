@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiogpu.api.session import Session
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Engine
     from aiogpu.engines.family import Host
     from aiogpu.engines.nested import LoopLink
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.wire.messages import Failed
 

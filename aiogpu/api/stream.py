@@ -16,8 +16,8 @@ from aiogpu.api.misuse import EnteredOnLoop
 from aiogpu.errors import MisuseError
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.base import Waits
+    from aiogpu.observe.why import Why
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ class Stream(EnteredOnLoop, AsyncIterator[T]):
         check_thread(self._inflow.loop, f"{what} of {self!r}")
 
     def _why_ended(self) -> Why:
-        from aiogpu.core.status.why import Why
+        from aiogpu.observe.why import Why
 
         inflow = self._inflow
         if inflow.is_cancelled:

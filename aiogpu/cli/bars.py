@@ -8,7 +8,7 @@ from typing import Final
 from aiogpu.cli.grid import GAP, Line, cut, within
 from aiogpu.cli.tables import device_name, held_by, memory
 from aiogpu.core.model.text import printable
-from aiogpu.core.status.holdings import DeviceStatus
+from aiogpu.observe.status import DeviceStatus
 
 COLORS: Final = ("cyan", "magenta", "green", "yellow", "blue")
 """Of holders, one after the other."""

@@ -24,8 +24,8 @@ from aiogpu.cli.tables import (
 )
 from aiogpu.cli.view import View
 from aiogpu.core.model.text import printable, span, terms
-from aiogpu.core.status.holdings import Holder
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
+    Holder,
     TaskStatus,
     amount,
     held_tasks,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import aiogpu
-from aiogpu.core.status.holdings import DeviceStatus, Holder
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
+    DeviceStatus,
     FailureStatus,
+    Holder,
     OutageStatus,
     PlacementStatus,
     ReservationStatus,

@@ -22,9 +22,8 @@ from rich.table import Table
 
 from aiogpu.cli.shares import Shares, ask_shares
 from aiogpu.core.model.text import printable
-from aiogpu.core.status.holdings import OtherProcess
-from aiogpu.core.status.node_status import amount
 from aiogpu.engines.box import Box, Seen, look_around
+from aiogpu.observe.status import OtherProcess, amount
 
 SHOWN: Final = 4
 """Processes of a device that are named."""

@@ -14,7 +14,7 @@ from aiogpu.cli import data, joining, tables
 from aiogpu.cli.grid import Table
 from aiogpu.cli.screen import print_table
 from aiogpu.core.records import TaskState, WorkerState
-from aiogpu.core.status.node_status import held_tasks, state_of
+from aiogpu.observe.status import held_tasks, state_of
 
 Status = aiogpu.NodeStatus
 

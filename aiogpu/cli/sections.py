@@ -18,7 +18,7 @@ from aiogpu.cli.tables import (
     task_table,
 )
 from aiogpu.core.model.text import SHOWN, printable, span
-from aiogpu.core.status.node_status import held_tasks, overview
+from aiogpu.observe.status import held_tasks, overview
 
 
 def sections(status: aiogpu.NodeStatus, width: int) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from aiogpu.cli import joining
 from aiogpu.cli.data import holder_data
 from aiogpu.cli.tables import held_by
 from aiogpu.core.model.request import Device
-from aiogpu.core.status.holdings import DeviceStatus
+from aiogpu.observe.status import DeviceStatus
 
 PATIENCE: Final = 5.0
 """Seconds in which the node has to answer."""

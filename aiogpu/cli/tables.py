@@ -10,10 +10,10 @@ from aiogpu.cli.grid import Cell, Column, Table
 from aiogpu.core.model.ids import OWN
 from aiogpu.core.model.text import span, terms
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.status.holdings import DeviceStatus
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
+    DeviceStatus,
     FailureStatus,
     PlacementStatus,
     Program,

@@ -194,7 +194,7 @@ class Deadlock(AboutReason):
     __slots__ = ()
 
 
-class Warn(AboutReason):
+class Warn(AboutTask):
     """The task waits for what is held without end; tell its program why, once."""
 
     __slots__ = ()

@@ -29,8 +29,8 @@ from aiogpu.runtime.meeting import BACKLOG
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
-    from aiogpu.core.status.node_status import NodeStatus
     from aiogpu.observe.metrics import MetricsServer
+    from aiogpu.observe.status import NodeStatus
 
 _log: Final = logging.getLogger("aiogpu.daemon")
 

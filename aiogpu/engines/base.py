@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import asyncio
 
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.far import Far
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue

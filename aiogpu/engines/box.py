@@ -19,9 +19,9 @@ from aiogpu.accelerators.registry import vendors
 from aiogpu.accelerators.visible import VISIBLE, entries
 from aiogpu.core.model.request import Device
 from aiogpu.core.model.units import GPU
-from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.engines.detection import detect, in_thread
 from aiogpu.linux.procfs import origins_of
+from aiogpu.observe.status import OtherProcess
 
 BUS: Final = "/sys/bus/pci/devices"
 

@@ -9,7 +9,7 @@ from aiogpu.engines.base import Waits
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from aiogpu.core.status.why import Why
+    from aiogpu.observe.why import Why
     from aiogpu.serialization.references import Reference
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.status.node_status import Program
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
+from aiogpu.observe.status import Program
 from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
 from aiogpu.wire.messages import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path

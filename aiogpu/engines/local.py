@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.core.scheduler.scheduler import Scheduler
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.recording import Recording
     from aiogpu.observe.recorder import Span
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.actor import Actor
     from aiogpu.runtime.actors import Actors
     from aiogpu.runtime.assignment import Assignment
@@ -198,8 +198,8 @@ class LocalEngine:
 
     async def status(self) -> NodeStatus:
         """Who holds what, what waits and why."""
-        from aiogpu.core.status.snapshot import snapshot
         from aiogpu.engines.hosting import drain_of, programs_of
+        from aiogpu.observe.snapshot import snapshot
         from aiogpu.runtime.actor_listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
@@ -220,8 +220,8 @@ class LocalEngine:
 
     async def why(self, task: int) -> Why | None:
         """Why a task waits; see `Engine.why`."""
-        from aiogpu.core.status.why import why
         from aiogpu.engines.hosting import programs_of
+        from aiogpu.observe.why import why
 
         scheduler = self._open_driver.scheduler
         record = scheduler.tasks.get(TaskId(task))

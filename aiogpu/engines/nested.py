@@ -22,8 +22,8 @@ from aiogpu.worker.context import current
 if TYPE_CHECKING:
     import asyncio
 
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.family import Family
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
     from aiogpu.worker.children import Children
     from aiogpu.worker.shares import Receiver

@@ -34,10 +34,10 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.remote_actors import RemoteActors
     from aiogpu.observe.recorder import Span
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue

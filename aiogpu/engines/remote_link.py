@@ -11,8 +11,8 @@ from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.messages import Discard, Fetch
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.remote import RemoteEngine
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Receiver
     from aiogpu.wire.messages import Failed
 
@@ -49,7 +49,7 @@ class RemoteLink:
 
     async def why(self, name: str, task: int) -> Why:
         """Say why a task waits."""
-        from aiogpu.core.status.why import Why
+        from aiogpu.observe.why import Why
 
         return await self._engine.why(task) or Why(name, task, "ended")
 

@@ -1,1 +1,1 @@
-"""What has run on a node: kept in a ring, and written as others read it."""
+"""What users see of a node: its status, why a task waits, and what has run."""

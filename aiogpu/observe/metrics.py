@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from aiogpu.errors import NodeStartError
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.node_status import NodeStatus
+    from aiogpu.observe.status import NodeStatus
 
 ADDRESS: Final = "127.0.0.1"
 """Nobody beyond this machine shall see what runs on it."""

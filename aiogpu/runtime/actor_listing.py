@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from aiogpu.core.status.node_status import ActorStatus
-from aiogpu.core.status.snapshot import LISTED
+from aiogpu.observe.snapshot import LISTED
+from aiogpu.observe.status import ActorStatus
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_state import ActorState
 

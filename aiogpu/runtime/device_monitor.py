@@ -15,7 +15,7 @@ from typing import Final
 
 from aiogpu.core.events import Event, Foreign, Sick, Well
 from aiogpu.core.model.text import listing
-from aiogpu.core.status.holdings import Observed
+from aiogpu.observe.status import Observed
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import DeviceHealth
 from aiogpu.runtime.device_thread import DeviceThread

@@ -97,7 +97,7 @@ class Driver:
         self._taking_back = TakingBack(
             loop, scheduler.workers, self._calls, pool.orders, self.feed
         )
-        self.telling = Telling(self._calls, self.guard)
+        self.telling = Telling(scheduler, self._calls, self.guard)
         self._last_task = 0
         self.row = Row(loop, self._submit_each)
         self.burst.before = self.row.end

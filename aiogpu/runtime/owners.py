@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.linux.procfs import Origin
+from aiogpu.observe.status import OtherProcess
 
 FOREIGN_IDS: Final = (
     "whose its processes are (the driver's process ids are not those seen here)"

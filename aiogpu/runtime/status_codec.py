@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     ActorStatus,
     BundleStatus,
     ClientStatus,
+    DeviceStatus,
     FailureStatus,
+    Holder,
     NodeStatus,
+    OtherProcess,
     OutageStatus,
     PlacementStatus,
     ReservationStatus,
@@ -23,7 +25,7 @@ from aiogpu.core.status.node_status import (
     TaskStatus,
     WorkerStatus,
 )
-from aiogpu.core.status.why import Shortage, Why
+from aiogpu.observe.why import Shortage, Why
 from aiogpu.wire.codec import RecordCodec
 
 status_codec: Final = RecordCodec(

@@ -22,7 +22,7 @@ from aiogpu.wire.setup import descriptor_path
 
 if TYPE_CHECKING:
     from aiogpu.core.scheduler.scheduler import Scheduler
-    from aiogpu.core.status.holdings import Observations
+    from aiogpu.observe.status import Observations
     from aiogpu.runtime.assignment import Assignment
     from aiogpu.runtime.clearance import Clearance
     from aiogpu.runtime.clients import Answer, Clients

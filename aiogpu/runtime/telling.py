@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
-from aiogpu.core.status.node_status import Failures
 from aiogpu.errors import DeadlockError, TaskTimeoutError
+from aiogpu.observe.status import Failures
 from aiogpu.runtime.death import Death, describe_death
 from aiogpu.runtime.receiver import tell_fault
 from aiogpu.serialization.exceptions import STOPPED
@@ -17,6 +18,7 @@ from aiogpu.wire.messages import Done, Failed
 if TYPE_CHECKING:
     from aiogpu.core import effects
     from aiogpu.core.queue.sharded_dict import ShardedDict
+    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
     from aiogpu.runtime.memory_guard import MemoryGuard
@@ -35,7 +37,10 @@ class Telling:
         routes: tells other programs; None where there are none.
     """
 
-    def __init__(self, calls: ShardedDict[Call], guard: MemoryGuard) -> None:
+    def __init__(
+        self, scheduler: Scheduler, calls: ShardedDict[Call], guard: MemoryGuard
+    ) -> None:
+        self._scheduler = scheduler
         self.deaths: dict[WorkerId, Death] = {}
         self.gpu_guard: GpuMemoryGuard | None = None
         self.failures = Failures()
@@ -98,9 +103,16 @@ class Telling:
 
     def warn(self, effect: effects.Warn) -> None:
         """It waits for what is held without end: tell the program whose it is."""
-        client = self._calls[effect.task].client
-        if self.routes is None or not self.routes.warn(client, effect.reason):
-            _log.warning("! %s", effect.reason)
+        from aiogpu.observe.status import Holdings
+        from aiogpu.observe.why import stall_in_words, why_waiting
+
+        node, client = self._scheduler, self._calls[effect.task].client
+        # The scheduler's clock is the loop's: this is the moment it has just seen.
+        holdings = Holdings(node.holders, {}, asyncio.get_running_loop().time())
+        record = node.tasks[effect.task]
+        reason = stall_in_words(why_waiting(node, record, holdings))
+        if self.routes is None or not self.routes.warn(client, reason):
+            _log.warning("! %s", reason)
 
     def disown(self, effect: effects.Disown) -> None:
         """Who has started it has ended."""

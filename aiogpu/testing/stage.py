@@ -10,6 +10,8 @@ from aiogpu.core.model.request import Environment
 from aiogpu.core.model.units import GPU
 from aiogpu.core.records import binding_of
 from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.observe.status import Holdings
+from aiogpu.observe.why import stall_in_words, why_waiting
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.onlooker import Onlooker
 from aiogpu.testing.paper import NEWS, PaperWorker
@@ -97,9 +99,12 @@ class Stage(Onlooker):
             case effects.Kill(worker):
                 self.killed.append(worker)
                 self._leave(self.workers[worker])
-            case effects.Warn(task, reason):
+            case effects.Warn(task):
                 assert self._by_id[task].news is None, effect
-                self.warnings.append((self._by_id[task].spec.name, reason))
+                node = self.scheduler
+                holdings = Holdings(node.holders, {}, self.now)
+                why = why_waiting(node, node.tasks[task], holdings)
+                self.warnings.append((why.name, stall_in_words(why)))
             case _:
                 self._tell(effect)
 

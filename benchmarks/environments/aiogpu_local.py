@@ -17,7 +17,7 @@ from aiogpu.core.model.units import CPU, GPU, quantity
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.status.node_status import NodeStatus
+from aiogpu.observe.status import NodeStatus
 from benchmarks.environments.aiogpu_paper import AiogpuPaper, request_of
 from benchmarks.port import (
     Call,

@@ -8,8 +8,8 @@ from typing import Any
 from aiogpu.api.actor import ActorHandle
 from aiogpu.api.face import Face
 from aiogpu.api.handle import Handle
-from aiogpu.core.status.why import Why
 from aiogpu.errors import ActorDiedError
+from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NOTHING, dump_result, load_arguments
 
 

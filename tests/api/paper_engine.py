@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.status.why import Why
 from aiogpu.errors import InfeasibleError
+from aiogpu.observe.why import Why
 from aiogpu.runtime.call import Function, Receiver, Site, new_function_id, new_site_id
 
 

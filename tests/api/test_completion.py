@@ -14,8 +14,8 @@ import pytest
 import aiogpu
 from aiogpu.api.handle import Handle
 from aiogpu.api.nested import ChildHandle
-from aiogpu.core.status.why import Why
 from aiogpu.errors import MisuseError, NoLoopError, OptionError
+from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import Context, current
 from tests.api.paper_family import PaperChannel, done, failed, paper_children

@@ -18,8 +18,8 @@ import pytest
 
 import aiogpu
 from aiogpu.api.handle import Handle
-from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, NodeClosedError
+from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
 
 UNREADABLE = b"garbage"

@@ -9,8 +9,8 @@ import pytest
 
 from aiogpu.api.inflow import Inflow
 from aiogpu.api.stream import Stream
-from aiogpu.core.status.why import Why
 from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
+from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import NOTHING, dump_result
 
 

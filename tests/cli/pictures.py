@@ -10,12 +10,14 @@ import pytest
 import aiogpu
 from aiogpu.cli import joining
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     ActorStatus,
     ClientStatus,
+    DeviceStatus,
     FailureStatus,
+    Holder,
     NodeStatus,
+    OtherProcess,
     ReservationStatus,
     ShapeStatus,
     TaskStatus,

@@ -11,7 +11,7 @@ from aiogpu.cli.board import board, in_order
 from aiogpu.cli.grid import plain
 from aiogpu.cli.keyboard import LONGEST, Decoder
 from aiogpu.cli.view import ORDERS, View
-from aiogpu.core.status.holdings import Holder
+from aiogpu.observe.status import Holder
 from tests.cli.pictures import BUSY, IDLE
 from tests.cli.view_program import LONG
 

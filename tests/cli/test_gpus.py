@@ -16,8 +16,8 @@ import pytest
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.cli.gpus import as_data, lines
 from aiogpu.core.model.request import Device
-from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.engines.box import Box, Seen, place_of
+from aiogpu.observe.status import OtherProcess
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
 

@@ -9,8 +9,8 @@ from aiogpu.cli.data import placement_data
 from aiogpu.cli.grid import Line, grid
 from aiogpu.cli.listing import KINDS
 from aiogpu.cli.sections import sections
-from aiogpu.core.status.node_status import NodeStatus
-from aiogpu.core.status.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.status import NodeStatus
 from tests.core.ganged import GangWorld
 
 

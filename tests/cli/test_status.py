@@ -14,7 +14,7 @@ from aiogpu.cli import joining
 from aiogpu.cli.grid import plain
 from aiogpu.cli.main import cli
 from aiogpu.cli.sections import sections
-from aiogpu.core.status.node_status import NodeStatus, TaskStatus
+from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, IDLE, JOB, stand_in
 
 

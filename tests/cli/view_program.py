@@ -14,7 +14,7 @@ import aiogpu
 from aiogpu.cli import joining
 from aiogpu.cli.main import cli
 from aiogpu.cli.main import main as command
-from aiogpu.core.status.node_status import NodeStatus, TaskStatus
+from aiogpu.observe.status import NodeStatus, TaskStatus
 from tests.cli.pictures import BUSY, Paper
 
 LONG = replace(

@@ -1,7 +1,7 @@
 """A program that does not read its results: nothing more of it is started."""
 
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 

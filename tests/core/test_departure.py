@@ -4,8 +4,8 @@ import pytest
 
 from aiogpu.core import events
 from aiogpu.core.effects import Kill
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 

@@ -1,7 +1,7 @@
 """A sick device is drained, shown, and used again when it is well."""
 
 from aiogpu.core.events import Recovered, SetAside, Sick, Well
-from aiogpu.core.status.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot
 from aiogpu.testing import World
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from aiogpu.core.records import TaskState
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 

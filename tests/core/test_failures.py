@@ -1,6 +1,6 @@
 """The last failures that a node remembers."""
 
-from aiogpu.core.status.node_status import KEPT, LONGEST, Failures, FailureStatus
+from aiogpu.observe.status import KEPT, LONGEST, Failures, FailureStatus
 
 
 def test_the_latest_comes_first_with_its_age():

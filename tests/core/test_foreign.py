@@ -2,8 +2,8 @@
 
 from aiogpu.core.events import Foreign, Sick, Well
 from aiogpu.core.model.config import SchedulerConfig
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 WHO = "others are on it: python (pid 4711)"

@@ -21,9 +21,9 @@ from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.reservation import reserve
 from aiogpu.core.scheduler.state import REMEMBERED
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
 from aiogpu.errors import InfeasibleError
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from tests.core.ganged import GangWorld, gang_of, request_of
 
 

@@ -5,9 +5,9 @@ import pytest
 from aiogpu.core import events
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import WorkerId
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
 from aiogpu.errors import InfeasibleError
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 HOLDER = 4711

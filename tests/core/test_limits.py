@@ -4,9 +4,9 @@ import pytest
 
 from aiogpu.core.events import MemoryShort
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 GIB = 1 << 30

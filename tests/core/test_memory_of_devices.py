@@ -2,9 +2,9 @@
 
 from aiogpu.core.events import Sick
 from aiogpu.core.model.request import Device
-from aiogpu.core.status.node_status import report
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.status import report
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 GIB = 1 << 30

@@ -5,9 +5,15 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.status.holdings import DeviceStatus, Holder, Observed, OtherProcess
-from aiogpu.core.status.node_status import NodeStatus, report
-from aiogpu.core.status.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.status import (
+    DeviceStatus,
+    Holder,
+    NodeStatus,
+    Observed,
+    OtherProcess,
+    report,
+)
 from aiogpu.testing import World
 
 GIB = 1 << 30

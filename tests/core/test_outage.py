@@ -5,8 +5,8 @@ import pytest
 from aiogpu.core.events import MemoryShort, WorkerGone
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM, TaskId
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 BROKEN = {"X": "1"}

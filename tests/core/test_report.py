@@ -7,14 +7,14 @@ from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.status import (
     ActorStatus,
     FailureStatus,
     TaskStatus,
     held_tasks,
     state_of,
 )
-from aiogpu.core.status.snapshot import snapshot
 from aiogpu.testing import World
 
 

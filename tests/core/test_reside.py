@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiogpu.core import events
 from aiogpu.core.records import TaskState
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 

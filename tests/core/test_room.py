@@ -9,8 +9,8 @@ from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.scheduler.dispatch import refill_spares
 from aiogpu.core.scheduler.workers import WorkerLimit
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 CROWDED_FOR = SchedulerConfig().crowded_for

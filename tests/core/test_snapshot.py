@@ -10,16 +10,17 @@ from aiogpu.core.queue.ready import precedence
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import ABANDONED, Scheduler
-from aiogpu.core.status import snapshot as snapshot_module
-from aiogpu.core.status.holdings import DeviceStatus, Holder
-from aiogpu.core.status.node_status import (
+from aiogpu.observe import snapshot as snapshot_module
+from aiogpu.observe.snapshot import LISTED, snapshot
+from aiogpu.observe.status import (
+    DeviceStatus,
+    Holder,
     NodeStatus,
     ReservationStatus,
     ShapeStatus,
     TaskStatus,
     WorkerStatus,
 )
-from aiogpu.core.status.snapshot import LISTED, snapshot
 from aiogpu.testing import World
 
 

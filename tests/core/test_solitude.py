@@ -1,8 +1,8 @@
 """A task that ran out of memory beside others is tried once more, alone."""
 
 from aiogpu.core import events
-from aiogpu.core.status.snapshot import snapshot
-from aiogpu.core.status.why import why
+from aiogpu.observe.snapshot import snapshot
+from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 

@@ -3,7 +3,7 @@
 from aiogpu.core.events import Sick
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.core.status.stalls import LOOKED_AT
+from aiogpu.core.scheduler.stalls import LOOKED_AT
 from aiogpu.testing import World
 
 AFTER = SchedulerConfig().warn_after

@@ -6,7 +6,7 @@ from aiogpu.core.model.request import Device, DeviceSelector, Request
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
-from aiogpu.core.status.snapshot import snapshot
+from aiogpu.observe.snapshot import snapshot
 from aiogpu.testing import World
 
 GIB = 1 << 30

@@ -7,9 +7,8 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import DeviceSelector
 from aiogpu.core.queue.ready import SEARCHED
 from aiogpu.core.scheduler.scheduler import ABANDONED
-from aiogpu.core.status.holdings import Holder
-from aiogpu.core.status.node_status import ReservationStatus
-from aiogpu.core.status.why import Why, why
+from aiogpu.observe.status import Holder, ReservationStatus
+from aiogpu.observe.why import Why, why
 from aiogpu.testing import World
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.core.status.node_status import ShapeStatus
 from aiogpu.errors import RemoteTraceback
+from aiogpu.observe.status import ShapeStatus
 from tests.engines import gpu_oom_tasks as tasks
 from tests.gate import Gate
 from tests.until import LIMIT

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.core.status.node_status import OutageStatus
+from aiogpu.observe.status import OutageStatus
 from tests.engines import tasks
 from tests.gate import Gate
 

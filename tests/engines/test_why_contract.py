@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 import aiogpu
-from aiogpu.core.status import snapshot as module
-from aiogpu.core.status.node_status import TaskStatus
-from aiogpu.core.status.snapshot import LISTED
+from aiogpu.observe import snapshot as module
+from aiogpu.observe.snapshot import LISTED
+from aiogpu.observe.status import TaskStatus
 from tests.engines import tasks
 from tests.gate import Gate
 

@@ -10,8 +10,7 @@ import pytest
 from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
 from aiogpu.accelerators.visible import NONE, Inventory, resolve
 from aiogpu.core.model.request import Device
-from aiogpu.core.status.holdings import DeviceStatus, Holder, OtherProcess
-from aiogpu.core.status.node_status import NodeStatus, report
+from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
 from aiogpu.runtime.device_health import CALM
 from aiogpu.runtime.device_monitor import SILENT
 from aiogpu.runtime.gpu_memory_guard import LEFT

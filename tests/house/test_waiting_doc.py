@@ -8,7 +8,7 @@ import pytest
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.request import DEEPEST, HORIZON
 from aiogpu.core.records import TaskState
-from aiogpu.core.status.snapshot import LISTED
+from aiogpu.observe.snapshot import LISTED
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "waiting.md").read_text()

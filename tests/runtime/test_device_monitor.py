@@ -25,8 +25,8 @@ from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
-from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.linux.procfs import Origin
+from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime import device_monitor as module
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import CALM

@@ -54,7 +54,7 @@ FOR_OTHERS = (
     "aiogpu.core.scheduler.placement_groups",
     "aiogpu.core.scheduler.reservation",
     "aiogpu.core.scheduler.invariants",
-    "aiogpu.core.status.snapshot",
+    "aiogpu.observe.snapshot",
     *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
     *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.base"),
 )

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.core.status.holdings import OtherProcess
 from aiogpu.linux.procfs import Origin
+from aiogpu.observe.status import OtherProcess
 from aiogpu.runtime.owners import (
     FOREIGN_IDS,
     THIS_PROGRAM,

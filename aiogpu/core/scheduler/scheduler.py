@@ -420,7 +420,7 @@ def ring(node: SchedulerState, alarm: Alarm, now: float, effects: list[Effect]) 
 
         retry_outages(node, now)
     elif alarm.kind is AlarmKind.STALL:
-        from aiogpu.core.status.stalls import look_for_stalls
+        from aiogpu.core.scheduler.stalls import look_for_stalls
 
         look_for_stalls(node, now, effects)
     elif alarm.kind in (AlarmKind.END, AlarmKind.LOOK):

@@ -34,8 +34,8 @@ from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.actors import ClusterActors
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Receiver, Site
     from aiogpu.runtime.leases import LeaseReceiver
     from aiogpu.serialization.references import PickledValue

@@ -31,10 +31,10 @@ from aiogpu.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec, Request
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.calls import Calls
     from aiogpu.engines.cluster.census import Node
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
 
 AT_ONCE: Final = 1.0

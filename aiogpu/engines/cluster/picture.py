@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.text import span
 from aiogpu.core.model.units import TYPE_PREFIX
-from aiogpu.core.status.holdings import DeviceStatus
-from aiogpu.core.status.node_status import NodeStatus, ShapeStatus, TaskStatus
-from aiogpu.core.status.snapshot import LISTED
 from aiogpu.engines.cluster.capacity import DEVICES, amounts, name_of, told
 from aiogpu.engines.cluster.waiting import free_devices, in_parts
+from aiogpu.observe.snapshot import LISTED
+from aiogpu.observe.status import DeviceStatus, NodeStatus, ShapeStatus, TaskStatus
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls, Live

@@ -21,7 +21,6 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.units import TYPE_PREFIX, TYPE_SHARE
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
-from aiogpu.core.status.why import Why
 from aiogpu.engines import ray
 from aiogpu.engines.cluster import names
 from aiogpu.engines.cluster.calls import Live
@@ -33,6 +32,7 @@ from aiogpu.errors import (
     OptionError,
     PlacementRemovedError,
 )
+from aiogpu.observe.why import Why
 from aiogpu.runtime.placements import removed
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from aiogpu.engines.base import error_inside_task
 from aiogpu.errors import NodeClosedError, NodeDiedError
 
 if TYPE_CHECKING:
-    from aiogpu.core.status.node_status import NodeStatus
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.overview import Overview
     from aiogpu.engines.cluster.pulse import Pulse
+    from aiogpu.observe.status import NodeStatus
+    from aiogpu.observe.why import Why
 
 
 class Questions:

@@ -21,8 +21,8 @@ from aiogpu.serialization.references import PickledValue
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from aiogpu.core.status.why import Why
     from aiogpu.engines.cluster.engine import RayEngine
+    from aiogpu.observe.why import Why
 
 
 class ClusterValues:
@@ -175,7 +175,7 @@ class ClusterValues:
 
     async def why(self, name: str, task: int) -> Why:
         """Say why a task waits."""
-        from aiogpu.core.status.why import Why
+        from aiogpu.observe.why import Why
 
         return await self._engine.why(task) or Why(name, task, "ended")
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.model.request import Request
 from aiogpu.core.model.text import SHOWN, listing, terms
 from aiogpu.core.model.units import UNIT, number
-from aiogpu.core.status.why import Shortage, Why
 from aiogpu.engines.cluster.capacity import (
     amounts,
     at_once,
@@ -23,6 +22,7 @@ from aiogpu.engines.cluster.capacity import (
     parts_of,
     short_of,
 )
+from aiogpu.observe.why import Shortage, Why
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec

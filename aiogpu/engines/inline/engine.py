@@ -16,8 +16,6 @@ from itertools import count
 from typing import Final
 
 from aiogpu.core.model.request import PlacementGroupSpec
-from aiogpu.core.status.node_status import NodeStatus
-from aiogpu.core.status.why import Why
 from aiogpu.engines.base import NodeOptions, error_inside_task
 from aiogpu.engines.inline.execute import Executor
 from aiogpu.engines.inline.job import acting_job, running_job
@@ -27,6 +25,8 @@ from aiogpu.engines.inline.residents import Residents
 from aiogpu.engines.inline.runner import Runner
 from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
+from aiogpu.observe.status import NodeStatus
+from aiogpu.observe.why import Why
 from aiogpu.runtime.assignment import Assignment
 from aiogpu.runtime.call import Receiver, Site
 from aiogpu.runtime.leases import LeaseReceiver

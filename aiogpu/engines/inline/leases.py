@@ -18,19 +18,19 @@ from aiogpu.core.records import (
     move_task,
 )
 from aiogpu.core.resources.placement_group import take_grouped
-from aiogpu.core.status.node_status import PlacementStatus, placement_status
-from aiogpu.core.status.why import Why, find_shortages, tell_lacks
 from aiogpu.engines.admission import check_site
 from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
+from aiogpu.observe.status import PlacementStatus, placement_status
+from aiogpu.observe.why import Why, find_shortages, tell_lacks
 from aiogpu.runtime.leases import LeaseReceiver
 from aiogpu.runtime.standing import StandingPlacements
 from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease
-    from aiogpu.core.status.holdings import Holdings
     from aiogpu.engines.inline.node import InlineNode
+    from aiogpu.observe.status import Holdings
     from aiogpu.runtime.call import Site
 
 FIRST_HOLDER = 1 << 24

@@ -9,12 +9,11 @@ from itertools import islice
 
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.core.records import TaskState, WorkerRecord, WorkerState
-from aiogpu.core.status.holdings import Holdings
-from aiogpu.core.status.node_status import NodeStatus, Queue, ShapeStatus, shape_status
-from aiogpu.core.status.snapshot import LISTED, picture
-from aiogpu.core.status.why import Why, awaited_gang, find_shortages, tell_lacks
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.node import InlineNode
+from aiogpu.observe.snapshot import LISTED, picture
+from aiogpu.observe.status import Holdings, NodeStatus, Queue, ShapeStatus, shape_status
+from aiogpu.observe.why import Why, awaited_gang, find_shortages, tell_lacks
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_listing import listed_actors
 

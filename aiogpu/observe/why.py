@@ -11,31 +11,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.model.ids import PROGRAM
 from aiogpu.core.model.request import (
     BundleRef,
-    PlacementGroupSpec,
-    Request,
-    named_bytes,
 )
 from aiogpu.core.model.text import SHOWN, listing, span, terms
-from aiogpu.core.model.units import GPU_MEMORY, UNIT, number, spoken, written
+from aiogpu.core.model.units import GPU_MEMORY, number, spoken, written
 from aiogpu.core.records import TaskRecord, TaskState, WorkerRecord, WorkerState
 from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.core.resources.ledger import BundleLedger, Ledger
-from aiogpu.core.resources.placement_group import roomiest
-from aiogpu.core.scheduler.reservation import reserve
+from aiogpu.core.resources.topology import indices
+from aiogpu.core.scheduler.shortage import (
+    Stock,
+    find_bound,
+    find_lacks,
+    is_held_endlessly,
+    ledger_for,
+    rival_of,
+)
 from aiogpu.core.scheduler.state import (
     Outage,
     Reservation,
     SchedulerState,
     awaited_results,
 )
-from aiogpu.core.status.holdings import DeviceStatus, Holder, Holdings
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     NOBODY,
+    DeviceStatus,
+    Holder,
+    Holdings,
     OutageStatus,
     Program,
     ReservationStatus,
@@ -143,128 +148,12 @@ class Shortage:
     holders: tuple[Holder, ...]
 
 
-class Stock(Protocol):
-    """What is looked at to find what is short."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """What there is, and who holds it."""
-        ...
-
-    @property
-    def reservation(self) -> Reservation | None:
-        """What is kept for one of those that wait."""
-        ...
-
-
-class Lack(NamedTuple):
-    """A resource that is short, in parts.
-
-    Attributes:
-        name: of the resource.
-        asked: by the task.
-        free: what nobody holds of it.
-        kept: how much of that is kept for another task.
-        mask: the devices that the task may use; 0 if it is not made of devices.
-        is_claimed: whether it is kept for another task, once it is free.
-        kind: the kind of these devices.
-    """
-
-    name: str
-    asked: int
-    free: int
-    kept: int
-    mask: int
-    is_claimed: bool
-    kind: str = ""
-
-
-def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
-    """The resources for which a waiting task waits; in its bundle, if it has one."""
-    request, ledger = record.spec.shape.request, ledger_for(node, record)
-    if isinstance(request.gang, BundleRef) and not isinstance(ledger, BundleLedger):
-        return  # nobody knows yet what its gang will have
-    rival = rival_of(node, record)
-    is_found = False
-    for name, asked in request.scalars:
-        free = max(ledger.free[name], 0)
-        claim = rival.kept.get(name, 0) if rival else 0
-        kept = min(claim, free)
-        if free - kept < asked:
-            is_found = True
-            yield Lack(name, asked, free, kept, 0, claim > 0)
-    for kind, asked in request.devices:
-        devices = ledger.device_sets[kind]
-        barred = rival.barred.get(kind, 0) if rival else 0
-        if isinstance(request.gang, PlacementGroupSpec):
-            lack = _of_all(devices, asked, barred)
-            if not is_found or lack.free - lack.kept < asked:
-                yield lack
-        elif devices.choose(asked, request, barred) is None:
-            mask = ledger.masks[kind] if isinstance(ledger, BundleLedger) else -1
-            yield _of_devices(devices, asked, request, barred, mask)
-
-
-def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
-    """Of what a task takes what it asks for: the node's, or its bundle's."""
-    request = record.spec.shape.request
-    if isinstance(request.gang, BundleRef):
-        return roomiest(node.ledger, request) or node.ledger
-    return node.ledger
-
-
-def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
-    """What a gang is short of: whichever of its bundles has no place."""
-    mask = devices.mask_of_type(None)
-    free, kept = (
-        sum(devices.free[at] for at in _in(those))
-        for those in (mask & ~devices.aside_mask, mask & barred)
-    )
-    return Lack(devices.kind, asked, free, kept, mask, bool(barred), devices.kind)
-
-
-def _of_devices(
-    devices: DeviceSet, asked: int, request: Request, barred: int, mask: int
-) -> Lack:
-    """What is short of devices: shares of them, or where there are enough, memory."""
-    mask &= devices.usable(asked, request)
-    given = mask & ~devices.aside_mask
-    part, memory = min(asked, UNIT), devices.demand(request)
-    with_shares = [
-        index for index in _in(given & ~barred) if devices.free[index] >= part
-    ]
-    is_short_of_memory = not asked or len(with_shares) >= max(asked // UNIT, 1)
-    kind = devices.kind
-    name, wanted, free = kind, asked, devices.free
-    if is_short_of_memory:
-        filling = devices.filling
-        sizes = [filling.capacity[index] * part // UNIT for index in _in(mask)]
-        wanted = UNIT * (named_bytes(asked, memory) or max(sizes, default=0))
-        free = [UNIT * filling.free_memory(i) for i in range(len(devices.free))]
-        name = GPU_MEMORY
-    all_free = sum(free[index] for index in _in(given))
-    kept = sum(free[index] for index in _in(given & barred))
-    return Lack(name, wanted, all_free, kept, mask, bool(barred & mask), kind)
-
-
-def _in(mask: int) -> Iterator[int]:
-    return (index for index in range(mask.bit_length()) if mask >> index & 1)
-
-
 def _told(devices: DeviceSet, index: int, name: str) -> str:
     if index in devices.aside:
         return "set aside"
     if name == GPU_MEMORY:
         return written(name, devices.filling.free_memory(index))
     return f"{number(devices.free[index]):g}"
-
-
-def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
-    """The reservation that this task must leave alone, None without one."""
-    reservation = node.reservation
-    if reservation is None or reservation.lets_pass(record):
-        return None
-    return reservation
 
 
 def find_shortages(
@@ -320,7 +209,7 @@ def tell_lacks(node: Stock, record: TaskRecord) -> str:
             devices = ledger_for(node, record).device_sets[lack.kind]
             shares = (
                 f"{devices.devices[index].id}: {_told(devices, index, lack.name)}"
-                for index in _in(lack.mask)
+                for index in indices(lack.mask)
             )
             told = f"free by device: {listing(shares, lack.mask.bit_count())}"
         if rival and lack.kept:
@@ -336,12 +225,6 @@ def awaited_gang(node: Stock, record: TaskRecord) -> str:
     if isinstance(within, BundleRef) and within.key not in node.ledger.gangs:
         return within.name
     return ""
-
-
-def find_bound(node: SchedulerState) -> int:
-    """How many workers there are, if there may be no more; 0 if there may."""
-    there = len(node.workers)
-    return there if there >= node.room.now else 0
 
 
 def describe(
@@ -510,13 +393,10 @@ def _expecting(node: SchedulerState, record: TaskRecord, now: float) -> Why:
 def why_waiting(node: SchedulerState, record: TaskRecord, holdings: Holdings) -> Why:
     """The same of a task that stands in the queue; says nothing of other programs."""
     bucket = node.ready.bucket_of(record)
+    lacks = list(find_lacks(node, record))
     reasons = tuple(find_shortages(node, record, holdings))
     outage = find_outage(node, record.spec.shape.environment, holdings.now)
     bound = 0 if reasons else find_bound(node)
-    # A device that is set aside comes back some time, though nobody knows when.
-    is_endless = bool(reasons) and not any(
-        device.aside for shortage in reasons for device in shortage.devices
-    )
     return Why(
         name=record.spec.name,
         task=record.id,
@@ -530,8 +410,7 @@ def why_waiting(node: SchedulerState, record: TaskRecord, holdings: Holdings) ->
         bound=bound,
         is_held_up=node.solitude.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
-        is_held_endlessly=(is_endless and reserve(node, record, holdings.now) is None)
-        or (bound > 0 and all(map(_is_endless, node.workers))),
+        is_held_endlessly=is_held_endlessly(node, record, lacks, holdings.now),
         placement=awaited_gang(node, record),
         outage=None if record.spec.is_lease else outage,
     )
@@ -554,10 +433,6 @@ def _among(
         limit=node.clients.why_barred(record),
         is_behind=node.clients.of(record.client).is_behind,
     )
-
-
-def _is_endless(worker: WorkerRecord) -> bool:
-    return worker.task is not None and worker.task.spec.is_endless
 
 
 def _concerning(node: SchedulerState, record: TaskRecord) -> Reservation | None:
@@ -605,6 +480,8 @@ _PLAIN: Final = {
     "opening": "waits for its node, which is being opened",
     "delayed": "has failed before, and is tried again in a while",
 }
+
+
 _LEASED: Final = {
     "running": "is held by",
     "stopping": "is given back as soon as its processes have ended, asked for by",
@@ -805,3 +682,35 @@ def _reservation(why: Why) -> Iterator[str]:
             "  nothing is kept for it, however long it waits: what it needs is held "
             "without end"
         )
+
+
+def stall_in_words(why: Why) -> str:
+    """The warning that a task waits for what is held without end, and who holds it."""
+    waits = f"{_who(why)} has waited {span(why.seconds or 0)}"
+    if why.bound:
+        return (
+            f"{waits} for a worker process: there are {why.bound}, each is held "
+            f"without end, and there is no room for more. `aiogpu doctor` says what "
+            f"bounds them."
+        )
+    held = [
+        _held_amount(holder, shortage)
+        for shortage in why.reasons
+        for holder in shortage.holders
+        if holder.is_endless
+    ]
+    return (
+        f"{waits} for {terms(why.request.items())}, and what it needs is held without "
+        f"end: {listing(held, len(held), '; ')}. It can start when a holder ends: an "
+        f"actor ends by aiogpu.kill() or with its last handle (a notebook keeps those "
+        f"that it has shown, in Out). Or ask for less."
+    )
+
+
+def _held_amount(holder: Holder, shortage: Shortage) -> str:
+    amount = f"{shortage.resource} {written(shortage.resource, holder.share)}"
+    for device in shortage.devices:
+        if any(one is holder for one in device.holders):
+            share = written(device.kind, holder.share)
+            amount = f"{share} of {device.kind} {device.id}"
+    return f"{holder.task} holds {amount}"

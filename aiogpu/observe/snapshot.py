@@ -15,11 +15,14 @@ from aiogpu.core.model.request import Request, Shape
 from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, WorkerRecord
 from aiogpu.core.resources.ledger import Ledger
+from aiogpu.core.scheduler.shortage import rival_of
 from aiogpu.core.scheduler.state import Reservation, SchedulerState
-from aiogpu.core.status.holdings import NOTHING, Holdings, Observations
-from aiogpu.core.status.node_status import (
+from aiogpu.observe.status import (
     NOBODY,
+    NOTHING,
+    Holdings,
     NodeStatus,
+    Observations,
     Program,
     Queue,
     TaskStatus,
@@ -28,19 +31,17 @@ from aiogpu.core.status.node_status import (
     placement_status,
     shape_status,
 )
-from aiogpu.core.status.why import (
-    describe,
-    find_outages,
-    rival_of,
-    wait_in_words,
-    why_not_running,
-)
+from aiogpu.observe.why import describe, find_outages, wait_in_words, why_not_running
 
 DELAYED: Final = "has failed before, and is tried again in a while"
+
+
 EXPECTING: Final = "waits for results that are its arguments"
+
 
 LISTED: Final = 100
 """Waiting tasks, and shapes, that a picture shows one by one."""
+
 
 NO_LEASES: Final[Mapping[WorkerId, WorkerRecord]] = {}
 

@@ -1,0 +1,160 @@
+"""Which resources a waiting task lacks, found the way `SchedulerState.take` refuses.
+
+Nothing is changed by asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from aiogpu.core.model.request import (
+    BundleRef,
+    PlacementGroupSpec,
+    Request,
+    named_bytes,
+)
+from aiogpu.core.model.units import GPU_MEMORY, UNIT
+from aiogpu.core.records import TaskRecord, WorkerRecord
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import BundleLedger, Ledger
+from aiogpu.core.resources.placement_group import roomiest
+from aiogpu.core.resources.topology import indices
+from aiogpu.core.scheduler.reservation import reserve
+from aiogpu.core.scheduler.state import Reservation, SchedulerState
+
+
+class Stock(Protocol):
+    """What is looked at to find what is short."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What there is, and who holds it."""
+        ...
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """What is kept for one of those that wait."""
+        ...
+
+
+class Lack(NamedTuple):
+    """A resource that is short, in parts.
+
+    Attributes:
+        name: of the resource.
+        asked: by the task.
+        free: what nobody holds of it.
+        kept: how much of that is kept for another task.
+        mask: the devices that the task may use; 0 if it is not made of devices.
+        is_claimed: whether it is kept for another task, once it is free.
+        kind: the kind of these devices.
+    """
+
+    name: str
+    asked: int
+    free: int
+    kept: int
+    mask: int
+    is_claimed: bool
+    kind: str = ""
+
+
+def find_lacks(node: Stock, record: TaskRecord) -> Iterator[Lack]:
+    """The resources for which a waiting task waits; in its bundle, if it has one."""
+    request, ledger = record.spec.shape.request, ledger_for(node, record)
+    if isinstance(request.gang, BundleRef) and not isinstance(ledger, BundleLedger):
+        return  # nobody knows yet what its gang will have
+    rival = rival_of(node, record)
+    is_found = False
+    for name, asked in request.scalars:
+        free = max(ledger.free[name], 0)
+        claim = rival.kept.get(name, 0) if rival else 0
+        kept = min(claim, free)
+        if free - kept < asked:
+            is_found = True
+            yield Lack(name, asked, free, kept, 0, claim > 0)
+    for kind, asked in request.devices:
+        devices = ledger.device_sets[kind]
+        barred = rival.barred.get(kind, 0) if rival else 0
+        if isinstance(request.gang, PlacementGroupSpec):
+            lack = _of_all(devices, asked, barred)
+            if not is_found or lack.free - lack.kept < asked:
+                yield lack
+        elif devices.choose(asked, request, barred) is None:
+            mask = ledger.masks[kind] if isinstance(ledger, BundleLedger) else -1
+            yield _of_devices(devices, asked, request, barred, mask)
+
+
+def ledger_for(node: Stock, record: TaskRecord) -> Ledger:
+    """Of what a task takes what it asks for: the node's, or its bundle's."""
+    request = record.spec.shape.request
+    if isinstance(request.gang, BundleRef):
+        return roomiest(node.ledger, request) or node.ledger
+    return node.ledger
+
+
+def _of_all(devices: DeviceSet, asked: int, barred: int) -> Lack:
+    """What a gang is short of: whichever of its bundles has no place."""
+    mask = devices.mask_of_type(None)
+    free, kept = (
+        sum(devices.free[at] for at in indices(those))
+        for those in (mask & ~devices.aside_mask, mask & barred)
+    )
+    return Lack(devices.kind, asked, free, kept, mask, bool(barred), devices.kind)
+
+
+def _of_devices(
+    devices: DeviceSet, asked: int, request: Request, barred: int, mask: int
+) -> Lack:
+    """What is short of devices: shares of them, or where there are enough, memory."""
+    mask &= devices.usable(asked, request)
+    given = mask & ~devices.aside_mask
+    part, memory = min(asked, UNIT), devices.demand(request)
+    with_shares = [
+        index for index in indices(given & ~barred) if devices.free[index] >= part
+    ]
+    is_short_of_memory = not asked or len(with_shares) >= max(asked // UNIT, 1)
+    kind = devices.kind
+    name, wanted, free = kind, asked, devices.free
+    if is_short_of_memory:
+        filling = devices.filling
+        sizes = [filling.capacity[index] * part // UNIT for index in indices(mask)]
+        wanted = UNIT * (named_bytes(asked, memory) or max(sizes, default=0))
+        free = [UNIT * filling.free_memory(i) for i in range(len(devices.free))]
+        name = GPU_MEMORY
+    all_free = sum(free[index] for index in indices(given))
+    kept = sum(free[index] for index in indices(given & barred))
+    return Lack(name, wanted, all_free, kept, mask, bool(barred & mask), kind)
+
+
+def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
+    """The reservation that this task must leave alone, None without one."""
+    reservation = node.reservation
+    if reservation is None or reservation.lets_pass(record):
+        return None
+    return reservation
+
+
+def find_bound(node: SchedulerState) -> int:
+    """How many workers there are, if there may be no more; 0 if there may."""
+    there = len(node.workers)
+    return there if there >= node.room.now else 0
+
+
+def is_held_endlessly(
+    node: SchedulerState, record: TaskRecord, lacks: list[Lack], now: float
+) -> bool:
+    """Whether a waiting task lacks something that others hold without end."""
+    if not lacks:
+        return find_bound(node) > 0 and all(map(runs_endlessly, node.workers))
+    sets = ledger_for(node, record).device_sets
+    if any(lack.mask and sets[lack.kind].aside_mask & lack.mask for lack in lacks):
+        # A device that is set aside comes back some time, though nobody knows when.
+        return False
+    return reserve(node, record, now) is None
+
+
+def runs_endlessly(worker: WorkerRecord) -> bool:
+    """Whether a worker runs something that ends only when its owner gives it up."""
+    return worker.task is not None and worker.task.spec.is_endless

@@ -1,1 +1,0 @@
-"""What users see of the node: status, and why a task waits."""
