@@ -227,8 +227,8 @@ class Driver:
             self.carry_out(wanted)
         if supply is not None:
             supply.watch()
-        elif wanted is NOTHING and parent is None:
-            bucket = self.scheduler.ready.by_shape.get(site.spec.shape)
+        elif wanted is NOTHING and parent is None and self.scheduler.clients is None:
+            bucket = self.scheduler.ready.by_shape.get((client, site.spec.shape))
             self.row.begin(site, bucket, self._last_task)
         return task
 

@@ -159,6 +159,8 @@ class World(Stage):
         needs: tuple[TaskId, ...] | None,
         client: ClientId,
     ) -> None:
+        is_known = client == OWN or self.scheduler.clients is not None
+        assert is_known, f"program {client} submits before any has joined"
         self.scheduler.admit(spec.shape.request, client, parent)
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[spec.name] = task

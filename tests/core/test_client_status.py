@@ -25,7 +25,7 @@ def look_at(w: World):
 
 def test_a_node_that_is_ones_alone_tells_of_nobody():
     w = World()
-    w.submit("a", client=1)
+    w.submit("a")
     assert look_at(w).clients == ()
     assert "programs" not in str(look_at(w))
 

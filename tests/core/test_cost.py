@@ -18,7 +18,7 @@ from aiogpu.core.events import (
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.core.queue.ready import SWEPT, ReadyQueue
+from aiogpu.core.queue.ready import SWEPT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.placement import SLICE
@@ -206,5 +206,4 @@ def test_a_node_that_one_program_has_alone_keeps_no_account():
     node = Node(spec())
     node.submit()
     assert node.scheduler.clients is None
-    assert type(node.scheduler.ready) is ReadyQueue
     assert all(lease.usage is None for lease in node.scheduler.ledger.leases.values())

@@ -317,8 +317,8 @@ def test_what_runs_when_a_second_program_joins_counts():
     w.submit("child", parent="lent")
     w.wait_for("lent", "child")
     w.submit("a1")
-    w.submit("b0", client=7)
     w.join(7)
+    w.submit("b0", client=7)
     own, other = sorted(w.scheduler.clients, key=lambda one: one.id)
     assert (own.held, own.unfinished) == ({"CPU": 20_000}, 4)
     assert (other.held, other.unfinished) == ({}, 1)
@@ -332,7 +332,7 @@ def test_what_runs_when_a_second_program_joins_counts():
 def test_what_was_sent_ahead_before_any_joined_is_on_its_programs_account():
     w = World(cpus=1, took=1e-6)
     for number in range(12):
-        w.submit(f"t{number:02}", client=number % 2)
+        w.submit(f"t{number:02}")
     w.finish("t00")
     assert w.queued
     w.join(1)
@@ -345,7 +345,7 @@ def test_what_was_sent_ahead_before_any_joined_is_on_its_programs_account():
 def test_a_task_sent_ahead_and_skipped_leaves_its_lease_to_the_next():
     w = World(cpus=1, took=1e-6, revokes=False)
     for number in range(12):
-        w.submit(f"t{number:02}", client=1)
+        w.submit(f"t{number:02}")
     w.finish("t00")
     w.join(1)
     w.cancel("t02")
@@ -451,7 +451,7 @@ def test_a_device_that_settles_counts_until_it_is_free():
 def test_what_settles_when_programs_join_is_nobodys():
     w = World(cpus=4, gpus=1)
     w.settles = True
-    w.submit("a", num_gpus=1, max_calls=1, client=1)
+    w.submit("a", num_gpus=1, max_calls=1)
     w.finish("a")
     w.join(1)
     assert all(not client.held for client in w.scheduler.clients)

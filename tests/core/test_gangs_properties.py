@@ -51,7 +51,11 @@ class SharedGangMachine(NodeMachine):
     )
     def ask_for_a_gang(self, bundles, strategy, priority, client):
         name = f"t{len(self.w.tasks)}"
-        options = {"strategy": strategy, "priority": priority, "client": client}
+        options = {
+            "strategy": strategy,
+            "priority": priority,
+            "client": self.joined(client),
+        }
         with suppress(LimitError, InfeasibleError):
             self.w.gang(name, *bundles, **options)
 

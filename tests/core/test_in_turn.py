@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.queue.ready import SEARCHED, ReadyQueue, precedence
 from aiogpu.core.records import TaskRecord, TaskState, move_task
@@ -45,7 +45,9 @@ class Line:
             record = waiting[choice % len(waiting)]
             move_task(record, TaskState.ENDED)
             self.ready.discard(record)
-        elif what == "begin" and (bucket := self.ready.by_shape.get(SHAPES[shape])):
+        elif what == "begin" and (
+            bucket := self.ready.by_shape.get((OWN, SHAPES[shape]))
+        ):
             record = bucket.head()
             self.ready.pop(bucket)
             move_task(record, TaskState.STARTING)
@@ -66,7 +68,7 @@ def test_all_are_seen_in_the_order_of_their_turn(moves):
         heads = [head for head, _ in line.ready.heads_in_turn()]
         of_shape = {shape: [] for shape in line.ready.by_shape}
         for record in waiting:
-            of_shape[record.spec.shape].append(record)
+            of_shape[OWN, record.spec.shape].append(record)
         assert heads == sorted((r[0] for r in of_shape.values()), key=precedence)
         for shape, records in of_shape.items():
             bucket = line.ready.by_shape[shape]
@@ -110,8 +112,8 @@ def test_looking_changes_nothing(moves):
         next(seen.ready.heads_in_turn(), None)
         assert [r.id for r in seen.waiting] == [r.id for r in unseen.waiting]
         for one, other in zip(
-            seen.ready.by_request.values(),
-            unseen.ready.by_request.values(),
+            seen.ready.groups(),
+            unseen.ready.groups(),
             strict=True,
         ):
             assert one.first()[1].id == other.first()[1].id

@@ -237,6 +237,8 @@ def test_what_there_never_will_be_is_refused():
 
 def test_what_a_program_has_leased_counts_for_its_share():
     w = World(gpus=2)
+    w.join(1)
+    w.join(2)
     w.lease("held", num_gpus=1, client=1)
     w.submit("runs", num_gpus=1, client=2)
     w.submit("again 2", num_gpus=1, client=2)

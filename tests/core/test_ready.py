@@ -1,6 +1,6 @@
 """The order of those that wait, and how one leaves before its turn."""
 
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.queue.ready import ReadyQueue, precedence
@@ -46,7 +46,7 @@ def test_first_come_first_served():
     ready = queue(task(1), task(2), task(3))
     assert drain(ready) == [1, 2, 3]
     assert not ready.by_shape
-    assert not ready.by_request
+    assert not ready.of_client
 
 
 def test_higher_priority_goes_first():
@@ -99,7 +99,7 @@ def test_a_shape_that_nobody_waits_for_is_forgotten():
     assert ready.some() is one
     leave(ready, two)
     assert repr(ready) == "<ReadyQueue 1 tasks of 1 shapes>"
-    assert repr(ready.by_shape[ONE]) == "<Bucket of 1 asking for {CPU: 1}>"
+    assert repr(ready.by_shape[OWN, ONE]) == "<Bucket of 1 asking for {CPU: 1}>"
     leave(ready, one)
     assert not ready.by_shape
     assert ready.some() is None
@@ -110,7 +110,7 @@ def test_many_that_left_do_not_stay_in_memory():
     ready = queue(*records, task(999, shape=TWO))
     for record in records[:150]:
         leave(ready, record)
-    bucket = ready.by_shape[ONE]
+    bucket = ready.by_shape[OWN, ONE]
     kept = sum(len(x._rest) + len(x._swept) for x in bucket._lanes.values())
     assert kept < 120
     assert len(ready) == 51
@@ -122,7 +122,7 @@ def test_a_lane_whose_tasks_have_all_left_is_skipped():
     urgent, other = task(1, priority=1), task(2)
     ready = queue(urgent, other)
     leave(ready, urgent)
-    bucket = ready.by_shape[ONE]
+    bucket = ready.by_shape[OWN, ONE]
     assert bucket.head() is other
     assert bucket.position(other) == 0
 
@@ -130,7 +130,7 @@ def test_a_lane_whose_tasks_have_all_left_is_skipped():
 def test_a_place_counts_all_that_go_before():
     low, high = task(1, priority=-1), task(3, priority=1)
     ready = queue(low, task(2), high, task(4))
-    bucket = ready.by_shape[ONE]
+    bucket = ready.by_shape[OWN, ONE]
     assert [bucket.position(record) for record in (high, low)] == [0, 3]
     elsewhere = task(9, priority=-7)
     assert bucket.position(elsewhere) == 4
@@ -139,7 +139,7 @@ def test_a_place_counts_all_that_go_before():
 def test_shapes_that_differ_in_their_environment_take_turns():
     one, two = ENVIRONMENTS
     ready = queue(task(1, shape=one), task(2, shape=two), task(3, shape=one))
-    [group] = ready.by_request.values()
+    [group] = ready.groups()
     assert group.size == 2
     order = []
     while (first := group.first()) is not None:
@@ -153,12 +153,12 @@ def test_shapes_that_differ_in_their_environment_take_turns():
 def test_a_group_knows_of_an_earlier_one_at_once():
     one, two = ENVIRONMENTS
     ready = queue(task(5, shape=one), task(6, shape=two))
-    [group] = ready.by_request.values()
+    [group] = ready.groups()
     for record in (task(7, shape=two, priority=1), task(2, shape=one, priority=1)):
         ready.push_back(record)
         assert group.first()[1] is record
-    assert not ready.is_first(ready.by_shape[two])
-    assert ready.is_first(ready.by_shape[one])
+    assert not ready.is_first(ready.by_shape[OWN, two])
+    assert ready.is_first(ready.by_shape[OWN, one])
 
 
 def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
@@ -167,7 +167,7 @@ def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
     ready = queue(first, task(2, shape=two))
     leave(ready, first)
     ready.push(task(3, shape=one))
-    [group] = ready.by_request.values()
+    [group] = ready.groups()
     assert group.first()[1].id == 2
     assert group.size == 2
 
@@ -175,20 +175,20 @@ def test_a_shape_that_comes_again_is_not_taken_for_its_former_self():
 def test_a_group_of_nobody_has_no_first():
     only = task(1)
     ready = queue(only)
-    [group] = ready.by_request.values()
+    [group] = ready.groups()
     leave(ready, only)
     assert group.first() is None
-    assert not ready.by_request
+    assert not ready.of_client
 
 
 def test_it_is_a_shapes_turn_if_no_other_goes_before():
     ready = queue(task(1, shape=TWO), task(2), task(3, shape=TWO))
-    assert ready.is_first(ready.by_shape[TWO])
-    assert not ready.is_first(ready.by_shape[ONE])
-    ready.pop(ready.by_shape[TWO])
-    assert ready.is_first(ready.by_shape[ONE])
-    ready.pop(ready.by_shape[ONE])
-    assert ready.is_first(ready.by_shape[TWO])
+    assert ready.is_first(ready.by_shape[OWN, TWO])
+    assert not ready.is_first(ready.by_shape[OWN, ONE])
+    ready.pop(ready.by_shape[OWN, TWO])
+    assert ready.is_first(ready.by_shape[OWN, ONE])
+    ready.pop(ready.by_shape[OWN, ONE])
+    assert ready.is_first(ready.by_shape[OWN, TWO])
 
 
 def test_buckets_are_told_apart():

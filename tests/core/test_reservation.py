@@ -259,7 +259,7 @@ def test_a_plan_stands_for_a_while():
 def test_that_nothing_can_be_planned_stands_for_a_while():
     w = ready_for_two(is_endless=True)
     pass_over(w)
-    [group] = w.scheduler.ready.by_request.values()
+    [group] = w.scheduler.ready.groups()
     assert group.reserve_at == w.now + STANDS
 
 

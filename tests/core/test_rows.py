@@ -208,7 +208,7 @@ def test_each_member_of_a_gang_is_taken_in_by_itself():
         world.submit_in("gang", name, num_cpus=1)
     spec = world.tasks["waits"].spec
     scheduler = world.scheduler
-    assert spec.shape in scheduler.ready.by_shape
+    assert (OWN, spec.shape) in scheduler.ready.by_shape
     assert not submit_many(scheduler, TaskId(100), 2, spec, 0.0)
 
 
@@ -284,13 +284,6 @@ def test_what_was_cancelled_is_decided_about_by_itself():
     assert desk.finish_many(ONE, took(second)) == []
 
 
-def test_a_lease_changes_hands_by_itself():
-    desk = a_worker_with_some_ahead(programs=2)
-    first, second, *_ = desk.sent[ONE]
-    desk.scheduler.tasks[second].client = ClientId(2)
-    assert desk.finish_many(ONE, took(first)) == []
-
-
 def test_a_program_that_has_left_is_forgotten_with_its_last_task():
     desk = Desk(programs=1)
     desk.submit(4, a_spec(), ClientId(1))
@@ -327,4 +320,4 @@ def test_a_line_of_which_all_is_taken_is_gone():
     assert len(queue) == 1
     assert [record.id for record in queue.take(bucket, 3)] == [5]
     assert not queue.by_shape
-    assert not queue.by_request
+    assert not queue.of_client

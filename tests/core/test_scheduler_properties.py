@@ -319,6 +319,13 @@ class NodeMachine(RuleBasedStateMachine):
         for number, weight in enumerate(programs, start=1):
             self.w.join(number, weight, LIMITS[number])
 
+    def joined(self, client):
+        """This program; the node's own before any other has joined."""
+        return client if self.w.scheduler.clients is not None else 0
+
+    def of_joined(self, options):
+        return {**options, "client": self.joined(options.get("client", 0))}
+
     @rule(client=st.integers(1, 3), weight=st.sampled_from([1.0, 2.0]))
     def join(self, client, weight):
         self.w.join(client, weight, LIMITS[client])
@@ -333,7 +340,7 @@ class NodeMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from([None, *parents])) if parents else None
         name = f"t{len(self.w.tasks)}"
         try:
-            self.w.submit(name, parent=parent, **options)
+            self.w.submit(name, parent=parent, **self.of_joined(options))
         except LimitError:
             assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:
@@ -355,7 +362,7 @@ class NodeMachine(RuleBasedStateMachine):
             del options["gpu_memory"]
         name = f"t{len(self.w.tasks)}"
         with suppress(LimitError):
-            self.w.submit(name, parent=parent, needs=needs, **options)
+            self.w.submit(name, parent=parent, needs=needs, **self.of_joined(options))
 
     @precondition(lambda self: self.w.scheduler.expecting)
     @rule(data=st.data())
@@ -384,7 +391,7 @@ class NodeMachine(RuleBasedStateMachine):
         client=st.integers(0, 3),
     )
     def submit_many(self, count, priority, client):
-        options = {"function": 1, "priority": priority, "client": client}
+        options = {"function": 1, "priority": priority, "client": self.joined(client)}
         with suppress(LimitError):
             for _ in range(count):
                 self.w.submit(f"t{len(self.w.tasks)}", **options)
@@ -414,7 +421,7 @@ class NodeMachine(RuleBasedStateMachine):
     def ask_for_a_lease(self, asked):
         name = f"t{len(self.w.tasks)}"
         try:
-            self.w.lease(name, **asked)
+            self.w.lease(name, **self.of_joined(asked))
         except LimitError:
             assert self.w.scheduler.clients.of(2).unfinished >= 6
         except InfeasibleError as error:

@@ -6,19 +6,17 @@ of its tasks, the part of the node that it held, times the seconds, over the cli
 weight. A client that begins to wait starts at the virtual time of the one that began
 last, so that nobody is owed for the time in which it wanted nothing.
 
-Within a client the order is that of `ready`. The order between clients is found when it
-is asked for, because it changes with everything that they get.
+The order between clients is found when it is asked for, because it changes with
+everything that they get.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
-from heapq import heappop as pop_first
 from math import inf
-from typing import Final, TypeVar
+from typing import Final
 
 from aiogpu.core.model.ids import OWN, ClientId
 from aiogpu.core.model.request import BundleRef, PlacementGroupSpec, Request
@@ -33,15 +31,7 @@ from aiogpu.core.model.units import (
     spoken,
     written,
 )
-from aiogpu.core.queue.ready import (
-    Bucket,
-    Group,
-    ReadyQueue,
-    heads_in_turn,
-    precedence,
-    tasks_in_turn,
-)
-from aiogpu.core.records import TaskRecord, sort_key
+from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.errors import InfeasibleError, LimitError, OptionError
 
@@ -274,7 +264,6 @@ class Client:
         tag: what it has had, by weight.
         since: when it last began a task, or first wanted to.
         unfinished: its tasks that have not ended.
-        is_waiting: whether any of them waits in the queue.
         has_left: whether it is forgotten once they have.
         is_behind: it does not read what it is sent, so nothing more of it is started.
     """
@@ -287,7 +276,6 @@ class Client:
     tag: float = 0.0
     since: float = 0.0
     unfinished: int = 0
-    is_waiting: bool = False
     has_left: bool = False
     is_behind: bool = False
 
@@ -468,12 +456,12 @@ class Clients:
             then = max(then, has * one)
         return now / client.weight, max(then, now + LEAST) / client.weight
 
-    def enter(self, record: TaskRecord, now: float) -> None:
-        """A task was submitted."""
+    def enter(self, record: TaskRecord, now: float, *, is_waiting: bool) -> None:
+        """A task was submitted; `is_waiting`: others of its program wait already."""
         self.now = now
         client = self.of(record.client)
         client.unfinished += 1
-        if not client.is_waiting:
+        if not is_waiting:
             self.note_wish(client)
 
     def exit(self, record: TaskRecord) -> None:
@@ -494,27 +482,11 @@ class Clients:
         client.since = self.now
         client.tag = max(client.tag, self.begun)
 
-    def note_rest(self, id_: ClientId) -> None:
-        """Nothing of a program waits any more; it may be forgotten already."""
-        client = self._by_id.get(id_)
-        if client is not None:
-            client.is_waiting = False
-
     def begin(self, record: TaskRecord, lease: Lease) -> None:
         """A task has a lease: what it holds counts for its program."""
         client, spec = self.of(record.client), record.spec
         self.note_turn(client)
         lease.usage = LeaseUsage(self, client, lease.request, spec.is_endless)
-
-    def take_over(self, record: TaskRecord, lease: Lease) -> None:
-        """A task has the lease of one that was before it on its worker.
-
-        That may be another program's, if it was sent there before any had joined.
-        """
-        usage = usage_of(lease)
-        if usage is not None and usage.client.id != record.client:
-            usage.end()
-            self.begin(record, lease)
 
     def note_turn(self, client: Client) -> None:
         """A program has had its turn."""
@@ -524,131 +496,3 @@ class Clients:
 
 def _told(name: str, parts: int) -> str:
     return written(name, number(parts))
-
-
-T = TypeVar("T")
-
-EXPECTED: Final = 1e-3
-"""Seconds that a task is thought to take at least, and of which nothing is known."""
-
-
-class FairQueue(ReadyQueue):
-    """All waiting tasks of the node, each in a line of its program.
-
-    Attributes:
-        of_client: of each program that waits, its groups by what they ask for.
-    """
-
-    def __init__(self, clients: Clients, records: Iterable[TaskRecord]) -> None:
-        super().__init__()
-        self.of_client: dict[ClientId, dict[Request, Group]] = {}
-        self._clients = clients
-        for record in sorted(records, key=lambda record: record.id):
-            self.push(record)
-
-    def push(self, record: TaskRecord) -> None:
-        """Add a new task behind those of its program, shape and lane."""
-        self._line_of(record).push(record)
-
-    def push_back(self, record: TaskRecord) -> None:
-        """Give a task that has left the queue its old place again."""
-        self._line_of(record).push_back(record)
-
-    def _line_of(self, record: TaskRecord) -> Bucket:
-        shape, id_ = record.spec.shape, record.client
-        bucket = self.by_shape.get((id_, shape))
-        if bucket is not None:
-            return bucket
-        groups = self.of_client.get(id_)
-        if groups is None:
-            groups = self.of_client[id_] = {}
-            client = self._clients.of(id_)
-            self._clients.note_wish(client)
-            client.is_waiting = True
-        group = groups.get(shape.request)
-        if group is None:
-            group = groups[shape.request] = Group(shape.request, id_)
-            self.by_request[group.ask] = group
-        group.size += 1
-        bucket = self.by_shape[id_, shape] = Bucket(shape, group, (id_, shape))
-        return bucket
-
-    def bucket_of(self, record: TaskRecord) -> Bucket:
-        """Where a waiting task stands."""
-        return self.by_shape[record.client, record.spec.shape]
-
-    def discard(self, record: TaskRecord) -> None:
-        """Note that a task waits no longer; its state says so already."""
-        bucket = self.bucket_of(record)
-        bucket.discard(record)
-        if bucket.size == 0:
-            self._drop(bucket)
-
-    def _drop(self, bucket: Bucket) -> None:
-        super()._drop(bucket)
-        group = bucket.group
-        if group.size == 0:
-            groups = self.of_client[group.client]
-            del groups[group.request]
-            if not groups:
-                del self.of_client[group.client]
-                self._clients.note_rest(group.client)
-
-    def is_first(
-        self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
-    ) -> bool:
-        """Whether nothing of its program goes before this bucket's head."""
-        head = bucket.head()
-        assert head is not None, bucket
-        mine = precedence(head)
-        for group in self.of_client[bucket.group.client].values():
-            first = self.first(group)
-            if first is not None and first[0] < mine and concerns(group.request):
-                return False
-        return True
-
-    def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
-        """Each line with its first task, as their turns are likely to come."""
-        heads = {
-            id_: heads_in_turn(groups.values())
-            for id_, groups in self.of_client.items()
-        }
-        return self._mixed(heads, lambda pair: pair[0])
-
-    def in_turn(self) -> Iterator[TaskRecord]:
-        """Tasks as their turns are likely to come; the first few cost little."""
-        tasks = {
-            id_: tasks_in_turn(heads_in_turn(groups.values()))
-            for id_, groups in self.of_client.items()
-        }
-        return self._mixed(tasks, lambda record: record)
-
-    def _mixed(
-        self, lines: dict[ClientId, Iterator[T]], record_of: Callable[[T], TaskRecord]
-    ) -> Iterator[T]:
-        """Lines of programs as one, as if each task held as much as is thought."""
-        heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
-        for id_, line in lines.items():
-            client = self._clients.of(id_)
-            # Who holds something is likely to have had more when others end.
-            tag = client.tag + EXPECTED * self._clients.held_by(client) / client.weight
-            entry = next(line)
-            record = record_of(entry)
-            heap.append((sort_key(record)[0], tag, record.id, entry, client, line))
-        heapify(heap)
-        while heap:
-            _, tag, _, entry, client, line = heap[0]
-            yield entry
-            tag += self._expected(record_of(entry)) / client.weight
-            following = next(line, None)
-            if following is None:
-                pop_first(heap)
-            else:
-                record = record_of(following)
-                key = sort_key(record)[0], tag, record.id
-                heapreplace(heap, (*key, following, client, line))
-
-    def _expected(self, record: TaskRecord) -> float:
-        """What a task is thought to cost."""
-        mean = max(record.spec.pace.mean, EXPECTED)
-        return mean * self._clients.portion_of(record.spec.shape.request).cost

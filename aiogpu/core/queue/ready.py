@@ -1,8 +1,8 @@
-"""The tasks that wait, by shape; within a shape by priority and submission.
+"""The tasks that wait, by program and shape; within these by priority and submission.
 
-Every step costs the same however many tasks wait. Shapes that ask for the same
-resources, and differ in their environment alone, are one group: where one of them does
-not fit, none does. This module knows the order, not what fits.
+Every step costs the same however many tasks wait. Shapes of one program that ask for
+the same resources, and differ in their environment alone, are one group: where one of
+them does not fit, none does. This module knows the order, not what fits.
 
 A task that leaves a `FifoQueue` before its turn is only counted, and skipped when its
 turn comes. Each such task removes a few others from the front, and further behind where
@@ -14,13 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush, heapreplace, merge
+from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Final
+from typing import Final, TypeVar
 
-from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import Lane, Request, Shape
+from aiogpu.core.queue.fair_share import Client, Clients
 from aiogpu.core.records import TaskRecord, TaskState, sort_key
 
 SWEPT: Final = 4
@@ -146,11 +147,13 @@ def _id_of(record: TaskRecord) -> TaskId:
 Precedence = tuple[Lane, int]
 """Sorts what goes first: lane, then task id."""
 
-BucketKey = Shape | tuple[ClientId, Shape]
-"""What tasks of one bucket have in common; where programs share a node, theirs too."""
+BucketKey = tuple[ClientId, Shape]
+"""What tasks of one bucket have in common."""
 
-GroupKey = Request | tuple[ClientId, Request]
-"""The same of the buckets of one group."""
+EXPECTED: Final = 1e-3
+"""Seconds that a task is thought to take at least, and of which nothing is known."""
+
+T = TypeVar("T")
 
 
 def precedence(record: TaskRecord) -> Precedence:
@@ -162,16 +165,12 @@ class Bucket:
     """The waiting tasks of one shape.
 
     Attributes:
-        line: by what the queue knows it.
         size: how many wait.
         turn: the place of its head, or of an earlier one, among those of its group.
     """
 
-    def __init__(
-        self, shape: Shape, group: Group, line: BucketKey | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, group: Group) -> None:
         self.shape = shape
-        self.line: BucketKey = shape if line is None else line
         self.group = group
         self.size = 0
         self.turn: Precedence | None = None
@@ -280,18 +279,16 @@ class Group:
     the entry is corrected when it comes up; only an earlier head is entered anew.
 
     Attributes:
-        client: the program whose they are, where there are several.
-        ask: by what the queue knows it.
+        client: the program whose they are.
         size: how many buckets there are.
         stuck: the first of its tasks, when it last did not fit.
         reserve_at: when something is to be kept for that one.
         is_warned: whether one of them was warned; see `stalls`.
     """
 
-    def __init__(self, request: Request, client: ClientId | None = None) -> None:
+    def __init__(self, request: Request, client: ClientId) -> None:
         self.request = request
-        self.client = OWN if client is None else client
-        self.ask: GroupKey = request if client is None else (client, request)
+        self.client = client
         self.size = 0
         self.stuck: TaskRecord | None = None
         self.reserve_at = 0.0
@@ -353,7 +350,8 @@ class ReadyQueue:
 
     Attributes:
         by_shape: the buckets that hold a task; empty when nothing waits.
-        by_request: the groups that hold one.
+        of_client: of each program that waits, its groups by what they ask for.
+        clients: the programs that share the node, None while it is one's alone.
         unserved: shapes whose tasks are passed over, since no worker can be started
             for their environments and none is idle; known since all that waits was
             last looked at.
@@ -362,7 +360,8 @@ class ReadyQueue:
     def __init__(self) -> None:
         self.unserved: set[Shape] = set()
         self.by_shape: dict[BucketKey, Bucket] = {}
-        self.by_request: dict[GroupKey, Group] = {}
+        self.of_client: dict[ClientId, dict[Request, Group]] = {}
+        self.clients: Clients | None = None
 
     def __len__(self) -> int:
         return sum(bucket.size for bucket in self.by_shape.values())
@@ -370,22 +369,39 @@ class ReadyQueue:
     def __repr__(self) -> str:
         return f"<ReadyQueue {len(self)} tasks of {len(self.by_shape)} shapes>"
 
+    def share(self, clients: Clients) -> None:
+        """Other programs join: from now on those that wait have their turns."""
+        self.clients = clients
+        for id_ in self.of_client:
+            clients.note_wish(clients.of(id_))
+
+    def groups(self) -> Iterator[Group]:
+        """All groups, program by program."""
+        for groups in self.of_client.values():
+            yield from groups.values()
+
     def push(self, record: TaskRecord) -> None:
-        """Add a new task behind those of its shape and lane."""
-        shape = record.spec.shape
-        (self.by_shape.get(shape) or self._add(shape)).push(record)
+        """Add a new task behind those of its program, shape and lane."""
+        bucket = self.by_shape.get((record.client, record.spec.shape))
+        (bucket or self._add(record)).push(record)
 
     def push_back(self, record: TaskRecord) -> None:
         """Give a task that has left the queue its old place again."""
-        shape = record.spec.shape
-        (self.by_shape.get(shape) or self._add(shape)).push_back(record)
+        bucket = self.by_shape.get((record.client, record.spec.shape))
+        (bucket or self._add(record)).push_back(record)
 
-    def _add(self, shape: Shape) -> Bucket:
-        group = self.by_request.get(shape.request)
+    def _add(self, record: TaskRecord) -> Bucket:
+        shape, id_ = record.spec.shape, record.client
+        groups = self.of_client.get(id_)
+        if groups is None:
+            groups = self.of_client[id_] = {}
+            if self.clients is not None:
+                self.clients.note_wish(self.clients.of(id_))
+        group = groups.get(shape.request)
         if group is None:
-            group = self.by_request[shape.request] = Group(shape.request)
+            group = groups[shape.request] = Group(shape.request, id_)
         group.size += 1
-        bucket = self.by_shape[shape] = Bucket(shape, group)
+        bucket = self.by_shape[id_, shape] = Bucket(shape, group)
         return bucket
 
     def pop(self, bucket: Bucket) -> None:
@@ -403,14 +419,14 @@ class ReadyQueue:
 
     def discard(self, record: TaskRecord) -> None:
         """Note that a task waits no longer; its state says so already."""
-        bucket = self.by_shape[record.spec.shape]
+        bucket = self.bucket_of(record)
         bucket.discard(record)
         if bucket.size == 0:
             self._drop(bucket)
 
     def bucket_of(self, record: TaskRecord) -> Bucket:
         """Where a waiting task stands."""
-        return self.by_shape[record.spec.shape]
+        return self.by_shape[record.client, record.spec.shape]
 
     def first(self, group: Group) -> tuple[Precedence, TaskRecord, Bucket] | None:
         """The task of a group whose turn it is, None if all are passed over."""
@@ -422,16 +438,20 @@ class ReadyQueue:
         return None
 
     def _drop(self, bucket: Bucket) -> None:
+        group = bucket.group
         bucket.turn = None
-        del self.by_shape[bucket.line]
-        bucket.group.size -= 1
-        if bucket.group.size == 0:
-            del self.by_request[bucket.group.ask]
+        del self.by_shape[group.client, bucket.shape]
+        group.size -= 1
+        if group.size == 0:
+            groups = self.of_client[group.client]
+            del groups[group.request]
+            if not groups:
+                del self.of_client[group.client]
 
     def is_first(
         self, bucket: Bucket, concerns: Callable[[Request], bool] = bool
     ) -> bool:
-        """Whether nothing that waits goes before this bucket's head.
+        """Whether nothing of its program goes before this bucket's head.
 
         `concerns` says of a request whether it matters here.
         """
@@ -440,23 +460,62 @@ class ReadyQueue:
         head = bucket.head()
         assert head is not None, bucket
         mine = precedence(head)
-        for group in self.by_request.values():
+        for group in self.of_client[bucket.group.client].values():
             first = self.first(group)
             if first is not None and first[0] < mine and concerns(group.request):
                 return False
         return True
 
     def heads_in_turn(self) -> Iterator[tuple[TaskRecord, Bucket]]:
-        """Each shape with its first task, in the order of those."""
-        return heads_in_turn(self.by_request.values())
+        """Each bucket with its first task, as their turns are likely to come."""
+        heads = {
+            id_: heads_in_turn(groups.values())
+            for id_, groups in self.of_client.items()
+        }
+        return self._mix(heads, itemgetter(0))
 
     def in_turn(self) -> Iterator[TaskRecord]:
-        """Tasks in the order of their turn; the first few cost little.
+        """Tasks as their turns are likely to come; the first few cost little.
 
         They are all of them, but for those far behind in a long line: so it costs
         little too where hundreds of thousands have left the midst of it.
         """
-        return tasks_in_turn(self.heads_in_turn())
+        tasks = {
+            id_: tasks_in_turn(heads_in_turn(groups.values()))
+            for id_, groups in self.of_client.items()
+        }
+        return self._mix(tasks, lambda record: record)
+
+    def _mix(
+        self, lines: dict[ClientId, Iterator[T]], record_of: Callable[[T], TaskRecord]
+    ) -> Iterator[T]:
+        """Lines of programs as one, as if each task held as much as is thought."""
+        clients = self.clients
+        if clients is None:
+            yield from chain.from_iterable(lines.values())
+            return
+        heap: list[tuple[int, float, int, T, Client, Iterator[T]]] = []
+        for id_, line in lines.items():
+            client = clients.of(id_)
+            # Who holds something is likely to have had more when others end.
+            tag = client.tag + EXPECTED * clients.held_by(client) / client.weight
+            entry = next(line)
+            record = record_of(entry)
+            heap.append((sort_key(record)[0], tag, record.id, entry, client, line))
+        heapify(heap)
+        while heap:
+            _, tag, _, entry, client, line = heap[0]
+            yield entry
+            record = record_of(entry)
+            mean = max(record.spec.pace.mean, EXPECTED)
+            cost = clients.portion_of(record.spec.shape.request).cost
+            following = next(line, None)
+            if following is None:
+                heappop(heap)
+            else:
+                record = record_of(following)
+                key = sort_key(record)[0], tag + mean * cost / client.weight, record.id
+                heapreplace(heap, (*key, following, client, line))
 
     def some(self) -> TaskRecord | None:
         """Any task that waits, the first of its shape; None without one."""

@@ -254,17 +254,13 @@ def take_turn(
     was before, and the task is still here, it has begun.
     """
     record = worker.task = worker.queue.popleft()
-    if node.clients is not None and worker.lease is not None:
-        node.clients.take_over(record, worker.lease)
     if record.state is _QUEUED:
         record.state = _RUNNING
     elif not worker.is_revoking:
         # It was known to have begun before the answer of the one before it came.
         interrupt(node, record, now, effects)
     if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
-        shape = record.spec.shape
-        line = shape if node.clients is None else (record.client, shape)
-        bucket = node.ready.by_shape.get(line)
+        bucket = node.ready.by_shape.get((record.client, record.spec.shape))
         if bucket is not None and may_follow(node, worker, bucket):
             ahead: list[TaskId] = []
             refill(node, worker, bucket, now, ahead)

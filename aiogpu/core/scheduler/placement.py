@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 from aiogpu.core.effects import Effect
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.request import Request
-from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, FairQueue, usage_of
-from aiogpu.core.queue.ready import Bucket, Group, Precedence
+from aiogpu.core.queue.fair_share import LONGEST, Client, Clients, usage_of
+from aiogpu.core.queue.ready import Bucket, Group, Precedence, ReadyQueue, precedence
 from aiogpu.core.records import TaskRecord, sort_key
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import would_help
@@ -43,52 +43,52 @@ def place(
     Where one lacks nothing but a worker, an idle one that fits nobody before it has
     to go: `effects` says which.
     """
-    before, node.reservation = node.reservation, None
+    queue, clients = node.ready, node.clients
     node.room.refused = 0
-    ready = node.ready
-    ready.unserved.clear()
-    turns: list[tuple[Precedence, int, Group]] = []
-    for number, group in enumerate(ready.by_request.values()):
-        first = group.first()
-        assert first is not None, group
-        turns.append((first[0], number, group))
-    heapify(turns)
-    while turns:
-        group = turns[0][2]
-        first = ready.first(group)
-        assert first is not None, group
+    queue.unserved.clear()
+    round_ = Round(node, queue, clients)
+    if node.reservation is not None and not _is_first(queue, node.reservation.record):
+        node.reservation = None
+    while (one := round_.next()) is not None:
+        group = one.turns[0][2]
+        first = queue.first(group)
+        if first is None:
+            # Another program's task of the same shape could not have a worker.
+            round_.leave_out(one)
+            continue
         _, record, bucket = first
+        if clients is not None and clients.bars(record):
+            round_.leave_out(one)
+            continue
+        refused = node.room.refused
         lease = node.take(record)
-        if lease is None and bucket.shape in ready.unserved:
-            _go_on(turns, ready.first(group))
+        if lease is None and bucket.shape in queue.unserved:
+            round_.go_on(one)
             continue
         if lease is None:
-            heappop(turns)
+            round_.leave_out(one)
+            if clients is not None and refused == node.room.refused:
+                round_.refuse(record)
             evict_idle_worker(node, now, effects)
-            if node.reservation is None:
-                node.reservation = keep_for(node, group, before, now)
+            _reserve(node, group, now)
             continue
-        ready.pop(bucket)
+        if node.reservation is not None and node.reservation.record is record:
+            node.reservation = None
+        queue.pop(bucket)
         yield record, lease
-        _go_on(turns, ready.first(group))
+        round_.go_on(one)
 
 
-def _go_on(
-    turns: list[tuple[Precedence, int, Group]],
-    after: tuple[Precedence, TaskRecord, Bucket] | None,
-) -> None:
-    """The first task of the first group has been looked at; another is its first."""
-    if after is None:
-        heappop(turns)
-    else:
-        heapreplace(turns, (after[0], *turns[0][1:]))
+def _is_first(queue: ReadyQueue, record: TaskRecord) -> bool:
+    """Whether a task is the first of those of its program that ask for the same."""
+    group = queue.of_client.get(record.client, {}).get(record.spec.shape.request)
+    first = None if group is None else group.first()
+    return first is not None and first[1] is record
 
 
 def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
     """A task does not fit: if it is the first of its group, count from now on."""
-    request = record.spec.shape.request
-    is_shared = node.clients is not None
-    group = node.ready.by_request[(record.client, request) if is_shared else request]
+    group = node.ready.of_client[record.client][record.spec.shape.request]
     if group.stuck is not record:
         first = node.ready.first(group)
         if first is not None and first[1] is record:
@@ -96,42 +96,6 @@ def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
             group.reserve_at = now + node.patience.reserve_after
             if not group.is_warned:
                 node.expect_stalls(now)
-
-
-def keep_for(
-    node: SchedulerState,
-    group: Group,
-    before: Reservation | None,
-    now: float,
-) -> Reservation | None:
-    """Keep something for the first of a group, if it has been that for long.
-
-    One that has only stood behind others of its kind is held up by nobody: where a
-    million wait, each is soon on its way once it comes first.
-    """
-    first = node.ready.first(group)
-    assert first is not None, group
-    record = first[1]
-    note_stuck(node, record, now)
-    if now < group.reserve_at or (node.outages and node.has_outage(record)):
-        return None
-    from aiogpu.core.scheduler.reservation import (  # who waits, waits
-        STANDS,
-        reserve,
-        stands,
-    )
-
-    if before is not None and before.record is not record:
-        before = None
-    if before is not None and stands(node, before, now):
-        return before
-    reservation = reserve(node, record, now, before)
-    if reservation is None:
-        group.reserve_at = now + STANDS
-    elif before is not None:
-        # Whoever was let past must not put off the moment that was promised.
-        reservation.until = min(reservation.until, before.until)
-    return reservation
 
 
 Turns = list[tuple[Precedence, int, Group]]
@@ -142,61 +106,21 @@ SLICE: Final = 0.02
 task would need another process, and its start takes about as long."""
 
 
-def place_fairly(
-    node: SchedulerState, now: float, effects: list[Effect]
-) -> Iterator[tuple[TaskRecord, Lease]]:
-    """Take tasks from the queue as `placement.place` does, in the order of turns."""
-    queue, clients = node.ready, node.clients
-    assert isinstance(queue, FairQueue), queue
-    assert clients is not None, node
-    node.room.refused = 0
-    queue.unserved.clear()
-    round_ = Round(node, queue, clients)
-    if not round_.stands():
-        node.reservation = None
-    while (one := round_.next()) is not None:
-        group = one.turns[0][2]
-        first = queue.first(group)
-        if first is None:
-            # Another program's task of the same shape could not have a worker.
-            round_.leave_out(one)
-            continue
-        _, record, bucket = first
-        if clients.bars(record):
-            round_.leave_out(one)
-            continue
-        refused = node.room.refused
-        lease = node.take(record)
-        if lease is None and bucket.shape in queue.unserved:
-            round_.go_on(one)
-            continue
-        if lease is None:
-            round_.leave_out(one)
-            if refused == node.room.refused:
-                round_.refuse(record)
-            evict_idle_worker(node, now, effects)
-            _reserve(node, queue, group, now)
-            continue
-        if node.reservation is not None and node.reservation.record is record:
-            node.reservation = None
-        queue.pop(bucket)
-        yield record, lease
-        round_.go_on(one)
-
-
 @dataclass(slots=True, eq=False)
 class Candidate:
     """A program in a round.
 
     Attributes:
         turns: its groups.
+        client: what is known of it; None where it has the node alone.
         priority: of the first of them, negated.
         task: the number of its first task.
         now, then: what it holds of what that asks for, and what it would (`share_of`).
     """
 
-    client: Client
+    id: ClientId
     turns: Turns
+    client: Client | None = None
     priority: int = 0
     task: int = 0
     now: float = 0.0
@@ -207,7 +131,7 @@ class Round:
     """Who is still to be looked at, when all that waits is looked at once."""
 
     def __init__(
-        self, node: SchedulerState, queue: FairQueue, clients: Clients
+        self, node: SchedulerState, queue: ReadyQueue, clients: Clients | None
     ) -> None:
         self._node = node
         self._queue = queue
@@ -221,18 +145,10 @@ class Round:
                 assert first is not None, group
                 turns.append((first[0], number, group))
             heapify(turns)
-            self._left[id_] = one = Candidate(clients.of(id_), turns)
-            self._note(one)
-
-    def stands(self) -> bool:
-        """Whether what is kept is still for the first of its kind."""
-        kept = self._node.reservation
-        if kept is None:
-            return False
-        request = kept.record.spec.shape.request
-        group = self._queue.of_client.get(kept.record.client, {}).get(request)
-        first = None if group is None else group.first()
-        return first is not None and first[1] is kept.record
+            self._left[id_] = one = Candidate(id_, turns)
+            if clients is not None:
+                one.client = clients.of(id_)
+                self._note(one)
 
     def _note(self, one: Candidate) -> None:
         """Another group is its first, or it holds more; nothing more may fit."""
@@ -240,11 +156,11 @@ class Round:
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
         if not turns:
-            del self._left[one.client.id]
-            return
-        ((priority, _), one.task), _, group = turns[0]
-        one.priority = priority
-        one.now, one.then = self._clients.share_of(one.client, group.request)
+            del self._left[one.id]
+        elif self._clients is not None and one.client is not None:
+            ((priority, _), one.task), _, group = turns[0]
+            one.priority = priority
+            one.now, one.then = self._clients.share_of(one.client, group.request)
 
     def go_on(self, one: Candidate) -> None:
         """The first task of a program has begun."""
@@ -278,8 +194,8 @@ class Round:
         Before it come those whose first task does not fit, and has others behind it: a
         program's share is that of what it could begin with.
         """
-        if not self._left:
-            return None
+        if len(self._left) < 2:
+            return next(iter(self._left.values()), None)
         priority = min(one.priority for one in self._left.values())
         candidates = [one for one in self._left.values() if one.priority == priority]
         if len(candidates) > 1:
@@ -298,34 +214,35 @@ class Round:
             for one in candidates:
                 if one.task == kept.record.id:
                     return one
+        assert self._clients is not None, self
         floor = min(one.then for one in candidates)
         overdue = self._clients.now - LONGEST
-        return min(
-            (
-                each
-                for each in candidates
-                if each.now < floor or each.client.since <= overdue
-            ),
-            key=lambda each: (each.client.tag, each.now, each.task),
+        fair = (
+            (one.client.tag, one.now, one.task, one)
+            for one in candidates
+            if one.client is not None
+            and (one.now < floor or one.client.since <= overdue)
         )
+        return min(fair)[3]
 
 
-def _reserve(node: SchedulerState, queue: FairQueue, group: Group, now: float) -> None:
+def _reserve(node: SchedulerState, group: Group, now: float) -> None:
     """Keep something for the first of a group, once it is its program's turn.
 
-    What is kept already stays so, unless it is for a lower priority.
+    What is kept already stays so, unless it is for one that goes after this one: of
+    another program, one of a lower priority.
     """
-    first, kept, clients = queue.first(group), node.reservation, node.clients
+    queue, kept, clients = node.ready, node.reservation, node.clients
+    first = queue.first(group)
     assert first is not None, group
-    assert clients is not None, node
     record = first[1]
     note_stuck(node, record, now)
-    if kept is not None and kept.record is not record:
-        if sort_key(record)[0] >= sort_key(kept.record)[0]:
-            return
-    elif kept is None and now < group.reserve_at + LONGEST:
-        if now < group.reserve_at:
-            return
+    is_others = kept is not None and kept.record is not record
+    if kept is not None and is_others and not _goes_before(record, kept.record):
+        return
+    if now < group.reserve_at:
+        return
+    if clients is not None and kept is None and now < group.reserve_at + LONGEST:
         for worker in node.workers:
             usage = None if worker.lease is None else usage_of(worker.lease)
             if usage is not None:
@@ -333,10 +250,44 @@ def _reserve(node: SchedulerState, queue: FairQueue, group: Group, now: float) -
         mine = clients.of(record.client).tag
         if any(clients.of(id_).tag < mine for id_ in queue.of_client):
             return
-    is_others = kept is not None and kept.record is not record
-    found = keep_for(node, group, kept, now)
+    found = None
+    if not (node.outages and node.has_outage(record)):
+        found = _keep_for(node, group, record, None if is_others else kept, now)
     if found is not None or not is_others:
         node.reservation = found
+
+
+def _keep_for(
+    node: SchedulerState,
+    group: Group,
+    record: TaskRecord,
+    before: Reservation | None,
+    now: float,
+) -> Reservation | None:
+    """Keep something for the first of a group; `before`: what has been until now.
+
+    One that has only stood behind others of its kind is held up by nobody: where a
+    million wait, each is soon on its way once it comes first.
+    """
+    # Loaded late: most programs never wait long enough.
+    from aiogpu.core.scheduler.reservation import STANDS, reserve, stands
+
+    if before is not None and stands(node, before, now):
+        return before
+    reservation = reserve(node, record, now, before)
+    if reservation is None:
+        group.reserve_at = now + STANDS
+    elif before is not None:
+        # Whoever was let past must not put off the moment that was promised.
+        reservation.until = min(reservation.until, before.until)
+    return reservation
+
+
+def _goes_before(record: TaskRecord, other: TaskRecord) -> bool:
+    # Whose turn it is among programs changes; what is kept is kept.
+    if record.client != other.client:
+        return sort_key(record)[0] < sort_key(other)[0]
+    return precedence(record) < precedence(other)
 
 
 def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
@@ -346,7 +297,6 @@ def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
     """
     clients, queue, head = node.clients, node.ready, bucket.head()
     assert clients is not None, node
-    assert isinstance(queue, FairQueue), queue
     assert head is not None, bucket
     client = clients.of(head.client)
     usage = usage_of(lease)
@@ -356,7 +306,7 @@ def may_go_on(node: SchedulerState, lease: Lease, bucket: Bucket) -> bool:
         return True
     helped: dict[Request, bool] = {}
     rivals = []
-    for group in queue.by_request.values():
+    for group in queue.groups():
         first = None if group.client == head.client else group.first()
         if first is None or sort_key(first[1])[0] > sort_key(head)[0]:
             continue

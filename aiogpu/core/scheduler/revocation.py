@@ -152,8 +152,6 @@ def on_skipped(
     return_task(node, record, effects)
     if worker.queue:
         worker.task = worker.queue.popleft()
-        if node.clients is not None and worker.lease is not None:
-            node.clients.take_over(worker.task, worker.lease)
         if worker.task.state is TaskState.QUEUED:
             worker.task.state = TaskState.RUNNING
     elif worker.refill_at >= 0:

@@ -27,7 +27,7 @@ from aiogpu.core.events import Event
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import TaskSpec
-from aiogpu.core.queue.fair_share import Clients, FairQueue, Limits
+from aiogpu.core.queue.fair_share import Clients, Limits
 from aiogpu.core.queue.ready import BucketKey
 from aiogpu.core.records import (
     TaskRecord,
@@ -59,7 +59,7 @@ from aiogpu.core.scheduler.dispatch import (
     take_turn,
     welcome,
 )
-from aiogpu.core.scheduler.placement import note_stuck, place, place_fairly
+from aiogpu.core.scheduler.placement import note_stuck, place
 from aiogpu.core.scheduler.recovery import (
     Failure,
     end_specially,
@@ -250,7 +250,7 @@ def _share(node: SchedulerState, clients: Clients) -> None:
             clients.begin(task, lease)
             if lease.is_lent and lease.usage is not None:
                 lease.usage.lend()
-    node.ready = FairQueue(clients, node.ready)
+    node.ready.share(clients)
     node.clients = clients
 
 
@@ -310,10 +310,7 @@ def submit_many(  # noqa: PLR0917 - as `Scheduler.submit`
         return False
     if spec.timeout is not None or spec.is_grouped:
         return False
-    line: BucketKey = spec.shape
-    if node.clients is not None:
-        line = client, spec.shape
-    bucket = node.ready.by_shape.get(line)
+    bucket = node.ready.by_shape.get((client, spec.shape))
     if bucket is None:
         return False
     if node.clients is not None:
@@ -364,7 +361,7 @@ def finish_many(
         if record is None or record.id != task or not queue:
             break
         following = queue[0]
-        if not _simply_follows(following, record):
+        if following.state is not _QUEUED or not _simply_ends(record):
             break
         if took:
             record.spec.pace.note(took)
@@ -380,16 +377,14 @@ def finish_many(
     return settled
 
 
-def _simply_follows(following: TaskRecord, record: TaskRecord) -> bool:
-    """Whether nothing is to be decided when one task ends and the other begins."""
+def _simply_ends(record: TaskRecord) -> bool:
+    """Whether nothing is to be decided when a task ends and another follows it."""
     spec = record.spec
     return (
         record.state is _RUNNING
         and record.kin is None
         and not spec.max_calls
         and spec.timeout is None
-        and following.state is _QUEUED
-        and following.client == record.client
     )
 
 
@@ -523,16 +518,15 @@ class Scheduler(SchedulerState):
                 return [Disown(task), Forget(task)]
             adopt(starter, record)
         self.tasks[task] = record
-        line: BucketKey = spec.shape
         if self.clients is not None:
-            self.clients.enter(record, now)
-            line = record.client, spec.shape
+            is_waiting = record.client in self.ready.of_client
+            self.clients.enter(record, now, is_waiting=is_waiting)
         if spec.timeout is not None:
             self.timers.set(now + spec.timeout, AlarmKind.EXPIRE, task)
         if needs is not None or spec.is_grouped:
             return self._set_aside(record, needs, now)
         effects: list[Effect] = []
-        bucket = self.ready.by_shape.get(line)
+        bucket = self.ready.by_shape.get((record.client, spec.shape))
         # Where others of its shape wait, it must wait as well; where they do not,
         # nobody who waits could use what it takes.
         if bucket is None and (lease := self.take(record)):
@@ -583,10 +577,8 @@ class Scheduler(SchedulerState):
             return NOTHING
         effects: list[Effect] = []
         spec, state = record.spec, record.state
-        line: BucketKey = spec.shape
         if self.clients is not None:
             self.clients.now = now
-            line = record.client, spec.shape
         record.worker = worker.task = None
         if took:
             spec.pace.note(took)
@@ -603,23 +595,23 @@ class Scheduler(SchedulerState):
             effects.append(Settle(task))
         if spec.max_calls:
             worker.calls[spec.function] = worker.calls.get(spec.function, 0) + 1
-        self._go_on(worker, line, now, effects)
+        self._go_on(worker, (record.client, spec.shape), now, effects)
         if is_special:
             # It may wait again, and what it had started may have held something.
             self._place(now, effects)
         return effects
 
     def _go_on(
-        self, worker: WorkerRecord, line: BucketKey, now: float, effects: list[Effect]
+        self, worker: WorkerRecord, key: BucketKey, now: float, effects: list[Effect]
     ) -> None:
-        """Give a worker that has ended a task its next one, or let it rest."""
+        """Give a worker that has ended a task of this kind its next one, if any."""
         if worker.queue:
             take_turn(self, worker, now, effects)
             return
         worker.is_revoking = False
         by_shape = self.ready.by_shape
         if by_shape and not self.is_closing:
-            bucket = by_shape.get(line)
+            bucket = by_shape.get(key)
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
                 return
         release(self, worker, now, effects)
@@ -745,8 +737,7 @@ class Scheduler(SchedulerState):
             evict_idle_worker(self, now, effects)
         if self.ready.by_shape:
             if not self.is_closing:
-                places = place if self.clients is None else place_fairly
-                for record, lease in places(self, now, effects):
+                for record, lease in place(self, now, effects):
                     start(self, record, lease, now, effects)
         else:
             self.reservation = None

@@ -37,7 +37,7 @@ def look_for_stalls(node: SchedulerState, now: float, effects: list[Effect]) -> 
     is_bound = find_bound(node) > 0
     groups = [
         group
-        for group in node.ready.by_request.values()
+        for group in node.ready.groups()
         if not group.is_warned and (is_bound or names & _asked(group.request))
     ]
     if not groups:
