@@ -323,6 +323,32 @@ class Ledger:
         if lease.usage is not None:
             lease.usage.resume()
 
+    def emptied(self) -> Ledger:
+        """The same resources with nothing taken or set aside, to try something on."""
+        sets = self.device_sets.values()
+        return Ledger(self.capacity, [DeviceSet(one.kind, one.devices) for one in sets])
+
+    def copy(self) -> Ledger:
+        """The same with what is taken now, by leases that the copy does not know."""
+        other = self.emptied()
+        other.free = dict(self.free)
+        for lease in self.leases.values():
+            other._move_devices(lease, 1)
+        return other
+
+    def suppose(self, lease: Lease, *, is_held: bool) -> None:
+        """Have this copy of a ledger with a lease of that, or without it."""
+        sign = 1 if is_held else -1
+        for name, amount in lease.request.scalars:
+            if name != CPU or not lease.is_lent:
+                self.free[name] -= sign * amount
+        self._move_devices(lease, sign)
+
+    def _move_devices(self, lease: Lease, sign: int) -> None:
+        for kind, share, memory in lease.held():
+            devices = self.device_sets[kind]
+            (devices.take if sign > 0 else devices.give_back)((share,), memory)
+
     @property
     def is_overdrawn(self) -> bool:
         """Whether more CPUs are held than there are, after `resume`."""

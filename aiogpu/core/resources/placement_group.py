@@ -137,49 +137,20 @@ def masks_of(lease: Lease) -> Iterable[tuple[str, int]]:
         yield kind, mask
 
 
-class LedgerCopy(Ledger):
-    """A ledger of the same node to try something on: of it all, or of what is free.
-
-    Attributes:
-        barred: by kind, devices that are given to nobody for now.
-    """
-
-    def __init__(self, ledger: Ledger, *, is_idle: bool = False) -> None:
-        sets = ledger.device_sets
-        super().__init__(
-            ledger.capacity, [DeviceSet(one.kind, one.devices) for one in sets.values()]
-        )
-        self.barred = {kind: devices.aside_mask for kind, devices in sets.items()}
-        if not is_idle:
-            self.free = dict(ledger.free)
-            for lease in ledger.leases.values():
-                self._move(lease, -1)
-
-    def put_back(self, lease: Lease) -> None:
-        """Suppose that a lease has ended."""
-        for name, amount in lease.request.scalars:
-            if name != CPU or not lease.is_lent:
-                self.free[name] += amount
-        self._move(lease, 1)
-
-    def take_away(self, lease: Lease) -> None:
-        """Suppose that somebody has what a lease holds, but for its CPUs."""
-        for name, amount in lease.request.scalars:
-            if name != CPU:
-                self.free[name] -= amount
-        self._move(lease, -1)
-
-    def _move(self, lease: Lease, sign: int) -> None:
-        for kind, share, memory in lease.held():
-            devices = self.device_sets[kind]
-            if sign > 0:
-                devices.give_back((share,), memory)
-            else:
-                devices.take((share,), memory)
-
-
 COUNTED: Final = 10_000
 """Members of one bundle that are counted."""
+
+
+def could_take(ledger: Ledger, request: Request) -> bool:
+    """Whether a ledger could give now what a request asks for; changes nothing."""
+    if isinstance(request.gang, PlacementGroupSpec):
+        leases = Layout(ledger, request.gang, {}, None).find() or []
+    else:
+        lease = ledger.take(request)
+        leases = [] if lease is None else [lease]
+    for lease in leases:
+        ledger.give_back(lease)
+    return bool(leases)
 
 
 class Withheld(Protocol):
@@ -315,7 +286,7 @@ def why_infeasible(ledger: Ledger, request: Request) -> str | None:
         reason = find_infeasible(ledger.capacity, ledger.device_sets, bundle.request())
         if reason is not None:
             return f"for bundle {index}, {bundle}, {reason}"
-    if Layout(LedgerCopy(ledger, is_idle=True), gang, {}, None).find() is None:
+    if Layout(ledger.emptied(), gang, {}, None).find() is None:
         return "its bundles do not all fit at once"
     return None
 

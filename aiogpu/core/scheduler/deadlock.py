@@ -9,16 +9,15 @@ is the banker's algorithm (Dijkstra, EWD 108) turned round.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from math import inf
 
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import BundleRef, Request
-from aiogpu.core.model.units import CPU, UNIT
+from aiogpu.core.model.units import CPU
 from aiogpu.core.records import TaskRecord, TaskState
-from aiogpu.core.resources.devices import DeviceOccupancy
-from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
-from aiogpu.core.resources.placement_group import Layout, LedgerCopy, bundles_for
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.core.resources.placement_group import bundles_for, could_take
 from aiogpu.core.scheduler.state import SchedulerState, with_expected
 
 
@@ -89,56 +88,13 @@ def _keeps_something(record: TaskRecord) -> bool:
     return bool(request.devices) or any(name != CPU for name, _ in request.scalars)
 
 
-class _Stock:
-    """What of a ledger is not held by those that wait."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.free = dict(ledger.capacity)
-        self.fillings = {
-            kind: DeviceOccupancy(devices.filling.capacity)
-            for kind, devices in ledger.device_sets.items()
-        }
-        if isinstance(ledger, BundleLedger):
-            self.move(ledger.outside, -1)
-
-    def move(self, lease: Lease, sign: int) -> None:
-        """Have one of those that wait begin, or end."""
-        for name, amount in lease.request.scalars:
-            if name != CPU:
-                self.free[name] += sign * amount
-        for (kind, _), shares in zip(lease.request.devices, lease.shares, strict=True):
-            memory = self.ledger.device_sets[kind].demand(lease.request)
-            for index, part in shares:
-                self.fillings[kind].move(index, part, memory, -sign)
-
-    def fits(self, request: Request) -> bool:
-        """Whether a request could be met, if all others have ended."""
-        if any(self.free.get(name, 0) < amount for name, amount in request.scalars):
-            return False
-        for kind, amount in request.devices:
-            devices = self.ledger.device_sets.get(kind)
-            if devices is None:
-                return False
-            usable, filling = devices.usable(amount, request), self.fillings[kind]
-            memory = devices.demand(request)
-            fitting = sum(
-                filling.has_room(index, amount, memory)
-                for index in range(len(filling.capacity))
-                if usable >> index & 1
-            )
-            if fitting < max(amount // UNIT, 1):
-                return False
-        return True
-
-
 class _Rest:
     """What there is if all ends but some that wait."""
 
     def __init__(self, node: SchedulerState, holders: Iterable[TaskRecord]) -> None:
         self._ledger = node.ledger
         self._workers = node.room.most
-        self._stocks: dict[int, _Stock] = {}
+        self._copies: dict[int, Ledger] = {}
         self._waiting = list(holders)
         self._known: dict[Request, bool] = {}
         self._clients = node.clients
@@ -151,11 +107,12 @@ class _Rest:
         self._waiting.remove(record)
         self._move(record, 1)
 
-    def _stock(self, ledger: Ledger) -> _Stock:
-        stock = self._stocks.get(id(ledger))
-        if stock is None:
-            stock = self._stocks[id(ledger)] = _Stock(ledger)
-        return stock
+    def _copy_of(self, ledger: Ledger) -> Ledger:
+        """A ledger of which only those that wait hold something."""
+        copy = self._copies.get(id(ledger))
+        if copy is None:
+            copy = self._copies[id(ledger)] = ledger.emptied()
+        return copy
 
     def _move(self, record: TaskRecord, sign: int) -> None:
         lease = _lease(record)
@@ -164,7 +121,8 @@ class _Rest:
             for name, parts in self._clients.amounts_of(lease.request):
                 if name != CPU:
                     self._held[record.client, name] -= sign * parts
-        self._stock(lease.home or self._ledger).move(lease, sign)
+        copy = self._copy_of(lease.home or self._ledger)
+        copy.suppose(lease, is_held=sign < 0)
 
     def fits(self, record: TaskRecord) -> bool:
         request = record.spec.shape.request
@@ -186,17 +144,10 @@ class _Rest:
         )
 
     def _try(self, request: Request) -> bool:
-        gang = request.gang
-        if gang is None:
-            return self._stock(self._ledger).fits(request)
-        if isinstance(gang, BundleRef):
-            parts = bundles_for(self._ledger, gang)
-            return any(self._stock(part).fits(request) for part in parts)
-        plan = LedgerCopy(self._ledger, is_idle=True)
-        for record in self._waiting:
-            if _lease(record).home is None:
-                plan.take_away(_lease(record))
-        return Layout(plan, gang, {}, None).find() is not None
+        parts: Sequence[Ledger] = (self._ledger,)
+        if isinstance(request.gang, BundleRef):
+            parts = bundles_for(self._ledger, request.gang)
+        return any(could_take(self._copy_of(part), request) for part in parts)
 
 
 def _waiter(record: TaskRecord) -> TaskRecord | None:

@@ -24,7 +24,6 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import BundleLedger, Lease, Ledger
 from aiogpu.core.resources.placement_group import (
     Layout,
-    LedgerCopy,
     candidates,
     masks_of,
 )
@@ -129,13 +128,14 @@ def _for_gang(
     node: SchedulerState, record: TaskRecord, gang: PlacementGroupSpec, now: float
 ) -> Reservation | None:
     """The same for a gang: what its bundles will be on, once enough has ended."""
-    rest, until = LedgerCopy(node.ledger), 0.0
+    rest, until = node.ledger.copy(), 0.0
+    aside = {k: each.aside_mask for k, each in node.ledger.device_sets.items()}
     held = sorted(_holds(node, None), key=lambda hold: hold.ends)
     for hold in (None, *(one for one in held if not one.is_endless)):
         if hold is not None:
-            rest.put_back(hold.lease)
+            rest.suppose(hold.lease, is_held=False)
             until = hold.ends
-        leases = Layout(rest, gang, rest.barred, None).find()
+        leases = Layout(rest, gang, aside, None).find()
         if leases is not None:
             break
     else:
