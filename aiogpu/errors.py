@@ -118,7 +118,7 @@ class WorkerDiedError(AiogpuError, RuntimeError):
             where nobody has looked.
     """
 
-    def __init__(  # noqa: PLR0917 - the facts of one death
+    def __init__(
         self,
         message: str,
         pid: int = 0,

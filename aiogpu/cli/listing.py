@@ -147,7 +147,7 @@ def _is_like(name: str | None, pattern: str) -> bool:
 )
 @click.option("--state", metavar="STATE", help='Only those in that state: "waiting".')
 @click.option("--name", metavar="PATTERN", help='Only those named so: "train*".')
-def list_command(  # noqa: PLR0917 - each an option of its own
+def list_command(
     what: str,
     address: str,
     as_json: bool,

@@ -54,7 +54,7 @@ Wanted = Callable[[str], bool]
 @click.option(
     "--log-dir", metavar="DIRECTORY", help="Where it logs, if not beside its socket."
 )
-def logs(  # noqa: PLR0917 - its options
+def logs(
     follow: bool,
     task: int | None,
     client: int | None,

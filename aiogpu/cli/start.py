@@ -147,7 +147,7 @@ def options(command: Any) -> Any:
 )
 @click.option("--block", is_flag=True, help="Stay in the foreground; Ctrl-C ends it.")
 @click.option("--systemd", is_flag=True, help="Print a user unit, and start nothing.")
-def start(  # noqa: PLR0917 - the options of a command
+def start(
     head: bool,
     socket: str | None,
     log_dir: str | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from aiogpu.core.model.ids import TaskId, WorkerId
@@ -23,34 +24,10 @@ class AboutTask:
 
 
 @dataclass(slots=True)
-class AboutReason:
-    """One task, and the reason for people."""
-
-    task: TaskId
-    reason: str
-
-
-@dataclass(slots=True)
-class AboutHolder:
-    """One task that asks for a lease, and under which id that is held."""
-
-    task: TaskId
-    holder: WorkerId
-
-
-@dataclass(slots=True)
 class AboutWorker:
     """One worker."""
 
     worker: WorkerId
-
-
-@dataclass(slots=True)
-class AboutDevice:
-    """One device: its kind, and its index among those."""
-
-    kind: str
-    index: int
 
 
 @dataclass(slots=True)
@@ -78,44 +55,25 @@ class Assign:
 
 @dataclass(slots=True)
 class Granted:
-    """Tell who has asked for a lease that he has it, and under which holder's id."""
+    """Tell who has asked for a lease or a placement group that it is held.
+
+    `holder` is the id under which it is held.
+    """
 
     task: TaskId
     holder: WorkerId
     lease: Lease
 
 
-class Reserved(AboutHolder):
-    """Tell who has asked for a gang that all its bundles are held."""
-
-    __slots__ = ()
-
-
 @dataclass(slots=True)
-class Evict:
-    """The gang in which the task was to run, or runs, is none any more; tell its owner.
-
-    `gang` is the name of that, `reason` a clause that says what has become of it.
-    """
-
-    task: TaskId
-    gang: str
-    reason: str
-
-
-class Misfit(AboutReason):
-    """The task can never run in its gang's bundles; tell its owner the reason."""
-
-    __slots__ = ()
-
-
-class Reclaim(AboutHolder):
-    """Nobody may hold this lease any more; answer with `LeaseReturned`.
+class Reclaim:
+    """Nobody may hold this lease any more; answer with `lease_returned`.
 
     That is when the processes have ended that it was for.
     """
 
-    __slots__ = ()
+    task: TaskId
+    holder: WorkerId
 
 
 @dataclass(slots=True)
@@ -131,7 +89,7 @@ class Ahead:
 
 @dataclass(slots=True)
 class Revoke:
-    """Take back what the worker has not begun; answer with `Revoked`.
+    """Take back what the worker has not begun; answer with `revoked`.
 
     `number` tells one revocation of a worker from the next.
     """
@@ -167,47 +125,40 @@ class Settle(AboutTask):
     __slots__ = ()
 
 
-class Expire(AboutTask):
-    """The task's timeout has passed; tell its owner."""
+class Failure(Enum):
+    """Why a task will have no result."""
 
-    __slots__ = ()
+    EXPIRED = "expired"
+    """Its timeout has passed."""
+    LOST = "lost"
+    """Its worker died, and it is not tried again."""
+    DEADLOCKED = "deadlocked"
+    """It can never run, because those that wait for it hold what it needs."""
+    DISOWNED = "disowned"
+    """It ends with the task that has started it."""
+    ABANDONED = "abandoned"
+    """The node closes before it could end."""
+    EVICTED = "evicted"
+    """Its placement group is none any more; the reason says what became of that."""
+    MISFIT = "misfit"
+    """It can never run in the bundles of its placement group."""
 
 
 @dataclass(slots=True)
-class Lose:
-    """The task's worker died and it is not tried again; tell its owner.
+class Fail:
+    """Tell a task's owner that there will be no result; `Forget` follows.
 
-    `note` says more about why it is not.
+    `reason` says more, for people. `worker` is the one that died with a lost task.
     """
 
     task: TaskId
-    worker: WorkerId
-    note: str = ""
-
-
-class Deadlock(AboutReason):
-    """The task can never run, because those that wait for it hold what it needs.
-
-    It has ended; tell its owner the reason.
-    """
-
-    __slots__ = ()
+    failure: Failure
+    reason: str = ""
+    worker: WorkerId | None = None
 
 
 class Warn(AboutTask):
     """The task waits for what is held without end; tell its program why, once."""
-
-    __slots__ = ()
-
-
-class Disown(AboutTask):
-    """The task ends with the one that has started it; tell its owner."""
-
-    __slots__ = ()
-
-
-class Abandon(AboutTask):
-    """The node closes before the task could end; tell its owner."""
 
     __slots__ = ()
 
@@ -222,9 +173,6 @@ Effect = (
     Spawn
     | Assign
     | Granted
-    | Reserved
-    | Evict
-    | Misfit
     | Reclaim
     | Ahead
     | Revoke
@@ -232,12 +180,8 @@ Effect = (
     | Retire
     | Kill
     | Settle
-    | Expire
-    | Lose
-    | Deadlock
+    | Fail
     | Warn
-    | Disown
-    | Abandon
     | Forget
 )
 

@@ -102,7 +102,7 @@ def _is_node(node: int, record: Record, place: Place) -> bool:
     )
 
 
-def _end(  # noqa: PLR0917 - how one is asked to end
+def _end(
     node: int,
     record: Record,
     place: Place,

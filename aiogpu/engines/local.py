@@ -310,10 +310,10 @@ class LocalEngine:
 
     def hasten(self) -> None:
         """Give nobody time to stop; see `Engine.hasten`."""
-        from aiogpu.core.events import Closing
+        from aiogpu.core.scheduler.scheduler import Scheduler
 
         if self._driver is not None:
-            self._driver.feed(Closing(at_once=True))
+            self._driver.feed(Scheduler.close, True)
 
     def abandon(self) -> None:
         """The same in haste."""

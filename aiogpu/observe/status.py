@@ -653,7 +653,7 @@ class Failures:
     def __repr__(self) -> str:
         return f"<Failures {len(self._noted)}>"
 
-    def note(  # noqa: PLR0917 - all that is kept of one
+    def note(
         self, now: float, task: int, name: str, error: str, message: str, client: int
     ) -> None:
         """Remember one; the one noted first is forgotten for it."""

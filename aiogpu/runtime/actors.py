@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.events import Resides
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.resources.placement_group import room_for
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import ActorDiedError
 from aiogpu.runtime.actor import Actor
 from aiogpu.runtime.actor_end import died
@@ -61,7 +61,7 @@ class Actors(Register):
         self._new_number = count(FIRST_CALL).__next__
         pool.hearing.on_acting = self._on_message
 
-    def create(  # noqa: PLR0917 - those of the port, and two more
+    def create(
         self,
         site: Site,
         payload: bytes,
@@ -215,7 +215,9 @@ class Actors(Register):
         assert terms is not None, call
         if not terms.keeps_cpus:
             # Later, not now: the core is told of events one at a time.
-            self._loop.call_soon(self._driver.feed, Resides(TaskId(actor.id)))
+            self._loop.call_soon(
+                self._driver.feed, Scheduler.release_cpus, TaskId(actor.id)
+            )
         return Create(
             actor.id,
             call.site.id,

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from aiogpu.core.effects import NOTHING
-from aiogpu.core.events import Detached, TaskFinished, TaskSkipped
 from aiogpu.core.model.ids import TaskId, WorkerId
-from aiogpu.core.scheduler.scheduler import finish_many
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.child import pass_on_all
 from aiogpu.runtime.receiver import tell_fault
 from aiogpu.runtime.values import unfinished_in
@@ -78,10 +77,10 @@ class Answers:
         driver.is_busy = True
         records: list[TaskRecord] = []
         try:
-            records = finish_many(self._scheduler, who, ended, now, effects)
+            records = self._scheduler.finish_many(now, who, ended, effects)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
             for task, _ in ended:
-                driver.faults.on_event(TaskFinished(task, who), error)
+                driver.faults.on_event(Scheduler.finish, (task, who), error)
         if records and self.on_row is not None:
             took = [seconds for _, seconds in ended[: len(records)]]
             try:
@@ -134,30 +133,32 @@ class Answers:
             if self._shortages and self._shortages.concerns(worker, answer):
                 self._shortages.replace(call, answer)
                 self._driver.feed(
-                    TaskFinished(task, WorkerId(worker), retry, ran_out=True)
+                    Scheduler.finish, task, WorkerId(worker), retry, ran_out=True
                 )
                 return
         driver = self._driver
         if driver.is_busy:
-            driver.feed(TaskFinished(task, WorkerId(worker), retry, took))
+            driver.feed(Scheduler.finish, task, WorkerId(worker), retry, took)
             return
         now, finish = self._loop.time(), self._scheduler.finish
         driver.is_busy = True
         wanted: Sequence[Effect] = NOTHING
         try:
-            wanted = finish(task, WorkerId(worker), retry, took, now)
+            wanted = finish(now, task, WorkerId(worker), retry, took)
         except Exception as error:  # noqa: BLE001 - one of them harms no other
-            event = TaskFinished(task, WorkerId(worker), retry, took)
-            driver.faults.on_event(event, error)
+            args = (task, WorkerId(worker), retry, took)
+            driver.faults.on_event(Scheduler.finish, args, error)
         driver.carry_out(wanted)
 
     def _keep_carried(self, payload: bytes) -> None:
         """What a result has handles to goes on, though who has started it ends."""
         for task in unfinished_in(payload):
-            self._driver.feed(Detached(TaskId(task)))
+            self._driver.feed(Scheduler.detach, TaskId(task))
 
     def on_skipped(self, worker: int, skipped: Skipped) -> None:
         """A worker was sent a task that was taken back as it came up."""
         call = self._calls.get(TaskId(skipped.task))
         if call is not None and call.number == skipped.number:
-            self._driver.feed(TaskSkipped(TaskId(skipped.task), WorkerId(worker)))
+            self._driver.feed(
+                Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker)
+            )

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from aiogpu.core.events import Event, Recovered, SetAside, Settled
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_thread import DeviceThread
 from aiogpu.runtime.inspection import Cleared, Report, Stuck
@@ -69,11 +69,11 @@ class Clearance:
         thread.on_failed.append(self._give_up)
         thread.start(self._limit)
 
-    def tell(self, feed: Callable[[Event], None]) -> None:
+    def tell(self, feed: Feed) -> None:
         """Have the core told, by `feed`."""
-        self.on_settled = lambda *told: feed(Settled(*told))
-        self.on_set_aside = lambda *told: feed(SetAside(*told))
-        self.on_recovered = lambda *told: feed(Recovered(*told))
+        self.on_settled = lambda *told: feed(Scheduler.devices_free, *told)
+        self.on_set_aside = lambda *told: feed(Scheduler.devices_stuck, *told)
+        self.on_recovered = lambda *told: feed(Scheduler.device_recovered, *told)
 
     def __repr__(self) -> str:
         return (

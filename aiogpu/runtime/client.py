@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aiogpu.core.events import ClientJoined
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.queue.fair_share import Limits
 from aiogpu.runtime.caller import Caller
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Client(Caller):
     is_joined: bool = False
     is_slow: bool = False
     is_behind: bool = False
-    wish: ClientJoined | None = None
+    wish: tuple[ClientId, float, Limits] | None = None
     pidfd: int = -1
     last: int = 0
     departing: set[TaskId] = field(default_factory=set)

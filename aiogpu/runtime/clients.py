@@ -16,8 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiogpu.core.events import ClientBehind, ClientJoined, ClientLeft
 from aiogpu.core.model.ids import ClientId
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, NodeClosedError, ProtocolError
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.claims import check_claims
@@ -78,7 +78,7 @@ class Clients:
         ends_at: when what runs is ended, by the loop's clock, where the node drains.
     """
 
-    def __init__(  # noqa: PLR0917 - all that a client has to do with
+    def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         driver: Driver,
@@ -181,7 +181,7 @@ class Clients:
     def _set_behind(self, client: Client, is_behind: bool) -> None:
         if client.is_behind is not is_behind:
             client.is_behind = is_behind
-            self._driver.feed(ClientBehind(client.client, is_behind))
+            self._driver.feed(Scheduler.set_behind, client.client, is_behind)
 
     def _hear(self, client: Client, messages: list[Message]) -> None:
         is_open = client.is_joined and not self.is_draining
@@ -274,13 +274,13 @@ class Clients:
         )
         client.name, client.shows = join.name, join.shows
         client.only_looks = join.only_looks
-        joined = ClientJoined(client.client, join.weight, ours.limits)
+        joined = (client.client, join.weight, ours.limits)
         if client.only_looks:
             client.wish = joined
         else:
             client.program = program.key
             self._zygotes.join(client.program, program)
-            self._driver.feed(joined)
+            self._driver.feed(Scheduler.join, *joined)
         client.is_joined = True
         self._do(self._welcome(client))
 
@@ -341,7 +341,7 @@ class Clients:
         self.routes.resume(client.id)
         client.return_loans()
         if client.is_joined and client.wish is None:
-            self._driver.feed(ClientLeft(client.client))
+            self._driver.feed(Scheduler.leave, client.client)
         if client.program:
             self._parting.note_left(client)
             self._zygotes.leave(client.program)

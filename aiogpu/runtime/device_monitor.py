@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from aiogpu.core.events import Event, Foreign, Sick, Well
 from aiogpu.core.model.text import listing
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.observe.status import Observed
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_health import DeviceHealth
@@ -71,7 +71,7 @@ class DeviceMonitor:
         self._loop = loop
         self._thread = thread
         self._roots = roots
-        self._feed: Callable[[Event], None] | None = None
+        self._feed: Feed | None = None
         # What was seen before there was anybody to tell; an error is told but once.
         self._early: list[Round] = []
         self._owners = Owners()
@@ -85,7 +85,7 @@ class DeviceMonitor:
     def __repr__(self) -> str:
         return f"<DeviceMonitor of {len(self._health)} devices, {len(self._told)} sick>"
 
-    def begin(self, feed: Callable[[Event], None]) -> None:
+    def begin(self, feed: Feed) -> None:
         """From now on the core is told by `feed` which devices are sick, or well."""
         self._feed = feed
         for seen in self._early:
@@ -170,7 +170,9 @@ class DeviceMonitor:
             told = f"others' processes are on it: {listing(names, len(others))}"
         if told != self._occupied.get(key, ""):
             self._occupied[key] = told
-            self._feed(Foreign(*key, told or None, self.foreign == AVOID))
+            self._feed(
+                Scheduler.device_foreign, *key, told or None, self.foreign == AVOID
+            )
 
     def _conclude(self, key: Key) -> None:
         """Tell of a device that is sick, or for another reason, or well."""
@@ -183,11 +185,11 @@ class DeviceMonitor:
         if reason is None:
             del self._told[key]
             _log.warning("! %s is well again", name)
-            self._feed(Well(kind, index))
+            self._feed(Scheduler.device_well, kind, index)
         else:
             self._told[key] = reason
             _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
-            self._feed(Sick(kind, index, reason))
+            self._feed(Scheduler.device_sick, kind, index, reason)
 
     def _on_failed(self) -> None:
         """Nobody looks any more: what was seen is no news."""

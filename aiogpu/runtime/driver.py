@@ -10,26 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from aiogpu.core import effects
 from aiogpu.core.effects import NOTHING, Effect
-from aiogpu.core.events import (
-    Cancelled,
-    Closing,
-    Event,
-    Outdated,
-    Submitted,
-    TaskWaits,
-    TimePassed,
-    WorkerGone,
-    WorkerSpoilt,
-    WorkerStarted,
-)
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
-from aiogpu.core.scheduler.scheduler import Scheduler, submit_many
+from aiogpu.core.scheduler.scheduler import Scheduler, Step
 from aiogpu.runtime.actors import Actors
 from aiogpu.runtime.answers import Answers
 from aiogpu.runtime.assignment import Assignment
@@ -58,10 +46,7 @@ if TYPE_CHECKING:
     from aiogpu.runtime.unasked import Unasked
     from aiogpu.wire.messages import Message
 
-_OF_LEASES: Final = (
-    *(effects.Granted, effects.Reclaim, effects.Reserved, effects.Evict),
-    effects.Misfit,
-)
+P = ParamSpec("P")
 
 
 class Driver:
@@ -85,7 +70,7 @@ class Driver:
         self.burst = pool.hearing.burst
         self.actors = Actors(loop, self, pool)
         self.is_busy = False
-        self.events: Final[deque[Event]] = deque()
+        self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
         self._loop = loop
         self._pool = pool
         self._clearance = clearance
@@ -133,18 +118,15 @@ class Driver:
 
     def _all_ways(self) -> dict[type[Effect], Callable[..., None]]:
         return {
-            **dict.fromkeys(_OF_LEASES, self._carry_out_lease),
+            effects.Granted: self._carry_out_lease,
+            effects.Reclaim: self._carry_out_lease,
             effects.Spawn: self._spawn,
             **self.sending.ways,
             effects.Retire: lambda effect: self._pool.retire(effect.worker),
             effects.Kill: lambda effect: self._pool.kill(effect.worker),
             effects.Settle: self.telling.settle,
-            effects.Expire: self.telling.expire,
-            effects.Lose: self.telling.lose,
-            effects.Deadlock: self.telling.deadlock,
+            effects.Fail: self.telling.fail,
             effects.Warn: self.telling.warn,
-            effects.Disown: self.telling.disown,
-            effects.Abandon: self.telling.abandon,
             effects.Forget: self.telling.forget,
         }
 
@@ -215,11 +197,12 @@ class Driver:
         wanted: Sequence[Effect] | None = None
         if self.is_busy:
             # The garbage collector may run code that submits, wherever it likes.
-            self.events.append(Submitted(task, site.spec, parent, needs, client))
+            args = (task, site.spec, parent, needs, client)
+            self.events.append((Scheduler.submit, args, {}))
         else:
             self.is_busy = True
             try:
-                wanted = submit(task, site.spec, now, parent, needs, client)
+                wanted = submit(now, task, site.spec, parent, needs, client)
             except BaseException:
                 self.is_busy = False
                 del self._calls[task]
@@ -241,7 +224,7 @@ class Driver:
         if self.is_busy:
             return range(0)
         first, count, now = TaskId(self._last_task + 1), len(calls), self._loop.time()
-        if not submit_many(self.scheduler, first, count, site.spec, now, client):
+        if not self.scheduler.submit_many(now, first, count, site.spec, client):
             return range(0)
         self._last_task += count
         self._calls.extend(first, calls)
@@ -270,28 +253,39 @@ class Driver:
         call = self._calls.get(TaskId(task))
         if call is not None:
             call.receiver = None
-            self.feed(Cancelled(TaskId(task)))
+            self.feed(Scheduler.cancel, TaskId(task))
 
     def disown(self) -> None:
         """This process is a fork of the driver's: decide and carry out nothing."""
         self.is_busy = True
 
-    def feed(self, event: Event) -> None:
+    def feed(
+        self,
+        step: Callable[Concatenate[Scheduler, float, P], Sequence[Effect]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
         """Tell the core what happened, and do what it says.
 
         Amid another event the event is queued, and taken in when that one is done.
+
+        Args:
+            step: a method of `Scheduler`.
+            *args: what it gets after the time.
+            **kwargs: the same by name.
         """
         if self.is_busy:
-            self.events.append(event)
+            self.events.append((step, args, kwargs))
             return
         if self.row.calls:
             self.row.end()
         self.is_busy = True
         wanted: Sequence[Effect] = NOTHING
         try:
-            wanted = self.scheduler.handle(event, self._loop.time())
+            wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - see `Faults`
-            self.faults.on_event(event, error)
+            self.faults.on_event(step, args, error)
         self.carry_out(wanted)
 
     def carry_out(self, wanted: Sequence[Effect]) -> None:
@@ -309,11 +303,11 @@ class Driver:
                         self.faults.on_effect(effect, error)
                 if not events:
                     break
-                event, wanted = events.popleft(), NOTHING
+                (step, args, kwargs), wanted = events.popleft(), NOTHING
                 try:
-                    wanted = self.scheduler.handle(event, self._loop.time())
+                    wanted = step(self.scheduler, self._loop.time(), *args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - see `Faults`
-                    self.faults.on_event(event, error)
+                    self.faults.on_event(step, args, error)
         finally:
             self.is_busy = False
         earliest = self._timers.earliest
@@ -336,7 +330,7 @@ class Driver:
 
     def _on_time(self) -> None:
         self._timer = self._timer_at = None
-        self.feed(TimePassed())
+        self.feed(Scheduler.wake)
 
     async def close(self, timeout: float) -> None:
         """Stop everything; returns when the last worker is gone, or time is up.
@@ -345,7 +339,7 @@ class Driver:
         told in a few seconds. Tasks that were given longer to stop have it.
         """
         self.guard.close()
-        self.feed(Closing())
+        self.feed(Scheduler.close)
         if self._leases is not None:
             self._leases.close()
         # Of those alone that have a worker: a million may wait.
@@ -363,17 +357,17 @@ class Driver:
             self._timer.cancel()
 
     def _on_started(self, worker: int) -> None:
-        self.feed(WorkerStarted(WorkerId(worker)))
+        self.feed(Scheduler.worker_started, WorkerId(worker))
 
     def _on_spoilt(self, worker: int) -> None:
         if not self.actors.on_spoilt(worker):
-            self.feed(WorkerSpoilt(WorkerId(worker)))
+            self.feed(Scheduler.worker_spoilt, WorkerId(worker))
 
     def wait(
         self, task: TaskId, children: tuple[TaskId, ...], is_elsewhere: bool = False
     ) -> None:
         """A task waits for these, for an actor, or for nothing any more."""
-        self.feed(TaskWaits(task, children, is_elsewhere))
+        self.feed(Scheduler.wait_for, task, children, is_elsewhere)
 
     def receiver_of(self, task: TaskId) -> Receiver | None:
         """Who waits for a task, or for a call of an actor."""
@@ -415,7 +409,9 @@ class Driver:
         began = self._taking_back.sent_as(gone, death.begun)
         settles = self._settles(gone, death.pid)
         outage = death.reason if death.known in (CROWDED, UNAVAILABLE) else ""
-        self.feed(WorkerGone(gone, began, settles, death.known == CROWDED, outage))
+        is_crowded = death.known == CROWDED
+        end = (began, settles, is_crowded, outage)
+        self.feed(Scheduler.worker_gone, gone, *end)
         del self.telling.deaths[gone]
         self.guard.forget(worker)
         self.shortages.forget(worker)
@@ -435,7 +431,7 @@ class Driver:
         self.faults.on_message(worker, said, error)
 
     def _on_outdated(self, environment: Environment) -> None:
-        self.feed(Outdated(environment))
+        self.feed(Scheduler.environment_outdated, environment)
 
     def _spawn(self, effect: effects.Spawn) -> None:
         self._pool.spawn(effect.worker, effect.environment)

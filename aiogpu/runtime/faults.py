@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.core import effects
-from aiogpu.core.events import Cancelled, Event, TaskFinished
 from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
 from aiogpu.runtime.child import Child
 from aiogpu.runtime.receiver import internal_error, tell_safely
 from aiogpu.serialization.exceptions import pack_told
@@ -31,7 +32,6 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect
     from aiogpu.core.queue.sharded_dict import ShardedDict
-    from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.runtime.call import Call
     from aiogpu.runtime.caller import Caller
     from aiogpu.runtime.pool import Pool
@@ -52,7 +52,7 @@ class Faults:
         calls: ShardedDict[Call],
         pool: Pool,
         sending: Sending,
-        feed: Callable[[Event], None],
+        feed: Feed,
     ) -> None:
         self._scheduler = scheduler
         self._calls = calls
@@ -64,20 +64,30 @@ class Faults:
             effects.Ahead: self._not_sent_ahead,
             effects.Spawn: self._not_spawned,
             effects.Granted: self._not_granted,
-            effects.Reserved: self._not_granted,
         }
 
     def on_effect(self, effect: Effect, error: Exception) -> None:
         """An effect was not carried out, or not all of it."""
-        _log.error("! failed to carry out %s", _brief(effect), exc_info=error)
-        fault = internal_error(f"carried out {type(effect).__name__}", error)
-        self._make_good(self._ways.get(type(effect), self._end), effect, fault)
+        about = {k: getattr(effect, k, None) for k in ("task", "worker", "tasks")}
+        name = type(effect).__name__
+        _log.error("! failed to carry out %s", _brief(name, about), exc_info=error)
+        fault = internal_error(f"carried out {name}", error)
+        way = self._ways.get(type(effect))
+        if way is None:
+            self._make_good(self._end, about, fault)
+        else:
+            self._make_good(way, effect, fault)
 
-    def on_event(self, event: Event, error: Exception) -> None:
-        """The core has failed to take in an event."""
-        _log.error("! failed to take in %s", _brief(event), exc_info=error)
-        fault = internal_error(f"took in {type(event).__name__}", error)
-        self._make_good(self._end, event, fault)
+    def on_event(self, step: Step, args: tuple[object, ...], error: Exception) -> None:
+        """The core has failed to take in an event: this step, with these arguments."""
+        own = ("self", "now", "effects")
+        named = [n for n in signature(step).parameters if n.strip("_") not in own]
+        about = dict(zip(filter(lambda n: n.strip("_"), named), args, strict=False))
+        _log.error(
+            "! failed to take in %s", _brief(step.__name__, about), exc_info=error
+        )
+        fault = internal_error(f"took in {step.__name__}", error)
+        self._make_good(self._end, about, fault, step is Scheduler.cancel)
 
     def on_message(
         self, worker: LiveWorker, message: Message, error: Exception
@@ -107,7 +117,7 @@ class Faults:
             return
         worker.unlearn(call.site)
         call.answer = pack_told(fault)._replace(task=effect.task)
-        self._feed(TaskFinished(effect.task, effect.worker))
+        self._feed(Scheduler.finish, effect.task, effect.worker)
 
     def _not_sent_ahead(self, effect: effects.Ahead, fault: Exception) -> None:
         """Send tasks one by one that were not sent together."""
@@ -122,9 +132,7 @@ class Faults:
     def _not_spawned(self, effect: effects.Spawn, fault: Exception) -> None:
         self._pool.give_up(effect.worker, fault)
 
-    def _not_granted(
-        self, effect: effects.Granted | effects.Reserved, fault: Exception
-    ) -> None:
+    def _not_granted(self, effect: effects.Granted, fault: Exception) -> None:
         self._cancel(effect.task, fault)
 
     def _not_heard(
@@ -138,20 +146,21 @@ class Faults:
             self._cancel(task, fault)
         self._end_worker(WorkerId(worker.id), fault)
 
-    def _end(self, about: Effect | Event, fault: Exception) -> None:
+    def _end(
+        self, about: dict[str, Any], fault: Exception, is_cancelled: bool = False
+    ) -> None:
         """Tell the owner of the task that something was about, and end the worker."""
-        task = getattr(about, "task", None)
+        task, worker = about.get("task"), about.get("worker")
         if task is not None and (call := self._calls.get(task)) is not None:
             call.tell(fault)
-            if type(about) is not Cancelled:
-                self._feed(Cancelled(task))
-        worker = getattr(about, "worker", None)
+            if not is_cancelled:
+                self._feed(Scheduler.cancel, task)
         if worker is not None:
             self._end_worker(worker, fault)
 
     def _cancel(self, task: TaskId, fault: Exception) -> None:
         self._calls[task].tell(fault)
-        self._feed(Cancelled(task))
+        self._feed(Scheduler.cancel, task)
 
     def _end_worker(self, worker: WorkerId, fault: Exception) -> None:
         """End a worker of which nobody knows any more what it was told."""
@@ -167,11 +176,11 @@ class Faults:
             raise
 
 
-def _brief(about: Effect | Event) -> str:
+def _brief(name: str, about: dict[str, Any]) -> str:
     """What it is, and about which task and worker; its `repr` may fill pages."""
-    named = {name: getattr(about, name, None) for name in ("task", "worker", "tasks")}
+    named = {key: about.get(key) for key in ("task", "worker", "tasks")}
     told = ", ".join(f"{k} {v}" for k, v in named.items() if v is not None)
-    return f"{type(about).__name__}({told})"
+    return f"{name}({told})"
 
 
 def tell_asker(caller: Caller, message: Message, fault: Exception) -> bool:

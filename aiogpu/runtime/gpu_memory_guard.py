@@ -8,15 +8,14 @@ told of once, and ended before its neighbours suffer if the user wants that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from aiogpu.core.events import Outgrown
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.units import GPU
 from aiogpu.core.records import WorkerRecord, WorkerState
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import GpuOutOfMemoryError
 from aiogpu.runtime.device_eyes import Key
 from aiogpu.runtime.device_thread import DeviceThread
@@ -99,7 +98,7 @@ class GpuMemoryGuard:
         self,
         key: Key,
         uses: Mapping[int, Use],
-        feed: Callable[[Outgrown], None],
+        feed: Feed,
     ) -> frozenset[int]:
         """See who has outgrown what it reserved of a device.
 
@@ -129,7 +128,7 @@ class GpuMemoryGuard:
         key: Key,
         use: Use,
         reserved: int,
-        feed: Callable[[Outgrown], None],
+        feed: Feed,
     ) -> None:
         """Tell of it, once for each task."""
         task = worker.task
@@ -152,7 +151,7 @@ class GpuMemoryGuard:
             self._errors[worker.id, task.id] = gpu_out_of_memory(
                 name, worker, self._scheduler, peak=use.memory, told=ENDED
             )
-            feed(Outgrown(worker.id))
+            feed(Scheduler.memory_outgrown, worker.id)
 
     def peak_of(self, worker: int) -> int:
         """The most bytes that a worker was seen to use of a device, 0 if never."""

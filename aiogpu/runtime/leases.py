@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiogpu.core import effects
-from aiogpu.core.events import Event, LeaseReturned
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.runtime.call import Call, Receiver
 from aiogpu.runtime.placements import Placements
 from aiogpu.runtime.remains import Remains
@@ -80,7 +80,7 @@ class Leases:
         calls: ShardedDict[Call],
         assignment: Assignment,
         clearance: Clearance | Unasked,
-        feed: Callable[[Event], None],
+        feed: Feed,
     ) -> None:
         self._loop = loop
         self._calls = calls
@@ -94,7 +94,6 @@ class Leases:
         self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
             effects.Granted: self._grant,
             effects.Reclaim: self._reclaim,
-            **self._placements.ways,
         }
 
     def __repr__(self) -> str:
@@ -123,6 +122,9 @@ class Leases:
 
     def _grant(self, effect: effects.Granted) -> None:
         call = self._calls[effect.task]
+        if call.site.spec.is_grouped:
+            self._placements.grant(effect)
+            return
         site, receiver = call.site, cast("LeaseReceiver", call.receiver)
         mark = f"{self._token}.{effect.task}"
         bind = self._assignment.bind(effect.lease, {})
@@ -137,7 +139,8 @@ class Leases:
     def _reclaim(self, effect: effects.Reclaim) -> None:
         held, holder = self._held.get(effect.holder), effect.holder
         if held is None:
-            self._feed(LeaseReturned(holder))  # it was never told that it has it
+            # It was never told that it has it.
+            self._feed(Scheduler.lease_returned, holder)
             return
         held.remains = Remains(
             self._loop, held.mark, lambda pids: self._give_back(holder, pids)
@@ -146,7 +149,7 @@ class Leases:
     def _give_back(self, holder: WorkerId, pids: Collection[int]) -> None:
         held = self._held.pop(holder)
         settles = self._clearance.end(holder, held.lease, (held.pid, *pids))
-        self._feed(LeaseReturned(holder, settles))
+        self._feed(Scheduler.lease_returned, holder, settles)
 
     def close(self) -> None:
         """The node ends; what its leases were for goes on, and nobody waits for it."""

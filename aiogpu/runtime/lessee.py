@@ -80,7 +80,9 @@ def _take(
     elif isinstance(site, Site) and site.spec.is_lease:
         if client.wish is not None:
             # From now on its limits and its turn are as any other program's.
-            driver.feed(client.wish)
+            from aiogpu.core.scheduler.scheduler import Scheduler
+
+            driver.feed(Scheduler.join, *client.wish)
             client.wish = None
         try:
             if site.spec.is_detached:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from aiogpu.core.events import MemoryShort
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import MEMORY, UNIT
 from aiogpu.core.records import WorkerRecord, WorkerState
-from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.errors import OutOfMemoryError
 from aiogpu.runtime.death import Death, describe_out_of_memory
 from aiogpu.runtime.memory_watch import MemoryWatch, Running
@@ -28,7 +27,7 @@ class MemoryGuard:
         loop: asyncio.AbstractEventLoop,
         scheduler: Scheduler,
         pids: Callable[[], dict[int, int]],
-        feed: Callable[[MemoryShort], None],
+        feed: Feed,
     ) -> None:
         self.is_on = True
         self.watch = MemoryWatch(loop, self._running, self._on_over)
@@ -59,7 +58,7 @@ class MemoryGuard:
         record = self._scheduler.workers.get(WorkerId(worker))
         if record is not None:
             self._ended[worker] = _asked(record), used, limit
-            self._feed(MemoryShort(WorkerId(worker)))
+            self._feed(Scheduler.memory_short, WorkerId(worker))
 
     def explain(self, name: str, worker: int, death: Death) -> OutOfMemoryError | None:
         """The error of a task that this has ended, None for any other.

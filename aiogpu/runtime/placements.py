@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
-from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.errors import InfeasibleError, PlacementRemovedError
 
 if TYPE_CHECKING:
-    from aiogpu.core.effects import Effect
+    from aiogpu.core.effects import Granted
     from aiogpu.core.model.request import TaskSpec
     from aiogpu.core.queue.sharded_dict import ShardedDict
     from aiogpu.runtime.call import Call
@@ -18,20 +16,11 @@ if TYPE_CHECKING:
 
 
 class Placements:
-    """See above.
-
-    Attributes:
-        ways: how each effect of the core that concerns them is carried out.
-    """
+    """See above."""
 
     def __init__(self, calls: ShardedDict[Call]) -> None:
         self._calls = calls
         self._held: dict[TaskId, tuple[WorkerId, int]] = {}
-        self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
-            effects.Reserved: self._grant,
-            effects.Evict: self._evict,
-            effects.Misfit: self._refuse,
-        }
 
     def __repr__(self) -> str:
         return f"<Placements {len(self.pids)} held>"
@@ -44,19 +33,11 @@ class Placements:
                 del self._held[task]
         return {int(holder): pid for holder, pid in self._held.values()}
 
-    def _grant(self, effect: effects.Reserved) -> None:
+    def grant(self, effect: Granted) -> None:
+        """Tell who has asked for a placement that all its bundles are held."""
         receiver = cast("LeaseReceiver", self._calls[effect.task].receiver)
         self._held[effect.task] = effect.holder, receiver.pid
         receiver.receive(b"")
-
-    def _evict(self, effect: effects.Evict) -> None:
-        self._calls[effect.task].tell(
-            removed(effect.gang, self._calls[effect.task].site.spec.name, effect.reason)
-        )
-
-    def _refuse(self, effect: effects.Misfit) -> None:
-        call = self._calls[effect.task]
-        call.tell(misfit(call.site.spec, effect.reason))
 
 
 def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:

@@ -78,7 +78,7 @@ class Process:
         self._child.kill()
 
 
-def start_interpreter(  # noqa: PLR0917 - what starts it
+def start_interpreter(
     fields: dict[str, object],
     page: int,
     output: int,

@@ -67,7 +67,7 @@ class Routes:
     def __repr__(self) -> str:
         return f"<Routes {len(self._readers)}>"
 
-    def take(  # noqa: PLR0917 - a line, and all that is known of it
+    def take(
         self, stream: int, label: str, text: str, source: Source, worker: int, task: int
     ) -> bool:
         """Send a line to its owner; False if that is the node itself.

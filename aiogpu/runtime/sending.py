@@ -29,7 +29,7 @@ class Sending:
         ways: how each of the core's effects is carried out that concerns this.
     """
 
-    def __init__(  # noqa: PLR0917 - all that a task has to do with
+    def __init__(
         self,
         scheduler: Scheduler,
         calls: ShardedDict[Call],

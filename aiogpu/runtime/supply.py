@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiogpu.core.events import Cancelled, Supplied
 from aiogpu.core.model.ids import TaskId
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.runtime.line import is_complete, oversized
 from aiogpu.serialization.payload import Payload
 
@@ -50,7 +50,7 @@ class Supply:
         elif not self._missing:
             too_large = oversized(self._payload)
             if too_large is None:
-                self._driver.feed(Supplied(self._task))
+                self._driver.feed(Scheduler.supply, self._task)
             else:
                 self._refuse(too_large)
 
@@ -60,4 +60,4 @@ class Supply:
         if call is not None and call.receiver is not None:
             receiver, call.receiver = call.receiver, None
             value.tell(receiver)
-            self._driver.feed(Cancelled(self._task))
+            self._driver.feed(Scheduler.cancel, self._task)

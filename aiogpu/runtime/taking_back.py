@@ -7,13 +7,12 @@ The control page says what they have begun and what they may not begin any more;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from aiogpu.core.events import Event, Revoked
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
 from aiogpu.core.scheduler.workers import Workers
 from aiogpu.runtime.call import Call
 from aiogpu.runtime.orders import Orders
@@ -33,7 +32,7 @@ class TakingBack:
         workers: Workers,
         calls: ShardedDict[Call],
         orders: Orders,
-        feed: Callable[[Event], None],
+        feed: Feed,
     ) -> None:
         self._loop = loop
         self._workers = workers
@@ -70,7 +69,7 @@ class TakingBack:
         record = self._workers.get(worker)
         if is_left_alone and record is not None and record.task is not None:
             began = record.task.id
-        self._feed(Revoked(worker, number, began))
+        self._feed(Scheduler.revoked, worker, number, began)
 
     def sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
         """The task that a worker was sent under a number, if it still has it."""

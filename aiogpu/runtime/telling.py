@@ -7,6 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from aiogpu.core.effects import Failure
 from aiogpu.core.model.ids import OWN, TaskId, WorkerId
 from aiogpu.errors import DeadlockError, TaskTimeoutError
 from aiogpu.observe.status import Failures
@@ -65,26 +66,40 @@ class Telling:
         except Exception as error:  # noqa: BLE001 - it is told to who waits
             tell_fault(receiver, error)
 
-    def expire(self, effect: effects.Expire) -> None:
-        """Its time is up."""
-        call = self._calls[effect.task]
-        timeout = call.site.spec.timeout or 0.0
-        self.note(effect.task, call, TaskTimeoutError.__name__, f"{timeout:g} s")
-        call.tell_timeout()
+    def fail(self, effect: effects.Fail) -> None:
+        """There will be no result: tell why."""
+        call, task, reason = self._calls[effect.task], effect.task, effect.reason
+        spec = call.site.spec
+        match effect.failure:
+            case Failure.EXPIRED:
+                timeout = f"{spec.timeout or 0.0:g} s"
+                self.note(task, call, TaskTimeoutError.__name__, timeout)
+                call.tell_timeout()
+            case Failure.LOST:
+                assert effect.worker is not None, effect
+                death = self.deaths[effect.worker]
+                error = self.cause_of(task, spec.name, effect.worker, death)
+                if reason:
+                    error.add_note(reason)
+                self.note(task, call, type(error).__name__, str(error))
+                call.tell(error)
+            case Failure.DEADLOCKED:
+                self.note(task, call, DeadlockError.__name__, reason)
+                call.tell_deadlock(reason)
+            case Failure.DISOWNED:
+                call.tell_disowned()
+            case Failure.ABANDONED:
+                call.tell_closed()
+            case Failure.EVICTED:
+                from aiogpu.runtime.placements import removed
 
-    def abandon(self, effect: effects.Abandon) -> None:
-        """The node closes."""
-        self._calls[effect.task].tell_closed()
+                gang = spec.shape.request.gang
+                assert gang is not None, effect
+                call.tell(removed(gang.name, spec.name, reason))
+            case Failure.MISFIT:
+                from aiogpu.runtime.placements import misfit
 
-    def lose(self, effect: effects.Lose) -> None:
-        """Its worker has died."""
-        call = self._calls.pop(effect.task)
-        name, death = call.site.spec.name, self.deaths[effect.worker]
-        error = self.cause_of(effect.task, name, effect.worker, death)
-        if effect.note:
-            error.add_note(effect.note)
-        self.note(effect.task, call, type(error).__name__, str(error))
-        call.tell(error)
+                call.tell(misfit(spec, reason))
 
     def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
         """The error of what a worker has run that has died: a task, or an actor."""
@@ -94,12 +109,6 @@ class Telling:
             or self._guard.explain(name, worker, death)
             or describe_death(name, death)
         )
-
-    def deadlock(self, effect: effects.Deadlock) -> None:
-        """The wait for it could never end."""
-        call = self._calls.pop(effect.task)
-        self.note(effect.task, call, DeadlockError.__name__, effect.reason)
-        call.tell_deadlock(effect.reason)
 
     def warn(self, effect: effects.Warn) -> None:
         """It waits for what is held without end: tell the program whose it is."""
@@ -113,10 +122,6 @@ class Telling:
         reason = stall_in_words(why_waiting(node, record, holdings))
         if self.routes is None or not self.routes.warn(client, reason):
             _log.warning("! %s", reason)
-
-    def disown(self, effect: effects.Disown) -> None:
-        """Who has started it has ended."""
-        self._calls[effect.task].tell_disowned()
 
     def forget(self, effect: effects.Forget) -> None:
         """Nobody waits for it."""

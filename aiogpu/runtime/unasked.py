@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiogpu.core.events import Event
     from aiogpu.core.model.ids import WorkerId
     from aiogpu.core.resources.ledger import Lease
+    from aiogpu.core.scheduler.scheduler import Feed
 
 
 class Unasked:
     """What such a node has in place of a `Clearance`."""
 
-    def tell(self, feed: Callable[[Event], None]) -> None:
+    def tell(self, feed: Feed) -> None:
         """There will be nothing to tell."""
 
     def begin(self, worker: WorkerId, lease: Lease) -> None:

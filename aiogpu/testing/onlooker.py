@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from aiogpu.core.model.ids import WorkerId
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.records import TaskState, WorkerState
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing.paper import News, PaperTask, PaperWorker
-
-ENDS: Final = ("settled", "lost", "deadlocked")
-"""News after which nothing of the task is left."""
 
 
 class Onlooker:
@@ -118,5 +113,5 @@ class Onlooker:
         assert known == names, (known, names)
         assert len(seen) + len(held) == len(names), "a task was sent to two workers"
         for task in self._by_id:
-            is_over = task.is_forgotten or task.news in ENDS
+            is_over = task.is_forgotten or task.news == "settled"
             assert is_over == (task.id not in self.scheduler.tasks), task

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Literal, NamedTuple
 
-from aiogpu.core import effects, events
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.records import Binding
+from aiogpu.core.scheduler.scheduler import Scheduler, Step
 
 News = Literal[
     "settled",
@@ -22,18 +22,20 @@ News = Literal[
     "evicted",
     "misfit",
 ]
-"""What a task's owner can be told."""
+"""What a task's owner can be told: that it was settled, or a `Failure`."""
 
-NEWS: Final[Mapping[type[effects.Effect], News]] = {
-    effects.Settle: "settled",
-    effects.Expire: "expired",
-    effects.Lose: "lost",
-    effects.Deadlock: "deadlocked",
-    effects.Disown: "disowned",
-    effects.Abandon: "abandoned",
-    effects.Evict: "evicted",
-    effects.Misfit: "misfit",
-}
+
+class Event(NamedTuple):
+    """A method of `Scheduler` that is told what happened, and what it gets."""
+
+    step: Step
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def told(step: Step, *args: Any, **kwargs: Any) -> Event:
+    """An event: `told(Scheduler.cancel, task)`."""
+    return Event(step, args, kwargs)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,13 +138,14 @@ class PaperWorker:
         self.began = self.void[0]
         return self.began
 
-    def know_revoked(self) -> events.Revoked:
+    def know_revoked(self) -> Event:
         """What is told of the earliest revocation that is not answered."""
         assert self.revoking, f"nothing is taken back from {self.id}"
         began = self.began.id if self.began else None
-        return events.Revoked(self.id, self.revoking.popleft(), began)
+        return told(Scheduler.revoked, self.id, self.revoking.popleft(), began)
 
-    def gone(self, settles: bool) -> events.WorkerGone:
+    def gone(self, settles: bool) -> Event:
         """What is told of its end; `settles`: its devices must be seen free."""
         began = self.began.id if self.began else None
-        return events.WorkerGone(self.id, began, settles and self.binding is not None)
+        settles = settles and self.binding is not None
+        return told(Scheduler.worker_gone, self.id, began, settles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from aiogpu.core import effects, events
+from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.model.units import GPU
@@ -14,7 +14,7 @@ from aiogpu.observe.status import Holdings
 from aiogpu.observe.why import stall_in_words, why_waiting
 from aiogpu.testing.clock import HandClock
 from aiogpu.testing.onlooker import Onlooker
-from aiogpu.testing.paper import NEWS, PaperWorker
+from aiogpu.testing.paper import Event, News, PaperWorker, told
 
 
 class Stage(Onlooker):
@@ -40,36 +40,36 @@ class Stage(Onlooker):
         self.retired: list[WorkerId] = []
         self.killed: list[WorkerId] = []
         self.warnings: list[tuple[str, str]] = []
-        self._coming: deque[events.Event] = deque()
+        self._coming: deque[Event] = deque()
 
     @property
     def now(self) -> float:
         """The time in seconds."""
         return self.clock.now
 
-    def _happen(self, *happened: events.Event) -> None:
+    def _happen(self, *happened: Event) -> None:
         self.effects = []
         self._coming.extend(happened)
         self._go_on()
 
     def _wake(self, moment: float) -> None:
         self.clock.advance_to(moment)
-        self._coming.append(events.TimePassed())
+        self._coming.append(told(Scheduler.wake))
         self._go_on()
 
     def _go_on(self) -> None:
         while self._coming:
-            event = self._coming.popleft()
-            if isinstance(event, events.WorkerStarted):
-                self.workers[event.worker].has_started = True
-            elif isinstance(event, events.Revoked) and event.worker in self.workers:
-                self.workers[event.worker].forget_void(event.number)
-            elif isinstance(event, events.TaskSkipped):
-                self.workers[event.worker].drop(self._by_id[event.task])
-            elif isinstance(event, events.WorkerGone):
+            step, args, kwargs = self._coming.popleft()
+            if step is Scheduler.worker_started:
+                self.workers[args[0]].has_started = True
+            elif step is Scheduler.revoked and args[0] in self.workers:
+                self.workers[args[0]].forget_void(args[1])
+            elif step is Scheduler.task_skipped:
+                self.workers[args[1]].drop(self._by_id[args[0]])
+            elif step is Scheduler.worker_gone:
                 # One that is killed while it leaves has two reasons to go.
-                self.workers.pop(event.worker, None)
-            for effect in self.scheduler.handle(event, self.now):
+                self.workers.pop(args[0], None)
+            for effect in step(self.scheduler, self.now, *args, **kwargs):
                 self.effects.append(effect)
                 self._apply(effect)
             self.check()
@@ -88,7 +88,7 @@ class Stage(Onlooker):
                 known = self.workers[worker]
                 assert self._by_id[task] in (*known.sent, *known.void), effect
                 self._by_id[task].interrupts += 1
-            case effects.Granted() | effects.Reserved():
+            case effects.Granted():
                 self._grant(effect)
             case effects.Reclaim(task, holder):
                 assert self.leases[self._by_id[task].spec.name] == holder, effect
@@ -105,15 +105,18 @@ class Stage(Onlooker):
                 holdings = Holdings(node.holders, {}, self.now)
                 why = why_waiting(node, node.tasks[task], holdings)
                 self.warnings.append((why.name, stall_in_words(why)))
-            case _:
-                self._tell(effect)
+            case effects.Settle(task):
+                self._tell(task, "settled")
+            case effects.Fail(task, failure, reason):
+                self._tell(task, failure.value, reason)
+            case effects.Forget(task):
+                self._forget(task)
 
-    def _grant(self, granted: effects.Granted | effects.Reserved) -> None:
-        task = self._by_id[granted.task]
-        if isinstance(granted, effects.Reserved):
+    def _grant(self, granted: effects.Granted) -> None:
+        task, lease = self._by_id[granted.task], granted.lease
+        if lease.parts:
             self.gangs[task.spec.name] = granted.holder
             return
-        lease = granted.lease
         assert not self.scheduler.ledger.drains(lease), granted
         task.gpus = dict(binding_of(task.spec, lease)[1]).get(GPU, ())
         self.leases[task.spec.name] = granted.holder
@@ -121,26 +124,25 @@ class Stage(Onlooker):
     def _fork(self, worker: WorkerId, environment: Environment) -> None:
         self.workers[worker] = PaperWorker(worker, environment)
         if self.starts:
-            self._coming.append(events.WorkerStarted(worker))
+            self._coming.append(told(Scheduler.worker_started, worker))
 
     def _revoke(self, worker: PaperWorker, number: int) -> None:
         worker.revoke(number)
         if self.revokes:
             self._coming.append(worker.know_revoked())
 
-    def _tell(self, effect: effects.Effect) -> None:
-        if isinstance(effect, effects.Forget):
-            task = self._by_id[effect.task]
-            assert not task.is_forgotten, effect
-            task.is_forgotten = True
-            self.leases.pop(task.spec.name, None)
-            self.gangs.pop(task.spec.name, None)
-            return
-        owner = self._by_id[effect.task]  # type: ignore[union-attr]
-        assert owner.news is None, (effect, owner)
-        assert not owner.is_cancelled, (effect, owner)
-        owner.news = NEWS[type(effect)]
-        owner.reason = getattr(effect, "reason", "")
+    def _forget(self, id_: TaskId) -> None:
+        task = self._by_id[id_]
+        assert not task.is_forgotten, id_
+        task.is_forgotten = True
+        self.leases.pop(task.spec.name, None)
+        self.gangs.pop(task.spec.name, None)
+
+    def _tell(self, id_: TaskId, news: News, reason: str = "") -> None:
+        owner = self._by_id[id_]
+        assert owner.news is None, (news, owner)
+        assert not owner.is_cancelled, (news, owner)
+        owner.news, owner.reason = news, reason
 
     def _send(self, assign: effects.Assign) -> None:
         worker, task = self.workers[assign.worker], self._by_id[assign.task]

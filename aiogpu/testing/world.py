@@ -8,10 +8,10 @@ onlooker can see (a worker never changes its devices, an owner is told once).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Concatenate, Literal, ParamSpec
 
-from aiogpu.core import events
+from aiogpu.core.effects import Effect
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import (
@@ -39,8 +39,10 @@ from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.testing.clock import HandClock
-from aiogpu.testing.paper import PaperTask, PaperWorker
+from aiogpu.testing.paper import PaperTask, PaperWorker, told
 from aiogpu.testing.stage import Stage
+
+P = ParamSpec("P")
 
 
 class World(Stage):
@@ -165,29 +167,29 @@ class World(Stage):
         task = PaperTask(TaskId(len(self._by_id)), spec)
         self.tasks[spec.name] = task
         self._by_id.append(task)
-        self._happen(events.Submitted(task.id, spec, parent, needs, client))
+        self._happen(told(Scheduler.submit, task.id, spec, parent, needs, client))
 
     def join(
         self, client: int, weight: float = 1.0, limits: Limits | None = None
     ) -> None:
         """A program joins the node, or has other terms from now on."""
-        self._happen(events.ClientJoined(ClientId(client), weight, limits or Limits()))
+        self._happen(told(Scheduler.join, ClientId(client), weight, limits or Limits()))
 
     def fall_behind(self, client: int, is_behind: bool = True) -> None:
         """A program does not read what it is sent, or has caught up."""
-        self._happen(events.ClientBehind(ClientId(client), is_behind))
+        self._happen(told(Scheduler.set_behind, ClientId(client), is_behind))
 
     def leave(self, client: int) -> None:
         """A program submits nothing any more."""
-        self._happen(events.ClientLeft(ClientId(client)))
+        self._happen(told(Scheduler.leave, ClientId(client)))
 
     def supply(self, name: str) -> None:
         """All arguments of a task are there that were not."""
-        self._happen(events.Supplied(self.tasks[name].id))
+        self._happen(told(Scheduler.supply, self.tasks[name].id))
 
     def start(self, whom: str | int) -> None:
         """A forked worker connects; named by its id or by the task it is for."""
-        self._happen(events.WorkerStarted(self.worker_of(whom)))
+        self._happen(told(Scheduler.worker_started, self.worker_of(whom)))
 
     def finish(self, name: str, *, retry: bool = False, ran_out: bool = False) -> None:
         """The worker answers.
@@ -207,7 +209,7 @@ class World(Stage):
         worker = self.workers[self.worker_of(name)]
         assert worker.task is task, f"{name!r} does not run on a worker"
         worker.answer()
-        finished = events.TaskFinished(task.id, worker.id, retry, self.took, ran_out)
+        finished = told(Scheduler.finish, task.id, worker.id, retry, self.took, ran_out)
         self._coming.append(finished)
         if worker.is_ending:
             self._leave(worker)
@@ -218,7 +220,7 @@ class World(Stage):
     def wait_for(self, name: str, *children: str) -> None:
         """A task's code waits for others, or for none any more."""
         ids = tuple(self.tasks[child].id for child in children)
-        self._happen(events.TaskWaits(self.tasks[name].id, ids))
+        self._happen(told(Scheduler.wait_for, self.tasks[name].id, ids))
 
     def revoked(self, whom: str | int) -> None:
         """It is known what a worker has not begun of what it was sent."""
@@ -232,7 +234,7 @@ class World(Stage):
         """
         worker = self._answer(name)
         assert worker.void, f"nothing behind {name!r} was taken back"
-        skipped = events.TaskSkipped(worker.skip().id, worker.id)
+        skipped = told(Scheduler.task_skipped, worker.skip().id, worker.id)
         self._happen()
         if is_late:
             self._happen(worker.know_revoked())
@@ -246,7 +248,7 @@ class World(Stage):
         """The task's owner does not want its result any more."""
         task = self.tasks[name]
         task.is_cancelled = task.news is None
-        self._happen(events.Cancelled(task.id))
+        self._happen(told(Scheduler.cancel, task.id))
 
     def die(self, whom: str | int) -> None:
         """A worker's process ends; named as in `start`."""
@@ -257,7 +259,7 @@ class World(Stage):
         worker = self.workers[self.worker_of(whom)]
         worker.is_ending = True
         worker.drop_queue()
-        self._happen(events.WorkerSpoilt(worker.id))
+        self._happen(told(Scheduler.worker_spoilt, worker.id))
 
     def lease(
         self,
@@ -285,15 +287,21 @@ class World(Stage):
 
     def give_back(self, name: str, *, settles: bool = False) -> None:
         """All that a lease was granted for has ended."""
-        self._happen(events.LeaseReturned(self.leases[name], settles))
+        self._happen(told(Scheduler.lease_returned, self.leases[name], settles))
 
-    def tell(self, event: events.Event) -> None:
-        """Something else happens."""
-        self._happen(event)
+    def tell(
+        self,
+        step: Callable[Concatenate[Scheduler, float, P], Sequence[Effect]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Something else happens: `w.tell(Scheduler.device_sick, "GPU", 0, "XID")`."""
+        self._happen(told(step, *args, **kwargs))
 
     def close(self, at_once: bool = False) -> None:
         """The node shuts down, in order or by force."""
-        self._happen(events.Closing(at_once))
+        self._happen(told(Scheduler.close, at_once))
 
     def advance(self, seconds: float) -> None:
         """Time passes; the scheduler is woken at each of its deadlines."""
@@ -308,17 +316,18 @@ class World(Stage):
         self.starts = self.exits = self.revokes = True
         self.settles = False
         for unsettled in self.unsettled:
-            self._coming.append(events.Settled(unsettled))
+            self._coming.append(told(Scheduler.devices_free, unsettled))
         for worker in self.workers.values():
             worker.is_stopped = False
             worker.begin()
             while worker.revoking:
                 self._coming.append(worker.know_revoked())
             if not worker.has_started:
-                self._coming.append(events.WorkerStarted(worker.id))
+                self._coming.append(told(Scheduler.worker_started, worker.id))
             elif worker.is_ending and worker.task is None:
                 self._leave(worker)
-        self._coming.extend(map(events.Supplied, self.scheduler.expecting))
+        expecting = self.scheduler.expecting
+        self._coming.extend(told(Scheduler.supply, one) for one in expecting)
         self._go_on()
         while True:
             while running := [w.task for w in self.workers.values() if w.task]:

@@ -49,7 +49,7 @@ class Stage:
         end_fork: ends this process, if the user's code has come back in a fork of it.
     """
 
-    def __init__(  # noqa: PLR0917 - the parts of a worker
+    def __init__(
         self,
         channel: Channel,
         interrupts: Interrupts,

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 
 import aiogpu
 from aiogpu.core.effects import Assign
-from aiogpu.core.events import Submitted, TaskFinished, WorkerStarted
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, GPU, quantity
@@ -135,13 +134,13 @@ class AiogpuLocal:
 
         def cycle(number: int) -> None:
             task = TaskId(number)
-            effects = scheduler.handle(Submitted(task, spec), 0.0)
+            effects = scheduler.submit(0.0, task, spec)
             assert type(effects[0]) is Assign, effects
-            scheduler.handle(TaskFinished(task, worker), 0.0)
+            scheduler.finish(0.0, task, worker)
 
-        scheduler.handle(Submitted(TaskId(-1), spec), 0.0)
-        scheduler.handle(WorkerStarted(worker), 0.0)
-        scheduler.handle(TaskFinished(TaskId(-1), worker), 0.0)
+        scheduler.submit(0.0, TaskId(-1), spec)
+        scheduler.worker_started(0.0, worker)
+        scheduler.finish(0.0, TaskId(-1), worker)
         return cycle
 
     def paper(self, num_cpus: int, num_gpus: int) -> AiogpuPaper:

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from random import Random
 from time import perf_counter_ns
-from typing import Final
+from typing import Any, Final
 
-from aiogpu.core import effects, events
+from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
@@ -51,7 +51,7 @@ class AiogpuPaper:
         self._busy: list[WorkerId] = []
         self._last_task = 0
         self._chance = Random(0)
-        self._coming: deque[events.Event] = deque()
+        self._coming: deque[tuple[Any, ...]] = deque()
 
     @property
     def busy(self) -> int:
@@ -71,7 +71,7 @@ class AiogpuPaper:
         self._last_task += 1
         task = TaskId(self._last_task)
         self._needs[task] = need
-        self._feed(events.Submitted(task, spec))
+        self._feed(Scheduler.submit, task, spec)
 
     def finish(self) -> Need:
         """End the task that some busy worker runs; tells what it needed."""
@@ -83,26 +83,26 @@ class AiogpuPaper:
         if not sent:
             busy[place] = busy[-1]
             busy.pop()
-        self._feed(events.TaskFinished(ended, worker, took=TOOK))
+        self._feed(Scheduler.finish, ended, worker, False, TOOK)
         if worker in self._last:
             self._last.remove(worker)
-            self._feed(events.WorkerGone(worker))
+            self._feed(Scheduler.worker_gone, worker)
         return self._needs.pop(ended)
 
-    def _feed(self, event: events.Event) -> None:
+    def _feed(self, *event: Any) -> None:
         coming, scheduler = self._coming, self._scheduler
         coming.append(event)
         while coming:
-            event = coming.popleft()
+            step, *args = coming.popleft()
             self._now += EVENT_TAKES
             start = perf_counter_ns()
-            answer = scheduler.handle(event, self._now)
+            answer = step(scheduler, self._now, *args)
             deadline = scheduler.deadline()
             self.spent += perf_counter_ns() - start
             for effect in answer:
                 self._apply(effect)
             if deadline is not None and deadline <= self._now:
-                coming.append(events.TimePassed())
+                coming.append((Scheduler.wake,))
 
     def _apply(self, effect: effects.Effect) -> None:
         match effect:
@@ -118,10 +118,10 @@ class AiogpuPaper:
                 self._coming.append(self._revoke(worker, number))
             case effects.Spawn(worker):
                 self._sent[worker] = deque()
-                self._coming.append(events.WorkerStarted(worker))
+                self._coming.append((Scheduler.worker_started, worker))
             case effects.Retire(worker):
                 del self._sent[worker]
-                self._coming.append(events.WorkerGone(worker))
+                self._coming.append((Scheduler.worker_gone, worker))
             case _:
                 raise NotImplementedError(f"no worker on paper can answer {effect}")
 
@@ -132,11 +132,11 @@ class AiogpuPaper:
             self._busy.append(worker)
         sent.extend(tasks)
 
-    def _revoke(self, worker: WorkerId, number: int) -> events.Revoked:
+    def _revoke(self, worker: WorkerId, number: int) -> tuple[Any, ...]:
         sent = self._sent[worker]
         while len(sent) > 1:
             sent.pop()
-        return events.Revoked(worker, number, sent[0] if sent else None)
+        return Scheduler.revoked, worker, number, sent[0] if sent else None
 
 
 def request_of(need: Need) -> Request:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from time import thread_time_ns
-from typing import Final
+from typing import Any, Final
 
-from aiogpu.core import effects, events
+from aiogpu.core import effects
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
@@ -60,7 +60,7 @@ class Core:
         """A task of a size has come; answer those that begin."""
         begun = self._pass_time(now)
         # Ids count from 1.
-        event = events.Submitted(TaskId(task + 1), self._specs[size])
+        event = (Scheduler.submit, TaskId(task + 1), self._specs[size])
         return [*begun, *self._feed(event, now)]
 
     def end(self, task: int, now: float) -> list[int]:
@@ -69,22 +69,23 @@ class Core:
         id_ = TaskId(task + 1)
         worker = self._workers.pop(id_)
         del self._running[worker]
-        begun += self._feed(events.TaskFinished(id_, worker), now)
-        return begun + self._feed(events.WorkerGone(worker), now)
+        begun += self._feed((Scheduler.finish, id_, worker), now)
+        return begun + self._feed((Scheduler.worker_gone, worker), now)
 
     def _pass_time(self, now: float) -> list[int]:
         begun: list[int] = []
         while (deadline := self.scheduler.deadline()) is not None and deadline <= now:
-            begun += self._feed(events.TimePassed(), deadline)
+            begun += self._feed((Scheduler.wake,), deadline)
         return begun
 
-    def _feed(self, event: events.Event, now: float) -> list[int]:
+    def _feed(self, event: tuple[Any, ...], now: float) -> list[int]:
         """Tell the scheduler what happened, and what follows from its answer."""
         begun: list[int] = []
         coming = deque([event])
         while coming:
+            step, *args = coming.popleft()
             start = thread_time_ns()
-            answer = self.scheduler.handle(coming.popleft(), now)
+            answer = step(self.scheduler, now, *args)
             took = thread_time_ns() - start
             self.spent += took
             self.told += 1
@@ -98,10 +99,10 @@ class Core:
                         self._running[worker] = task
                         begun.append(task - 1)
                     case effects.Spawn(worker):
-                        coming.append(events.WorkerStarted(worker))
+                        coming.append((Scheduler.worker_started, worker))
                     case effects.Revoke(worker, number):
                         at = self._running[worker]
-                        coming.append(events.Revoked(worker, number, at))
+                        coming.append((Scheduler.revoked, worker, number, at))
                     case _:
                         raise NotImplementedError(f"nobody here can answer {effect}")
         return begun

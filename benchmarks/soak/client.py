@@ -37,7 +37,7 @@ class Client:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(  # noqa: PLR0917 - what it is to be
+    async def start(
         cls,
         box: Box,
         name: str,

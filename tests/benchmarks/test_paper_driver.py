@@ -3,7 +3,7 @@
 import pytest
 
 from aiogpu.core.effects import Ahead, Kill, Revoke
-from aiogpu.core.events import Revoked, TimePassed
+from aiogpu.core.scheduler.scheduler import Scheduler
 from benchmarks.environments.aiogpu_paper import TOOK, AiogpuPaper
 from benchmarks.port import Need
 
@@ -61,7 +61,7 @@ class Deaf:
         self.told = []
         self.wants = []
 
-    def handle(self, event, _now):
+    def hear(self, event):
         self.told.append(event)
         wants, self.wants = self.wants, []
         return wants
@@ -70,38 +70,43 @@ class Deaf:
         return None
 
 
-def driver_of_three():
+def driver_of_three(monkeypatch):
     """One worker that runs task 1 and was sent 2 and 3 ahead, and whom it tells."""
     paper = AiogpuPaper(1, 0)
     for _ in range(3):
         paper.submit(Need())
-    paper._scheduler = Deaf()
+    paper._scheduler = deaf = Deaf()
+    monkeypatch.setattr(Scheduler, "finish", lambda *it: deaf.hear(("finish", *it[2:])))
+    monkeypatch.setattr(Scheduler, "wake", lambda *it: deaf.hear(("wake", *it[2:])))
+    monkeypatch.setattr(
+        Scheduler, "revoked", lambda *it: deaf.hear(("revoked", *it[2:]))
+    )
     paper._apply(Ahead(1, [2, 3]))
     return paper, paper._scheduler
 
 
-def test_a_worker_runs_what_it_is_sent_ahead_in_order():
-    paper, scheduler = driver_of_three()
+def test_a_worker_runs_what_it_is_sent_ahead_in_order(monkeypatch):
+    paper, scheduler = driver_of_three(monkeypatch)
     assert paper.busy == 1
     assert drain(paper) == 3
-    assert [event.task for event in scheduler.told] == [1, 2, 3]
-    assert all(event.took == TOOK for event in scheduler.told)
+    assert [task for _, task, *_ in scheduler.told] == [1, 2, 3]
+    assert all(event[-1] == TOOK for event in scheduler.told)
 
 
-def test_a_worker_keeps_what_it_has_begun_and_gives_back_the_rest():
-    paper, scheduler = driver_of_three()
+def test_a_worker_keeps_what_it_has_begun_and_gives_back_the_rest(monkeypatch):
+    paper, scheduler = driver_of_three(monkeypatch)
     scheduler.wants = [Revoke(1, 7)]
-    paper._feed(TimePassed())
-    assert scheduler.told == [TimePassed(), Revoked(1, 7, 1)]
+    paper._feed(Scheduler.wake)
+    assert scheduler.told == [("wake",), ("revoked", 1, 7, 1)]
     assert drain(paper) == 1
 
 
-def test_an_idle_worker_has_begun_nothing():
-    paper, scheduler = driver_of_three()
+def test_an_idle_worker_has_begun_nothing(monkeypatch):
+    paper, scheduler = driver_of_three(monkeypatch)
     drain(paper)
     scheduler.wants = [Revoke(1, 8)]
-    paper._feed(TimePassed())
-    assert scheduler.told[-1] == Revoked(1, 8, None)
+    paper._feed(Scheduler.wake)
+    assert scheduler.told[-1] == ("revoked", 1, 8, None)
 
 
 def test_short_tasks_are_sent_ahead_and_all_end():

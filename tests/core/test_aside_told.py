@@ -1,6 +1,6 @@
 """What people are told of devices that settle, are set aside, or were not verified."""
 
-from aiogpu.core import events
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
 from aiogpu.testing import World
@@ -41,7 +41,7 @@ def test_a_share_that_settles_is_held_by_nobody_alive():
 
 def test_a_device_that_is_set_aside_says_why():
     w, worker = gone()
-    w.tell(events.SetAside(worker, REASON))
+    w.tell(Scheduler.devices_stuck, worker, REASON)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert (device.free, device.aside, device.holders) == (0.0, REASON, ())
     assert table(w)[-2:] == ["GPU 0  0 free", f"  set aside: {REASON}"]
@@ -50,26 +50,26 @@ def test_a_device_that_is_set_aside_says_why():
         "  GPU 0.5: 0 of 1 free (0: set aside)",
         f"    set aside: {REASON}",
     ]
-    w.tell(events.Recovered("GPU", 0))
+    w.tell(Scheduler.device_recovered, "GPU", 0)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert (device.free, device.aside) == (0.5, None)
 
 
 def test_a_failure_that_is_told_from_two_sides_is_told_once():
     w, worker = gone()
-    w.tell(events.SetAside(worker, "GPU 0: it is lost (no answer)"))
-    w.tell(events.Sick("GPU", 0, "it is lost; XID 79"))
+    w.tell(Scheduler.devices_stuck, worker, "GPU 0: it is lost (no answer)")
+    w.tell(Scheduler.device_sick, "GPU", 0, "it is lost; XID 79")
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert device.aside == "GPU 0: it is lost (no answer); XID 79"
-    w.tell(events.Recovered("GPU", 0))
+    w.tell(Scheduler.device_recovered, "GPU", 0)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert device.aside == "it is lost; XID 79"
 
 
 def test_each_of_several_sick_devices_is_named_once():
     w = World(cpus=4, gpus=2)
-    w.tell(events.Sick("GPU", 0, "XID 79"))
-    w.tell(events.Sick("GPU", 1, "GPU 1: XID 79"))
+    w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
+    w.tell(Scheduler.device_sick, "GPU", 1, "GPU 1: XID 79")
     w.submit("b", num_gpus=1)
     assert told(w, "b")[1:] == [
         "  GPU 1: 0 of 2 free (0: set aside, 1: set aside)",
@@ -80,7 +80,7 @@ def test_each_of_several_sick_devices_is_named_once():
 
 def test_a_device_of_which_nobody_knows_says_so():
     w, worker = gone()
-    w.tell(events.Settled(worker, is_verified=False))
+    w.tell(Scheduler.devices_free, worker, is_verified=False)
     (device,) = snapshot(w.scheduler, {}, w.now).devices
     assert device.is_unverified
     assert table(w)[-1] == (

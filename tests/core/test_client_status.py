@@ -4,7 +4,6 @@ import gc
 import time
 from dataclasses import replace
 
-from aiogpu.core.events import ClientJoined
 from aiogpu.core.model.ids import ClientId, TaskId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
@@ -149,14 +148,14 @@ def test_sixty_four_programs_with_ten_thousand_tasks_each_are_seen_at_once():
     scheduler = Scheduler(Ledger({"CPU": 4 * UNIT}))
     specs = []
     for number in range(1, 65):
-        scheduler.handle(ClientJoined(ClientId(number)), 0.0)
+        scheduler.join(0.0, ClientId(number))
         shape = Shape(Request.of({"CPU": UNIT}, {}), (("P", str(number)),))
         specs.append((ClientId(number), TaskSpec("f", shape)))
     task = 0
     for _ in range(300):
         for client, spec in specs:
             task += 1
-            scheduler.submit(TaskId(task), spec, 0.0, None, None, client)
+            scheduler.submit(0.0, TaskId(task), spec, None, None, client)
     gc.collect()
     began = time.process_time()
     status = snapshot(scheduler, {}, 1.0)

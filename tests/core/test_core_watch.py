@@ -3,7 +3,6 @@
 import pytest
 
 from aiogpu.core.effects import Forget, Interrupt, Kill, Revoke, Settle
-from aiogpu.core.events import Revoked, TaskSkipped, WorkerGone
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.scheduler.revocation import count_begun
 from aiogpu.testing import World
@@ -161,7 +160,7 @@ def test_a_crash_before_the_worker_has_begun_costs_the_first_in_line_a_start():
 def test_a_crash_blames_all_whose_answers_are_lost():
     w = queue_behind()
     t2 = w.tasks["t2"].id
-    [lost, *_] = w.scheduler.handle(WorkerGone(w.worker_of("t1"), t2), w.now)[:1]
+    [lost, *_] = w.scheduler.worker_gone(w.now, w.worker_of("t1"), t2)[:1]
     assert lost.task == w.tasks["t1"].id
     assert t2 not in w.scheduler.tasks
     assert w.tasks["t3"].id in w.scheduler.tasks
@@ -281,7 +280,7 @@ def test_the_next_in_line_may_be_cancelled_as_well():
 def test_a_skipped_task_is_known_wherever_it_stands():
     w = queue_behind()
     t3 = w.tasks["t3"].id
-    w.scheduler.handle(TaskSkipped(t3, w.worker_of("t1")), w.now)
+    w.scheduler.task_skipped(w.now, t3, w.worker_of("t1"))
     w.scheduler.check()
     assert "t3" in w.waiting
     assert "t2" in w.queued
@@ -291,7 +290,7 @@ def test_an_answer_to_an_earlier_revocation_changes_nothing():
     w = queue_behind(revokes=False)
     w.cancel("t2")
     before = w.queued
-    assert not w.scheduler.handle(Revoked(w.worker_of("t1"), 7, None), w.now)
+    assert not w.scheduler.revoked(w.now, w.worker_of("t1"), 7, None)
     assert w.queued == before
     w.revoked(1)
     assert not w.queued

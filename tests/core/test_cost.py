@@ -8,13 +8,6 @@ from functools import partial
 import pytest
 
 from aiogpu.core.effects import Ahead, Assign, Spawn
-from aiogpu.core.events import (
-    Cancelled,
-    ClientJoined,
-    TaskFinished,
-    TimePassed,
-    WorkerStarted,
-)
 from aiogpu.core.model.ids import OWN, ClientId, TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
@@ -44,7 +37,7 @@ class Node:
         self._count = 0
         self._programs = programs
         for number in range(1, programs + 1):
-            self.handle(ClientJoined(ClientId(number)))
+            self.handle(Scheduler.join, ClientId(number))
 
     def submit(self) -> None:
         """Submit a task; its spec is the next in turn, and so is its program."""
@@ -52,28 +45,28 @@ class Node:
         client = ClientId(self._count % self._programs + 1) if self._programs else OWN
         self._count += 1
         task, submit = TaskId(self._count), self.scheduler.submit
-        self._apply(submit(task, spec, self.now, client=client))
+        self._apply(submit(self.now, task, spec, client=client))
 
     def finish(self) -> None:
         """End the task that was begun first."""
         worker = min(self.sent, key=lambda w: self.sent[w][0] if self.sent[w] else 1e9)
         task = self.sent[worker].popleft()
-        self.handle(TaskFinished(task, worker, took=self._took))
+        self.handle(Scheduler.finish, task, worker, took=self._took)
 
     def cancel(self, task: TaskId) -> None:
         """Nobody wants it any more."""
-        self.handle(Cancelled(task))
+        self.handle(Scheduler.cancel, task)
 
-    def handle(self, event) -> None:
+    def handle(self, step, *args, **kwargs) -> None:
         """Tell the scheduler, and do what it says."""
-        self._apply(self.scheduler.handle(event, self.now))
+        self._apply(step(self.scheduler, self.now, *args, **kwargs))
 
     def _apply(self, effects) -> None:
         for effect in effects:
             match effect:
                 case Spawn(worker):
                     self.sent[worker] = deque()
-                    self.handle(WorkerStarted(worker))
+                    self.handle(Scheduler.worker_started, worker)
                 case Assign(task, worker):
                     self.sent[worker].append(task)
                 case Ahead(worker, tasks):
@@ -107,7 +100,7 @@ def calls_a_round(
     for _ in range(waiting):
         node.submit()
     node.now += age
-    node.handle(TimePassed())
+    node.handle(Scheduler.wake)
 
     def rounds() -> None:
         for _ in range(ROUNDS):
@@ -167,9 +160,9 @@ def test_one_that_joins_a_line_costs_the_same_though_something_is_kept():
         node = Node(spec())
         for _ in range(FEW):
             node.submit()
-        node.handle(TimePassed())
+        node.handle(Scheduler.wake)
         node.now += passed
-        node.handle(TimePassed())
+        node.handle(Scheduler.wake)
         assert (node.scheduler.reservation is not None) == bool(passed)
         calls.append(calls_of(node.submit))
     assert calls[1] <= calls[0] + 4

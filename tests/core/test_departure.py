@@ -2,8 +2,8 @@
 
 import pytest
 
-from aiogpu.core import events
 from aiogpu.core.effects import Kill
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
 from aiogpu.testing import World
@@ -25,21 +25,21 @@ def test_the_owner_is_told_at_once_and_the_share_comes_back_later():
     assert w.free == {"CPU": 4.0, "GPU": 1.0}, "its code has ended"
     w.submit("b", num_gpus=2)
     assert w.waiting == {"b"}
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert w.running == {"b"}
     assert w.scheduler.ledger.device_sets["GPU"].unverified == set()
 
 
 def test_what_nobody_could_see_is_noted():
     w, worker = gone(0.5)
-    w.tell(events.Settled(worker, is_verified=False))
+    w.tell(Scheduler.devices_free, worker, is_verified=False)
     assert w.free_gpus == [1, 1]
     gpus = w.scheduler.ledger.device_sets["GPU"]
     assert gpus.unverified == {0}
     w.submit("b", num_gpus=0.5, max_calls=1)
     worker = w.worker_of("b")
     w.finish("b")
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert gpus.unverified == set()
 
 
@@ -47,14 +47,14 @@ def test_one_that_has_ended_in_time_is_not_killed_while_its_devices_are_awaited(
     w, worker = gone()
     w.advance(60)
     assert not any(isinstance(effect, Kill) for effect in w.effects)
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert w.free["GPU"] == 2.0
 
 
 def test_a_device_that_is_not_given_back_is_set_aside():
     w, worker = gone()
     w.submit("both", num_gpus=2)
-    w.tell(events.SetAside(worker, "pid 7 holds 3 GiB of it"))
+    w.tell(Scheduler.devices_stuck, worker, "pid 7 holds 3 GiB of it")
     assert w.free == {"CPU": 4.0, "GPU": 1.0}
     assert w.waiting == {"both"}
     w.submit("b", num_gpus=1)
@@ -64,7 +64,7 @@ def test_a_device_that_is_not_given_back_is_set_aside():
     assert why(w.scheduler, record, {}, w.now).reasons
     w.finish("b")
     w.run_dry()
-    w.tell(events.Recovered("GPU", 0))
+    w.tell(Scheduler.device_recovered, "GPU", 0)
     assert w.gpus_of("both") == [0, 1]
 
 
@@ -75,27 +75,27 @@ def test_who_shares_a_device_that_is_set_aside_keeps_his_share():
     w.submit("b", num_gpus=0.5)
     worker = w.worker_of("a")
     w.finish("a")
-    w.tell(events.SetAside(worker, "stuck"))
-    w.tell(events.SetAside(worker, "said twice"))
+    w.tell(Scheduler.devices_stuck, worker, "stuck")
+    w.tell(Scheduler.devices_stuck, worker, "said twice")
     assert w.running == {"b"}
     assert w.free["GPU"] == 0.0
     w.finish("b")
     w.submit("c", num_gpus=0.5)
     assert w.waiting == {"c"}
-    w.tell(events.Recovered("GPU", 0))
+    w.tell(Scheduler.device_recovered, "GPU", 0)
     assert w.running == {"c"}
     assert w.worker_of("c")
 
 
 def test_a_reservation_counts_on_nothing_that_is_set_aside():
     w, worker = gone()
-    w.tell(events.SetAside(worker, "stuck"))
+    w.tell(Scheduler.devices_stuck, worker, "stuck")
     w.submit("b", num_gpus=1)
     w.submit("both", num_gpus=2)
     w.advance(2)
     assert w.scheduler.reservation is None
     w.submit("c", num_gpus=1)
-    w.tell(events.Recovered("GPU", 0))
+    w.tell(Scheduler.device_recovered, "GPU", 0)
     w.advance(2)
     assert w.scheduler.reservation is not None or w.running == {"b", "c"}
 
@@ -110,7 +110,7 @@ def test_a_dead_workers_task_is_decided_about_before_its_devices_are_back():
     assert w.told == {"lost": "lost"}
     w.die("a")
     assert w.waiting == {"a"}
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert w.running == {"a"}
 
 
@@ -124,7 +124,7 @@ def test_cpus_that_were_lent_come_back_with_the_rest():
     w.die("parent")
     w.cancel("child")
     w.run_dry()
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert w.free == {"CPU": 1.0, "GPU": 1.0}
 
 
@@ -134,14 +134,14 @@ def test_the_end_of_the_node_waits_for_no_device():
     assert w.scheduler.is_closed
 
 
-@pytest.mark.parametrize("event", [events.Settled, events.WorkerGone])
-def test_what_is_said_of_nobody_changes_nothing(event):
+@pytest.mark.parametrize("step", [Scheduler.devices_free, Scheduler.worker_gone])
+def test_what_is_said_of_nobody_changes_nothing(step):
     w, worker = gone()
-    w.tell(event(99))
-    w.tell(events.WorkerGone(worker))
+    w.tell(step, 99)
+    w.tell(Scheduler.worker_gone, worker)
     assert w.unsettled == [worker]
-    w.tell(events.SetAside(99, "nobody's"))
-    w.tell(events.Recovered("GPU", 1))
+    w.tell(Scheduler.devices_stuck, 99, "nobody's")
+    w.tell(Scheduler.device_recovered, "GPU", 1)
     assert w.free_gpus == [0, 1]
 
 
@@ -165,7 +165,7 @@ def test_nobody_spoils_a_worker_without_a_task():
     w.submit("a")
     worker = w.worker_of("a")
     w.finish("a")
-    w.tell(events.WorkerSpoilt(worker))
-    w.tell(events.WorkerSpoilt(99))
+    w.tell(Scheduler.worker_spoilt, worker)
+    w.tell(Scheduler.worker_spoilt, 99)
     w.submit("b")
     assert w.worker_of("b") == worker

@@ -2,11 +2,11 @@
 
 import pytest
 
-from aiogpu.core.events import MemoryShort, Settled
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.queue import fair_share as clients_module
 from aiogpu.core.queue.fair_share import LONGEST
 from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 from tests.core.contest import Contender, Contest, jain
 
@@ -371,7 +371,7 @@ def test_one_that_is_to_run_alone_holds_up_all_programs():
     w.join(2)
     w.submit("greedy", client=1)
     w.submit("b1", client=2)
-    w.tell(MemoryShort(w.worker_of("greedy")))
+    w.tell(Scheduler.memory_short, w.worker_of("greedy"))
     w.submit("b2", client=2)
     w.submit("b3", client=2)
     assert {"b2", "b3"} <= w.waiting
@@ -444,7 +444,7 @@ def test_a_device_that_settles_counts_until_it_is_free():
     [_, client] = w.scheduler.clients
     assert client.held == {"GPU": 10_000}
     w.join(2)
-    w.tell(Settled(w.unsettled[0]))
+    w.tell(Scheduler.devices_free, w.unsettled[0])
     assert client.held == {}
 
 
@@ -455,7 +455,7 @@ def test_what_settles_when_programs_join_is_nobodys():
     w.finish("a")
     w.join(1)
     assert all(not client.held for client in w.scheduler.clients)
-    w.tell(Settled(w.unsettled[0]))
+    w.tell(Scheduler.devices_free, w.unsettled[0])
     w.submit("b", num_gpus=1, client=1)
     assert w.running == {"b"}
 

@@ -5,9 +5,9 @@ All of it is [B12].
 
 import pytest
 
-from aiogpu.core import events
-from aiogpu.core.effects import Disown, Forget
+from aiogpu.core.effects import Fail, Failure, Forget
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
@@ -322,7 +322,7 @@ def test_a_task_that_has_ended_starts_nobody():
     w.finish("parent")
     w.submit("child", parent="parent")
     child = w.tasks["child"].id
-    assert w.effects == [Disown(child), Forget(child)]
+    assert w.effects == [Fail(child, Failure.DISOWNED), Forget(child)]
     assert w.told["child"] == "disowned"
 
 
@@ -377,14 +377,14 @@ def test_a_child_whose_handle_is_in_the_result_goes_on():
     w.submit("child", parent="parent")
     w.submit("other", parent="parent")
     child = w.tasks["child"].id
-    w.tell(events.Detached(child))
-    w.tell(events.Detached(child))
+    w.tell(Scheduler.detach, child)
+    w.tell(Scheduler.detach, child)
     w.finish("parent")
     assert "child" in w.running
     assert w.told["other"] == "disowned"
     w.finish("child")
     assert w.told["child"] == "settled"
-    w.tell(events.Detached(child))
+    w.tell(Scheduler.detach, child)
     w.submit("alone")
-    w.tell(events.Detached(w.tasks["alone"].id))
+    w.tell(Scheduler.detach, w.tasks["alone"].id)
     assert "alone" in w.running

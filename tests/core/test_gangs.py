@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from aiogpu.core import events
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import OWN, TaskId
 from aiogpu.core.model.request import (
@@ -20,6 +19,7 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.core.scheduler.reservation import reserve
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.state import REMEMBERED
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
@@ -125,7 +125,7 @@ def test_devices_of_a_member_are_seen_free_before_its_gang_ends():
     assert w.unsettled
     w.cancel("gang")
     assert w.free_gpus == [0]
-    w.tell(events.Settled(w.unsettled[0]))
+    w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.free_gpus == [1]
 
 
@@ -331,7 +331,7 @@ def test_small_members_do_not_starve_one_beside_a_sick_device():
     """[B24] What is kept for it is on the device that is well."""
     w = GangWorld(gpus=2)
     w.gang("gang", {"GPU": 2})
-    w.tell(events.Sick("GPU", 0, "XID 79"))
+    w.tell(Scheduler.device_sick, "GPU", 0, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
     w.submit_in("gang", "great", num_gpus=1)
@@ -352,7 +352,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     w = GangWorld(gpus=3)
     w.gang("gang", {"GPU": 1}, {"GPU": 1}, {"GPU": 1})
     w.submit_in("gang", "endless", 0, num_gpus=1, is_endless=True)
-    w.tell(events.Sick("GPU", 1, "XID 79"))
+    w.tell(Scheduler.device_sick, "GPU", 1, "XID 79")
     w.submit_in("gang", "s0", num_gpus=0.5)
     w.submit_in("gang", "s1", num_gpus=0.5)
     w.submit_in("gang", "great", num_gpus=1)
@@ -363,7 +363,7 @@ def test_a_member_of_any_bundle_waits_for_one_that_ends():
     w.finish("s1")
     assert w.gpus_of("great") == [2]
     w.finish("great")
-    w.tell(events.Well("GPU", 1))
+    w.tell(Scheduler.device_well, "GPU", 1)
     w.submit_in("gang", "at last", 1, num_gpus=1)
     assert w.gpus_of("at last") == [1]
 
@@ -376,11 +376,11 @@ def test_what_was_kept_in_a_bundle_is_kept_there_on():
     w.submit_in("gang", "long", 1, num_gpus=1)
     w.submit_in("gang", "great", num_cpus=1, num_gpus=1)
     w.advance(2.0)
-    w.tell(events.TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.part.index == 1
     w.finish("endless")
     w.advance(2.0)
-    w.tell(events.TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.part.index == 1
     w.finish("long")
     assert w.gpus_of("great") == [1]
@@ -435,7 +435,7 @@ def test_a_member_that_ran_out_of_main_memory_runs_alone_in_its_gang():
     w.gang("gang", {"CPU": 1})
     w.submit("other")
     w.submit_in("gang", "m", num_cpus=1)
-    w.tell(events.MemoryShort(w.worker_of("m")))
+    w.tell(Scheduler.memory_short, w.worker_of("m"))
     assert w.running == {"other"}
     w.finish("other")
     assert w.running == {"m"}
@@ -561,7 +561,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_the_node():
     for number in range(3):
         w.submit(f"p{number}")
     w.advance(2.0)
-    w.tell(events.TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "m1"
     assert w.scheduler.reservation.part is not None
     w.finish("p0")
@@ -615,7 +615,7 @@ def test_what_is_kept_of_a_bundle_is_nothing_of_another_gangs():
         w.submit_in(gang, f"{gang}0", num_gpus=1)
         w.submit_in(gang, f"{gang}1", num_gpus=1)
     w.advance(2.0)
-    w.tell(events.TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.record.spec.name == "kept1"
     w.finish("other0")
     assert w.running == {"kept0", "other1"}

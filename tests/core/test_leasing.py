@@ -2,9 +2,9 @@
 
 import pytest
 
-from aiogpu.core import events
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
@@ -109,7 +109,7 @@ def test_its_devices_may_have_to_be_seen_free():
     assert w.free["CPU"] == 16
     assert w.free_gpus == [0]
     assert look_at(w).devices[0].holders[0].is_settling
-    w.tell(events.Settled(holder))
+    w.tell(Scheduler.devices_free, holder)
     assert w.free_gpus == [1]
     assert not w.scheduler.granted
 
@@ -119,7 +119,7 @@ def test_devices_that_do_not_become_free_are_set_aside():
     w.lease("lease", num_gpus=1)
     holder = w.leases["lease"]
     w.give_back("lease", settles=True)
-    w.tell(events.SetAside(holder, "pid 4711 is on it"))
+    w.tell(Scheduler.devices_stuck, holder, "pid 4711 is on it")
     assert look_at(w).devices[0].aside == "pid 4711 is on it"
     w.submit("task", num_gpus=1)
     assert w.waiting == {"task"}
@@ -130,11 +130,11 @@ def test_what_is_returned_twice_or_never_was_is_no_news():
     w.lease("lease", num_gpus=1)
     holder = w.leases["lease"]
     w.give_back("lease", settles=True)
-    w.tell(events.LeaseReturned(holder))
+    w.tell(Scheduler.lease_returned, holder)
     assert w.free_gpus == [0]
-    w.tell(events.LeaseReturned(WorkerId(99)))
-    w.tell(events.Settled(holder))
-    w.tell(events.LeaseReturned(holder))
+    w.tell(Scheduler.lease_returned, WorkerId(99))
+    w.tell(Scheduler.devices_free, holder)
+    w.tell(Scheduler.lease_returned, holder)
     assert w.free_gpus == [1]
 
 
@@ -206,7 +206,7 @@ def test_a_lease_returned_while_the_node_closes_settles_no_more():
     w.lease("held", num_gpus=1)
     holder = w.leases["held"]
     w.close()
-    w.tell(events.LeaseReturned(holder, settles=True))
+    w.tell(Scheduler.lease_returned, holder, settles=True)
     assert not w.scheduler.granted
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from aiogpu.core.events import MemoryShort
 from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import AiogpuError, InfeasibleError, LimitError, OptionError
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
@@ -177,7 +177,7 @@ def test_one_that_is_to_run_alone_keeps_to_the_limit():
     w.submit("greedy", num_gpus=0.5, client=1)
     w.submit("actor", num_gpus=0.5, client=1, is_endless=True)
     w.join(1, limits=Limits(max_share={"GPU": 0.25}))
-    w.tell(MemoryShort(w.worker_of("greedy")))
+    w.tell(Scheduler.memory_short, w.worker_of("greedy"))
     assert "greedy" not in w.running
     w.join(1)
     assert "greedy" in w.running

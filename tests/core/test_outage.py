@@ -2,9 +2,9 @@
 
 import pytest
 
-from aiogpu.core.events import MemoryShort, WorkerGone
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import PROGRAM, TaskId
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
 from aiogpu.testing import World
@@ -15,7 +15,7 @@ WHY = "the zygote ended with status -9"
 
 def fail(w: World, whom: str | int) -> None:
     """The zygote dies that was to fork a worker."""
-    w.tell(WorkerGone(w.worker_of(whom), outage=WHY))
+    w.tell(Scheduler.worker_gone, w.worker_of(whom), outage=WHY)
 
 
 def fail_all(w: World) -> int:
@@ -236,7 +236,7 @@ def test_what_is_to_run_alone_waits_as_well():
     w.submit("other")
     w.start("other")
     fail(w, "b")
-    w.tell(MemoryShort(w.worker_of("a")))
+    w.tell(Scheduler.memory_short, w.worker_of("a"))
     w.finish("other")
     assert "a" not in w.starting | w.running
     assert w.retired == [], "nobody has to make way: there is room"

@@ -4,9 +4,9 @@ Most were found by the machine of `test_scheduler_properties`. Write another her
 when it finds one: calls in a straight line, no helpers, and what went wrong.
 """
 
-from aiogpu.core import events
 from aiogpu.core.effects import Interrupt, Revoke
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.testing import World
 
 SHORT = 1e-5
@@ -216,7 +216,7 @@ def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
     w = World(cpus=1, exits=False)
     w.submit("a")
     first = w.worker_of("a")
-    w.tell(events.MemoryShort(first))
+    w.tell(Scheduler.memory_short, first)
     w.finish("a", retry=True)
     w.starts = False
     w.die(first)
@@ -230,9 +230,9 @@ def test_who_is_to_run_alone_needs_room_as_well():
     w.scheduler.room.bound(1)
     w.settles = True
     w.submit("a", num_gpus=1)
-    w.tell(events.MemoryShort(w.worker_of("a")))
+    w.tell(Scheduler.memory_short, w.worker_of("a"))
     assert w.running | w.starting == set()
-    w.tell(events.Settled(w.unsettled[0]))
+    w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.running == {"a"}
 
 
@@ -244,8 +244,8 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     w.finish("idle")
     w.submit("a", num_gpus=1)
     w.scheduler.room.bound(1)
-    w.tell(events.MemoryShort(w.worker_of("a")))
-    w.tell(events.Settled(w.unsettled[0]))
+    w.tell(Scheduler.memory_short, w.worker_of("a"))
+    w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.running == {"a"}
     assert len(w.workers) == 1
 
@@ -258,7 +258,7 @@ def test_a_worker_that_is_being_killed_skips_a_task_and_is_given_no_other():
     w.finish("t0")
     assert w.queued == {"t2", "t3"}
     worker = w.worker_of("t1")
-    w.tell(events.MemoryShort(worker))
+    w.tell(Scheduler.memory_short, worker)
     w.advance(0.1)
     assert w.workers[worker].void
     w.skip("t1", is_late=True)

@@ -8,7 +8,6 @@ from math import inf
 
 import pytest
 
-from aiogpu.core.events import TimePassed
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
@@ -395,7 +394,7 @@ def test_each_kind_of_device_is_kept_by_itself():
     for number, (gpus, npus) in enumerate([(5_000, UNIT), (UNIT, 0), (0, 2 * UNIT)]):
         request = Request.of({}, {"GPU": gpus, "NPU": npus})
         spec = TaskSpec(f"t{number}", Shape(request), timeout=10.0 * number)
-        scheduler.submit(TaskId(number), spec, 0.0)
+        scheduler.submit(0.0, TaskId(number), spec)
     reservation = reserve(scheduler, scheduler.tasks[TaskId(2)], 0.0)
     assert reservation is not None
     assert (reservation.barred, reservation.until) == ({"NPU": 0b11}, 2.0)
@@ -516,13 +515,13 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
     w = ready_for_two()
     pass_over(w)
     w.advance(2 * STANDS)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     plan = w.scheduler.reservation
     w.advance(2 * STANDS)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation is plan
     w.advance(STANDS_LONGEST)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation is not plan
     assert kept_for(w) == "big"
 
@@ -533,11 +532,11 @@ def test_what_is_only_tried_does_not_change_a_plan():
     w.submit("long", num_gpus=1)
     w.gang("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
     w.advance(AFTER)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     plan = w.scheduler.reservation
     assert plan is not None
     w.advance(2 * STANDS)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation is plan
 
 
@@ -548,7 +547,7 @@ def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
         is_endless = number < 50
         w.submit(f"t{number}", num_gpus=1, is_endless=is_endless, max_calls=1)
     w.submit("wide", num_gpus=2)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.barred == {GPU: 3 << 50}
     w.advance(2 * STANDS)
     w.finish("t90")
@@ -563,5 +562,5 @@ def test_one_that_could_begin_sooner_is_found_among_those_that_are_compared():
         timeout = 5.0 if number == 20 else None
         w.submit(f"t{number}", num_gpus=1, timeout=timeout)
     w.submit("wide", num_gpus=2)
-    w.tell(TimePassed())
+    w.tell(Scheduler.wake)
     assert w.scheduler.reservation.barred == {GPU: 1 << 20 | 1}

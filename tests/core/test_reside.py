@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiogpu.core import events
 from aiogpu.core.records import TaskState
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
 from aiogpu.testing import World
@@ -20,7 +20,7 @@ def placed(world: World) -> set[str]:
 
 def resident(world: World, name: str = "actor", num_gpus: float = 0.0) -> None:
     world.submit(name, num_gpus=num_gpus, max_calls=1, max_retries=1, is_endless=True)
-    world.tell(events.Resides(world.tasks[name].id))
+    world.tell(Scheduler.release_cpus, world.tasks[name].id)
     world.scheduler.check()
 
 
@@ -46,7 +46,7 @@ def test_one_that_waits_is_placed_with_it() -> None:
     assert not any(
         w.task and w.task.spec.name == "second" for w in world.workers.values()
     )
-    world.tell(events.Resides(world.tasks["first"].id))
+    world.tell(Scheduler.release_cpus, world.tasks["first"].id)
     assert any(w.task and w.task.spec.name == "second" for w in world.workers.values())
     world.scheduler.check()
 
@@ -60,7 +60,7 @@ def test_its_end_gives_back_no_more_than_it_had() -> None:
         elif end == "die":
             world.die("actor")
             assert free_cpus(world) == 1.0, "it begins anew"
-            world.tell(events.Resides(world.tasks["actor"].id))
+            world.tell(Scheduler.release_cpus, world.tasks["actor"].id)
             world.die("actor")
         else:
             world.cancel("actor")
@@ -72,8 +72,8 @@ def test_its_end_gives_back_no_more_than_it_had() -> None:
 def test_twice_is_once_and_nobody_is_nobody() -> None:
     world = World(cpus=2)
     resident(world)
-    world.tell(events.Resides(world.tasks["actor"].id))
-    world.tell(events.Resides(99))  # type: ignore[arg-type]
+    world.tell(Scheduler.release_cpus, world.tasks["actor"].id)
+    world.tell(Scheduler.release_cpus, 99)  # type: ignore[arg-type]
     assert free_cpus(world) == 2.0
     world.scheduler.check()
 
@@ -82,14 +82,14 @@ def test_who_waits_for_an_actor_lends_its_cpu() -> None:
     world = World(cpus=1)
     world.submit("task")
     task = world.tasks["task"].id
-    world.tell(events.TaskWaits(task, (), elsewhere=True))
+    world.tell(Scheduler.wait_for, task, (), elsewhere=True)
     record = world.scheduler.tasks[task]
     assert record.state is TaskState.BLOCKED
     assert free_cpus(world) == 1.0
     assert "waits for an actor" in str(why(world.scheduler, record, {}, world.now))
     assert "an actor" in str(snapshot(world.scheduler, {}, world.now))
     world.scheduler.check()
-    world.tell(events.TaskWaits(task, ()))
+    world.tell(Scheduler.wait_for, task, ())
     assert free_cpus(world) == 0.0
     world.finish("task")
     world.run_dry()

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from aiogpu.core.events import WorkerGone
 from aiogpu.core.model.config import STARTS_ALLOWED, SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.scheduler.dispatch import refill_spares
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import WorkerLimit
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
@@ -192,7 +192,7 @@ def test_a_worker_that_cannot_be_had_is_no_failure_where_there_are_others():
     w.start("a")
     w.submit("b")
     for _ in range(2 * STARTS_ALLOWED):
-        w.tell(WorkerGone(w.worker_of("b"), is_crowded=True))
+        w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
         assert (w.running, w.waiting, w.told) == ({"a"}, {"b"}, {})
         assert w.free["CPU"] == 99
         w.submit(f"c{len(w.tasks)}")
@@ -212,7 +212,7 @@ def test_what_could_not_be_had_is_taken_where_another_worker_ends():
     w.submit("a")
     w.start("a")
     w.submit("b")
-    w.tell(WorkerGone(w.worker_of("b"), is_crowded=True))
+    w.tell(Scheduler.worker_gone, w.worker_of("b"), is_crowded=True)
     w.finish("a")
     assert w.running == {"b"}
 
@@ -226,7 +226,12 @@ def test_alone_it_waits_and_is_tried_again_for_ever():
     tried = [w.now]
     for _ in range(100):
         while w.starting:
-            w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
+            w.tell(
+                Scheduler.worker_gone,
+                min(w.workers),
+                is_crowded=True,
+                outage="no process",
+            )
         assert w.waiting == {"a", "b"}
         while not w.starting:
             w.advance(0.125)
@@ -244,7 +249,7 @@ def test_alone_it_waits_and_is_tried_again_for_ever():
 def test_why_nothing_starts_where_there_is_no_worker():
     w = World(cpus=100, starts=False)
     w.submit("a")
-    w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
+    w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     told = "no worker can be started: no process (1 try has failed in 0.0 s; next try"
     assert told in told_why(w, "a")
     seen = snapshot(w.scheduler, {}, w.now)
@@ -256,7 +261,9 @@ def test_why_nothing_starts_where_there_is_no_worker():
     w.start("a")
     w.submit("b")
     w.advance(6.0)
-    w.tell(WorkerGone(w.worker_of("b"), is_crowded=True, outage="no process"))
+    w.tell(
+        Scheduler.worker_gone, w.worker_of("b"), is_crowded=True, outage="no process"
+    )
     assert snapshot(w.scheduler, {}, w.now).outages == (), "b waits for a's worker"
 
 
@@ -264,7 +271,7 @@ def test_failures_are_forgotten_when_nothing_fails_any_more():
     w = World(cpus=100, starts=False)
     w.scheduler.room.bound(1)
     w.submit("a")
-    w.tell(WorkerGone(min(w.workers), is_crowded=True, outage="no process"))
+    w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     w.cancel("a")
     w.advance(10)
     assert w.scheduler.room.failures == 0
@@ -276,7 +283,7 @@ def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
     w.submit("a", max_calls=1)
     w.start("a")
     (spare,) = set(w.workers) - {w.worker_of("a")}
-    w.tell(WorkerGone(spare, is_crowded=True))
+    w.tell(Scheduler.worker_gone, spare, is_crowded=True)
     assert len(w.workers) == 1
     w.advance(10)
     assert len(w.workers) == 1

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiogpu.core import events
-from aiogpu.core.effects import Ahead, Assign, Kill, Lose, Settle, Spawn
+from aiogpu.core.effects import Ahead, Assign, Fail, Kill, Settle, Spawn
 from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
@@ -16,7 +15,7 @@ from aiogpu.core.queue.fair_share import Limits
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.dispatch import refill
 from aiogpu.core.scheduler.placement import SLICE
-from aiogpu.core.scheduler.scheduler import Scheduler, finish_many, submit_many
+from aiogpu.core.scheduler.scheduler import Scheduler
 from tests.core.ganged import GangWorld
 
 ONE = WorkerId(1)
@@ -55,12 +54,11 @@ class Desk:
         self._in_rows = in_rows
         self._last = 0
         for number in range(1, programs + 1):
-            joined = events.ClientJoined(ClientId(number), 1.0, limits or Limits())
-            self.tell(joined)
+            self.tell(Scheduler.join, ClientId(number), 1.0, limits or Limits())
 
-    def tell(self, event: events.Event) -> None:
+    def tell(self, step, *args, **kwargs) -> None:
         """Tell the scheduler, and do what it says."""
-        self.apply(self.scheduler.handle(event, self.now))
+        self.apply(step(self.scheduler, self.now, *args, **kwargs))
 
     def apply(self, effects) -> None:
         """Do what the scheduler says."""
@@ -68,29 +66,29 @@ class Desk:
             match effect:
                 case Spawn(worker):
                     self.sent[worker] = []
-                    self.tell(events.WorkerStarted(worker))
+                    self.tell(Scheduler.worker_started, worker)
                 case Assign(task, worker):
                     self.sent[worker].append(task)
                 case Ahead(worker, tasks):
                     self.sent[worker] += tasks
                 case Settle(task):
                     self.settled.append(task)
-                case Lose(task):
+                case Fail(task):
                     self.lost.append(task)
                 case Kill(worker):
                     began = (self.sent.pop(worker) or [None])[0]
-                    self.tell(events.WorkerGone(worker, began))
+                    self.tell(Scheduler.worker_gone, worker, began)
 
     def submit(self, count: int, spec: TaskSpec, client: ClientId = OWN) -> None:
         """Submit so many tasks."""
         while count:
             first = TaskId(self._last + 1)
-            row = (first, count, spec, self.now, client)
+            row = (self.now, first, count, spec, client)
             taken = 1
-            if self._in_rows and submit_many(self.scheduler, *row):
+            if self._in_rows and self.scheduler.submit_many(*row):
                 taken = count
             else:
-                told = self.scheduler.submit(first, spec, self.now, client=client)
+                told = self.scheduler.submit(self.now, first, spec, client=client)
                 self.apply(told)
             self._last += taken
             count -= taken
@@ -102,7 +100,7 @@ class Desk:
         if self._in_rows:
             done = len(self.finish_many(worker, [(task, 1e-5) for task in ended]))
         for task in ended[done:]:
-            self.tell(events.TaskFinished(task, worker, took=1e-5))
+            self.tell(Scheduler.finish, task, worker, took=1e-5)
         return done
 
     def run_dry(self) -> None:
@@ -116,13 +114,13 @@ class Desk:
                 moment = self.scheduler.deadline()
                 assert moment is not None, "what is left is never to run"
                 self.now = max(self.now, moment)
-                self.tell(events.TimePassed())
+                self.tell(Scheduler.wake)
         assert sorted(self.settled + self.lost) == [*range(1, self._last + 1)]
 
     def finish_many(self, worker: WorkerId, ended) -> list[TaskId]:
         """Tell of a row; gives what has ended."""
         effects: list = []
-        records = finish_many(self.scheduler, worker, ended, self.now, effects)
+        records = self.scheduler.finish_many(self.now, worker, ended, effects)
         self.settled += [record.id for record in records]
         self.apply(effects)
         return [record.id for record in records]
@@ -165,7 +163,7 @@ def test_all_is_as_if_each_were_told_by_itself(seed: int, programs: int):
                 waiting = list(desk.scheduler.ready.in_turn())
                 if waiting:
                     middle = waiting[len(waiting) // 2].id
-                    desk.tell(events.Cancelled(middle))
+                    desk.tell(Scheduler.cancel, middle)
         assert desks[0].picture() == desks[1].picture()
     assert in_a_row > 100
 
@@ -188,7 +186,7 @@ def test_so_it_is_while_one_is_to_run_alone(seed: int, programs: int):
             if what < 0.3:
                 desk.submit(count, a_spec(), client)
             elif what < 0.4:
-                desk.tell(events.MemoryShort(worker))
+                desk.tell(Scheduler.memory_short, worker)
             elif worker in desk.sent:
                 ended_while_wanted += desk.scheduler.solitude.is_wanted
                 desk.end(worker, count)
@@ -209,20 +207,20 @@ def test_each_member_of_a_gang_is_taken_in_by_itself():
     spec = world.tasks["waits"].spec
     scheduler = world.scheduler
     assert (OWN, spec.shape) in scheduler.ready.by_shape
-    assert not submit_many(scheduler, TaskId(100), 2, spec, 0.0)
+    assert not scheduler.submit_many(0.0, TaskId(100), 2, spec)
 
 
 def test_a_row_waits_only_behind_others_like_it():
     desk = Desk()
-    assert not submit_many(desk.scheduler, TaskId(1), 3, a_spec(), 0.0)
+    assert not desk.scheduler.submit_many(0.0, TaskId(1), 3, a_spec())
     desk.submit(2, a_spec())
-    assert not submit_many(desk.scheduler, TaskId(3), 3, a_spec(timeout=1.0), 0.0)
-    assert submit_many(desk.scheduler, TaskId(3), 3, a_spec(), 0.0)
+    assert not desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec(timeout=1.0))
+    assert desk.scheduler.submit_many(0.0, TaskId(3), 3, a_spec())
     desk.scheduler.reservation = object()  # type: ignore[assignment]
-    assert not submit_many(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+    assert not desk.scheduler.submit_many(0.0, TaskId(6), 3, a_spec())
     desk.scheduler.reservation = None
-    desk.tell(events.Closing())
-    assert not submit_many(desk.scheduler, TaskId(6), 3, a_spec(), 0.0)
+    desk.tell(Scheduler.close)
+    assert not desk.scheduler.submit_many(0.0, TaskId(6), 3, a_spec())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +230,7 @@ def test_of_a_program_with_limits_each_task_is_looked_at(limits: Limits):
     desk, client = Desk(programs=1, limits=limits), ClientId(1)
     desk.submit(2, a_spec(), client)
     assert len(desk.scheduler.ready) == 1
-    assert not submit_many(desk.scheduler, TaskId(3), 2, a_spec(), 0.0, client)
+    assert not desk.scheduler.submit_many(0.0, TaskId(3), 2, a_spec(), client)
 
 
 def a_worker_with_some_ahead(**options) -> Desk:
@@ -278,9 +276,9 @@ def test_where_one_is_to_run_alone_nothing_ends_in_a_row():
 def test_what_was_cancelled_is_decided_about_by_itself():
     desk = a_worker_with_some_ahead()
     first, second, third, *_ = desk.sent[ONE]
-    desk.tell(events.Cancelled(third))
+    desk.tell(Scheduler.cancel, third)
     assert desk.finish_many(ONE, took(first, second)) == [first]
-    desk.tell(events.Cancelled(second))
+    desk.tell(Scheduler.cancel, second)
     assert desk.finish_many(ONE, took(second)) == []
 
 
@@ -288,7 +286,7 @@ def test_a_program_that_has_left_is_forgotten_with_its_last_task():
     desk = Desk(programs=1)
     desk.submit(4, a_spec(), ClientId(1))
     desk.end(ONE, 1)
-    desk.tell(events.ClientLeft(ClientId(1)))
+    desk.tell(Scheduler.leave, ClientId(1))
     while desk.sent[ONE]:
         desk.end(ONE, 2)
     assert [one.id for one in desk.scheduler.clients] == [OWN]

@@ -3,20 +3,14 @@
 import pytest
 
 from aiogpu.core.effects import (
-    Abandon,
     Assign,
-    Expire,
+    Effect,
+    Fail,
+    Failure,
     Forget,
     Interrupt,
     Settle,
     Spawn,
-)
-from aiogpu.core.events import (
-    Closing,
-    TaskFinished,
-    TimePassed,
-    WorkerGone,
-    WorkerStarted,
 )
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
@@ -29,6 +23,10 @@ from aiogpu.testing import World
 
 PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5, exit_grace=5.0)
 SPEC = TaskSpec("f", Shape(Request.of({"CPU": UNIT}, {})))
+
+
+def fails(effect: Effect, failure: Failure) -> bool:
+    return isinstance(effect, Fail) and effect.failure is failure
 
 
 def test_a_task_from_its_submission_to_its_answer():
@@ -271,12 +269,14 @@ def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_betwee
     w = World(cpus=1)
     spec = TaskSpec("f", SPEC.shape, timeout=1.0)
     for number in range(AT_ONCE + 10):
-        w.scheduler.submit(TaskId(number), spec, w.now)
-    first = w.scheduler.handle(TimePassed(), 1.0)
-    assert len([effect for effect in first if isinstance(effect, Expire)]) == AT_ONCE
+        w.scheduler.submit(w.now, TaskId(number), spec)
+    first = w.scheduler.wake(1.0)
+    assert (
+        len([effect for effect in first if fails(effect, Failure.EXPIRED)]) == AT_ONCE
+    )
     assert w.scheduler.deadline() == 1.0
-    rest = w.scheduler.handle(TimePassed(), 1.0)
-    assert len([effect for effect in rest if isinstance(effect, Expire)]) == 10
+    rest = w.scheduler.wake(1.0)
+    assert len([effect for effect in rest if fails(effect, Failure.EXPIRED)]) == 10
     assert not w.scheduler.tasks
 
 
@@ -338,7 +338,8 @@ def test_what_comes_after_closing_is_abandoned():
     w = World()
     w.close()
     w.submit("a")
-    assert w.effects == [Abandon(w.tasks["a"].id), Forget(w.tasks["a"].id)]
+    a = w.tasks["a"].id
+    assert w.effects == [Fail(a, Failure.ABANDONED), Forget(a)]
     assert w.scheduler.is_closed
 
 
@@ -346,22 +347,22 @@ def test_closing_tells_those_who_wait_in_slices():
     """The loop has time for other things in between."""
     w = World(cpus=1, patience=PATIENCE)
     for number in range(2 * ABANDONED + 10):
-        w.scheduler.submit(TaskId(number), SPEC, w.now)
+        w.scheduler.submit(w.now, TaskId(number), SPEC)
     [worker] = w.scheduler.workers
-    slices = [w.scheduler.handle(Closing(), w.now)]
+    slices = [w.scheduler.close(w.now)]
     assert not w.scheduler.is_closed
     while (moment := w.scheduler.deadline()) == w.now + ABANDON_EVERY:
         w.clock.advance_to(moment)
-        slices.append(w.scheduler.handle(TimePassed(), moment))
+        slices.append(w.scheduler.wake(moment))
         w.scheduler.check()
     told = [
-        [effect.task for effect in effects if isinstance(effect, Abandon)]
+        [effect.task for effect in effects if fails(effect, Failure.ABANDONED)]
         for effects in slices
     ]
     assert [len(tasks) for tasks in told] == [1 + ABANDONED, ABANDONED, 9]
     assert [task for tasks in told for task in tasks] == list(range(2 * ABANDONED + 10))
     assert not w.scheduler.tasks
-    w.scheduler.handle(WorkerGone(worker.id), w.now)
+    w.scheduler.worker_gone(w.now, worker.id)
     assert w.scheduler.is_closed
 
 
@@ -405,11 +406,11 @@ def test_closing_at_once_ends_those_who_idle_or_start():
 def test_what_comes_between_two_slices_is_abandoned_as_well():
     w = World(cpus=1)
     for number in range(ABANDONED + 10):
-        w.scheduler.submit(TaskId(number), SPEC, w.now)
-    w.scheduler.handle(Closing(), w.now)
+        w.scheduler.submit(w.now, TaskId(number), SPEC)
+    w.scheduler.close(w.now)
     late = TaskId(ABANDONED + 10)
-    effects = w.scheduler.submit(late, SPEC, w.now)
-    assert effects == [Abandon(late), Forget(late)]
+    effects = w.scheduler.submit(w.now, late, SPEC)
+    assert effects == [Fail(late, Failure.ABANDONED), Forget(late)]
 
 
 def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
@@ -417,19 +418,14 @@ def test_an_answer_from_a_worker_that_has_lost_the_task_is_not_heard():
     w.submit("a")
     task, worker = w.tasks["a"].id, w.worker_of("a")
     w.die("a")
-    assert not w.scheduler.handle(TaskFinished(task, worker), w.now)
+    assert not w.scheduler.finish(w.now, task, worker)
     assert w.running == {"a"}
-
-
-def test_what_is_no_event_is_refused():
-    with pytest.raises(KeyError, match="str"):
-        World().scheduler.handle("hello", 0.0)
 
 
 def test_a_worker_starts_once():
     w = World()
     w.submit("a")
-    assert not w.scheduler.handle(WorkerStarted(w.worker_of("a")), w.now)
+    assert not w.scheduler.worker_started(w.now, w.worker_of("a"))
 
 
 def test_a_scheduler_shows_what_it_has():

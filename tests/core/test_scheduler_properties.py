@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from aiogpu.core import events
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.request import (
     Device,
@@ -34,6 +33,7 @@ from aiogpu.core.records import TaskRecord, TaskState, sort_key
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.resources.placement_group import give_back_group, take_grouped
 from aiogpu.core.scheduler.placement import SLICE
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import BOUNDLESS
 from aiogpu.errors import InfeasibleError, LimitError
 from tests.core.ganged import GangWorld
@@ -382,8 +382,8 @@ class NodeMachine(RuleBasedStateMachine):
     def find_no_room(self, data, is_crowded):
         forked = [w.id for w in self.w.workers.values() if not w.has_started]
         worker = data.draw(st.sampled_from(forked))
-        gone = events.WorkerGone(worker, is_crowded=is_crowded, outage="no process")
-        self.w.tell(gone)
+        why = {"is_crowded": is_crowded, "outage": "no process"}
+        self.w.tell(Scheduler.worker_gone, worker, **why)
 
     @rule(
         count=st.integers(2, 12),
@@ -458,14 +458,14 @@ class NodeMachine(RuleBasedStateMachine):
     def wait_for_an_actor(self, data):
         task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.running)))]
         if not task.spec.is_endless:
-            self.w.tell(events.TaskWaits(task.id, (), elsewhere=True))
+            self.w.tell(Scheduler.wait_for, task.id, (), elsewhere=True)
 
     @precondition(lambda self: self.w.running)
     @rule(data=st.data())
     def reside(self, data):
         task = self.w.tasks[data.draw(st.sampled_from(sorted(self.w.running)))]
         if task.spec.is_endless and task.spec.max_calls == 1:
-            self.w.tell(events.Resides(task.id))
+            self.w.tell(Scheduler.release_cpus, task.id)
 
     @precondition(lambda self: any(w.revoking for w in self.w.workers.values()))
     @rule(data=st.data())
@@ -509,21 +509,21 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def run_out_of_memory(self, data):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
-        self.w.tell(events.MemoryShort(self.w.worker_of(name)))
+        self.w.tell(Scheduler.memory_short, self.w.worker_of(name))
 
     @precondition(lambda self: self.w.running)
     @rule(data=st.data())
     def outgrow(self, data):
         name = data.draw(st.sampled_from(sorted(self.w.running)))
-        self.w.tell(events.Outgrown(self.w.worker_of(name)))
+        self.w.tell(Scheduler.memory_outgrown, self.w.worker_of(name))
 
     @rule(index=st.integers(0, len(TYPES) - 1), reason=st.sampled_from(["XID", "ECC"]))
     def fall_sick(self, index, reason):
-        self.w.tell(events.Sick(GPU, index, reason))
+        self.w.tell(Scheduler.device_sick, GPU, index, reason)
 
     @rule(index=st.integers(0, len(TYPES) - 1))
     def get_well(self, index):
-        self.w.tell(events.Well(GPU, index))
+        self.w.tell(Scheduler.device_well, GPU, index)
 
     @rule(
         index=st.integers(0, len(TYPES) - 1),
@@ -531,7 +531,7 @@ class NodeMachine(RuleBasedStateMachine):
         is_avoided=st.booleans(),
     )
     def others_come_and_go(self, index, reason, is_avoided):
-        self.w.tell(events.Foreign(GPU, index, reason, is_avoided))
+        self.w.tell(Scheduler.device_foreign, GPU, index, reason, is_avoided)
 
     @rule(settles=st.booleans())
     def change_how_devices_settle(self, settles):
@@ -542,17 +542,17 @@ class NodeMachine(RuleBasedStateMachine):
     def settle(self, data, how):
         worker = data.draw(st.sampled_from(self.w.unsettled))
         if how == "never":
-            self.w.tell(events.SetAside(worker, "it is stuck"))
+            self.w.tell(Scheduler.devices_stuck, worker, "it is stuck")
         else:
-            self.w.tell(events.Settled(worker, how == "seen"))
+            self.w.tell(Scheduler.devices_free, worker, how == "seen")
 
     @rule(index=st.integers(0, len(TYPES) - 1))
     def recover(self, index):
-        self.w.tell(events.Recovered(GPU, index))
+        self.w.tell(Scheduler.device_recovered, GPU, index)
 
     @rule(environment=st.sampled_from([(), (("X", "1"),)]))
     def outdate(self, environment):
-        self.w.tell(events.Outdated(environment))
+        self.w.tell(Scheduler.environment_outdated, environment)
 
     @rule(seconds=st.sampled_from([0, 0.1, 0.5, 2.0, 30.0]))
     def advance(self, seconds):
@@ -692,9 +692,9 @@ class NodeMachine(RuleBasedStateMachine):
         w = self.w
         scheduler = w.scheduler
         for index in range(len(TYPES)):
-            w.tell(events.Recovered(GPU, index))
-            w.tell(events.Well(GPU, index))
-            w.tell(events.Foreign(GPU, index, None))
+            w.tell(Scheduler.device_recovered, GPU, index)
+            w.tell(Scheduler.device_well, GPU, index)
+            w.tell(Scheduler.device_foreign, GPU, index, None)
         for client in [*(scheduler.clients or ())]:
             w.join(client.id)
         w.run_dry()

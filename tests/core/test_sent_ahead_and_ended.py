@@ -1,6 +1,6 @@
 """Corners of what is sent ahead: ends there, late news, overdrafts, kept shares."""
 
-from aiogpu.core import effects, events
+from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import CPU, UNIT
@@ -21,10 +21,10 @@ def one_runs_and_one_is_ahead():
     """A scheduler with one worker that runs task 2, with task 3 behind it."""
     scheduler, spec = Scheduler(Ledger({CPU: UNIT})), a_short_spec()
     for number in range(1, 5):
-        scheduler.handle(events.Submitted(TaskId(number), spec), 0.0)
-    scheduler.handle(events.WorkerStarted(WORKER), 0.0)
-    scheduler.handle(events.TaskFinished(TaskId(1), WORKER, took=1e-5), 0.0)
-    scheduler.handle(events.Cancelled(TaskId(4)), 0.0)
+        scheduler.submit(0.0, TaskId(number), spec)
+    scheduler.worker_started(0.0, WORKER)
+    scheduler.finish(0.0, TaskId(1), WORKER, took=1e-5)
+    scheduler.cancel(0.0, TaskId(4))
     worker = scheduler.workers.get(WORKER)
     assert [record.id for record in (worker.task, *worker.queue)] == [2, 3]
     return scheduler
@@ -72,19 +72,19 @@ def test_a_child_whose_worker_dies_while_it_is_cancelled_there_leaves_its_parent
 
 def test_an_old_revocation_does_not_touch_what_was_sent_after_it():
     scheduler = one_runs_and_one_is_ahead()
-    assert kinds(scheduler.handle(events.TimePassed(), 0.02)) == [effects.Revoke]
-    scheduler.handle(events.TaskFinished(TaskId(2), WORKER, took=0.02), 0.0201)
-    skipped = scheduler.handle(events.TaskSkipped(TaskId(3), WORKER), 0.0202)
+    assert kinds(scheduler.wake(0.02)) == [effects.Revoke]
+    scheduler.finish(0.0201, TaskId(2), WORKER, took=0.02)
+    skipped = scheduler.task_skipped(0.0202, TaskId(3), WORKER)
     assert kinds(skipped) == [effects.Assign]  # again, under a number of its own
-    assert not scheduler.handle(events.Revoked(WORKER, 1, None), 0.021)
+    assert not scheduler.revoked(0.021, WORKER, 1, None)
 
 
 def test_a_cancelled_task_that_has_begun_before_the_last_ones_answer_is_interrupted():
     scheduler = one_runs_and_one_is_ahead()
-    scheduler.handle(events.TimePassed(), 0.02)
-    scheduler.handle(events.Cancelled(TaskId(3)), 0.02)
-    scheduler.handle(events.Revoked(WORKER, 1, TaskId(3)), 0.021)
-    late = scheduler.handle(events.TaskFinished(TaskId(2), WORKER, took=0.02), 0.0211)
+    scheduler.wake(0.02)
+    scheduler.cancel(0.02, TaskId(3))
+    scheduler.revoked(0.021, WORKER, 1, TaskId(3))
+    late = scheduler.finish(0.0211, TaskId(2), WORKER, took=0.02)
     assert kinds(late) == [effects.Settle, effects.Interrupt]
 
 
@@ -115,28 +115,28 @@ def test_who_was_killed_over_memory_gets_nothing_more():
     """Its last answers were under way when it was; then it only ends."""
     scheduler = one_runs_and_one_is_ahead()
     for number in (5, 6):
-        scheduler.handle(events.Submitted(TaskId(number), a_short_spec()), 0.0)
-    killed = scheduler.handle(events.MemoryShort(WORKER), 0.0)
+        scheduler.submit(0.0, TaskId(number), a_short_spec())
+    killed = scheduler.memory_short(0.0, WORKER)
     assert effects.Kill in kinds(killed)
     told = [
-        *scheduler.handle(events.TaskFinished(TaskId(2), WORKER, took=1e-5), 0.0),
-        *scheduler.handle(events.TaskFinished(TaskId(3), WORKER, took=1e-5), 0.0),
+        *scheduler.finish(0.0, TaskId(2), WORKER, took=1e-5),
+        *scheduler.finish(0.0, TaskId(3), WORKER, took=1e-5),
     ]
     assert not {effects.Ahead, effects.Assign} & {*kinds(told)}
-    told = scheduler.handle(events.WorkerGone(WORKER, None), 0.0)
+    told = scheduler.worker_gone(0.0, WORKER, None)
     (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
-    (assigned,) = scheduler.handle(events.WorkerStarted(spawned), 0.0)
+    (assigned,) = scheduler.worker_started(0.0, spawned)
     assert (type(assigned), assigned.task) == (effects.Assign, 5)
 
 
 def test_nor_where_it_has_begun_nothing_of_what_it_was_sent():
     scheduler = one_runs_and_one_is_ahead()
-    scheduler.handle(events.MemoryShort(WORKER), 0.0)
-    (revoke,) = scheduler.handle(events.Cancelled(TaskId(3)), 0.0)
-    told = scheduler.handle(events.Revoked(WORKER, revoke.number, None), 0.0)
+    scheduler.memory_short(0.0, WORKER)
+    (revoke,) = scheduler.cancel(0.0, TaskId(3))
+    told = scheduler.revoked(0.0, WORKER, revoke.number, None)
     assert not {effects.Ahead, effects.Assign} & {*kinds(told)}
     assert not scheduler.workers.idle
-    told = scheduler.handle(events.WorkerGone(WORKER, None), 0.0)
+    told = scheduler.worker_gone(0.0, WORKER, None)
     (spawned,) = [one.worker for one in told if type(one) is effects.Spawn]
-    (assigned,) = scheduler.handle(events.WorkerStarted(spawned), 0.0)
+    (assigned,) = scheduler.worker_started(0.0, spawned)
     assert assigned.task == 2

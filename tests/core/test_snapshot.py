@@ -1,6 +1,5 @@
 """The picture of a node: who holds what, what waits and why."""
 
-from aiogpu.core.events import Submitted
 from aiogpu.core.model.config import SchedulerConfig
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
@@ -93,7 +92,7 @@ def test_each_kind_of_device_shows_its_own_holders():
     scheduler = Scheduler(Ledger({}, kinds))
     request = Request.of({}, {"NPU": 2_500, "GPU": 2 * UNIT})
     spec = TaskSpec("a", Shape(request))
-    scheduler.handle(Submitted(TaskId(1), spec), 0.0)
+    scheduler.submit(0.0, TaskId(1), spec)
     status = snapshot(scheduler, {}, 0.0)
     gpu, npu = Holder(1.0, 1, 0, "a"), Holder(0.25, 1, 0, "a")
     assert [d.kind for d in status.devices] == ["GPU", "GPU", "NPU", "NPU"]
@@ -412,7 +411,7 @@ def test_a_great_many_cost_no_more_than_a_few(monkeypatch):
     w.submit("runs")
     spec = w.scheduler.tasks.get(TaskId(0)).spec
     for number in range(1, 50_001):
-        w.scheduler.submit(TaskId(number), spec, 0.0)
+        w.scheduler.submit(0.0, TaskId(number), spec)
     looks, seen = count_looks(monkeypatch), count_made(monkeypatch)
     status = look_at(w)
     assert status.waiting_count == 50_000

@@ -1,13 +1,13 @@
 """A task that ran out of memory beside others is tried once more, alone."""
 
-from aiogpu.core import events
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.observe.snapshot import snapshot
 from aiogpu.observe.why import why
 from aiogpu.testing import World
 
 
 def starved(w, name):
-    w.tell(events.MemoryShort(w.worker_of(name)))
+    w.tell(Scheduler.memory_short, w.worker_of(name))
 
 
 def test_it_waits_for_the_others_and_they_for_it():
@@ -186,8 +186,8 @@ def test_nobody_starves_who_does_not_run():
     w.submit("a")
     worker = w.worker_of("a")
     w.finish("a")
-    w.tell(events.MemoryShort(worker))
-    w.tell(events.MemoryShort(99))
+    w.tell(Scheduler.memory_short, worker)
+    w.tell(Scheduler.memory_short, 99)
     assert not w.killed
 
 
@@ -217,7 +217,7 @@ def test_he_waits_for_his_own_device_to_come_back():
     starved(w, "a")
     w.submit("b")
     assert w.running == set()
-    w.tell(events.Settled(worker))
+    w.tell(Scheduler.devices_free, worker)
     assert w.running == {"a"}
     w.settles = False
     w.advance(31)

@@ -1,9 +1,8 @@
 """Clean workers that stand ready: when they are wanted, how many, of what kind."""
 
-from aiogpu.core import events
 from aiogpu.core.effects import Assign, Retire, Spawn
-from aiogpu.core.events import WorkerGone
 from aiogpu.core.model.config import SchedulerConfig
+from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.workers import MOST
 from aiogpu.testing import World
 
@@ -132,7 +131,7 @@ def test_outdated_ones_are_replaced():
     w = world()
     w.submit("a", max_calls=1)
     before = set(w.workers) - {w.worker_of("a")}
-    w.tell(events.Outdated(()))
+    w.tell(Scheduler.environment_outdated, ())
     assert set(w.retired) == before
     assert [type(e) for e in w.effects if not isinstance(e, Retire)] == [Spawn] * 2
     assert len(w.workers) == 3
@@ -145,7 +144,7 @@ def test_an_outdated_one_that_starts_is_retired_and_given_to_nobody():
     w.starts = False
     w.submit("b", max_calls=1)
     [late] = set(w.workers) - first
-    w.tell(events.Outdated(()))
+    w.tell(Scheduler.environment_outdated, ())
     w.starts = True
     w.submit("c", max_calls=1)
     assert w.worker_of("c") != late
@@ -159,7 +158,7 @@ def test_outdated_ones_are_not_replaced_where_the_node_closes():
     w = world(exits=False)
     w.submit("a", max_calls=1)
     w.close()
-    w.tell(events.Outdated(()))
+    w.tell(Scheduler.environment_outdated, ())
     assert len(w.workers) == 3
 
 
@@ -228,7 +227,7 @@ def test_spares_of_an_environment_whose_zygote_has_made_way_are_not_replaced():
     """Or two environments would give up each other's zygotes for ever."""
     w = world()
     w.submit("a", max_calls=1, environment=dict(X))
-    w.tell(events.Outdated(X))
+    w.tell(Scheduler.environment_outdated, X)
     assert spares_of(w) == 0
     assert not [e for e in w.effects if isinstance(e, Spawn)]
     w.submit("b", max_calls=1, environment=dict(X))
@@ -242,7 +241,7 @@ def test_a_spare_that_fails_concerns_its_own_environment():
         w.die(worker)
     w.submit("b", max_calls=1)
     assert (spares_of(w), spares_of(w, ())) == (0, 2)
-    w.tell(WorkerGone(w.worker_of("b"), outage="no zygote"))
+    w.tell(Scheduler.worker_gone, w.worker_of("b"), outage="no zygote")
     w.start("a")
     w.submit("c", max_calls=1, environment=dict(X))
     assert spares_of(w) == 2

@@ -2,7 +2,6 @@
 
 import pytest
 
-from aiogpu.core.events import Cancelled
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import DeviceSelector
 from aiogpu.core.queue.ready import SEARCHED
@@ -115,9 +114,9 @@ def test_the_place_of_one_far_behind_is_found(left):
     spec = w.scheduler.tasks.get(w.tasks["head"].id).spec
     last = 4 * SEARCHED
     for number in range(2, last + 1):
-        w.scheduler.submit(TaskId(number), spec, 0.0)
+        w.scheduler.submit(0.0, TaskId(number), spec)
     for number in range(2, left + 2):
-        w.scheduler.handle(Cancelled(TaskId(number)), 0.0)
+        w.scheduler.cancel(0.0, TaskId(number))
     for number in range(last - 20, last + 1):
         record = w.scheduler.tasks.get(TaskId(number))
         told = why(w.scheduler, record, {}, 0.0)

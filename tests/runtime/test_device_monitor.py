@@ -10,15 +10,6 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.core.events import (
-    Event,
-    Foreign,
-    Outgrown,
-    Sick,
-    Submitted,
-    Well,
-    WorkerStarted,
-)
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import Device, Request, Shape, TaskSpec
 from aiogpu.core.model.units import BY_SHARE, GPU, UNIT
@@ -80,7 +71,7 @@ class Story:
         self.thread = PaperThread({(GPU, index): devices[index] for index in (0, 1)})
         self.guard = GpuMemoryGuard(self.scheduler, self.thread)  # type: ignore[arg-type]
         self.guard.enforces = enforces
-        self.told: list[Event] = []
+        self.told: list[tuple[object, ...]] = []
         self.monitor = DeviceMonitor(
             asyncio.get_running_loop(),
             self.thread,  # type: ignore[arg-type]
@@ -90,15 +81,15 @@ class Story:
         self.when = time.monotonic()
 
     def begin(self) -> None:
-        self.monitor.begin(self.told.append)
+        self.monitor.begin(lambda *event: self.told.append(event))
 
     def start(self, name: str, share: float = 0.25, memory: int = 0) -> None:
         """A task, on worker n with process 100 + n."""
         number = len(list(self.scheduler.workers)) + 1
         request = Request.of({"CPU": UNIT}, {GPU: int(share * UNIT)}, gpu_memory=memory)
         spec = TaskSpec(name, Shape(request))
-        self.scheduler.handle(Submitted(TaskId(number), spec), 0.0)
-        self.scheduler.handle(WorkerStarted(WorkerId(number)), 0.0)
+        self.scheduler.submit(0.0, TaskId(number), spec)
+        self.scheduler.worker_started(0.0, WorkerId(number))
         worker = self.scheduler.workers.get(WorkerId(number))
         assert worker is not None
         assert worker.lease is not None
@@ -141,7 +132,7 @@ async def test_what_is_seen_before_it_begins_is_told_then() -> None:
     story.sees()
     assert story.told == []
     story.begin()
-    assert story.told == [Sick(GPU, 0, "XID 79")]
+    assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
     story.monitor.close()
     story.sees(health=Health(("XID 80",), ""))
     assert len(story.told) == 1, "after the end nothing is told"
@@ -154,10 +145,10 @@ async def test_a_sick_device_is_told_once_and_when_it_is_well(
     story.begin()
     for _ in range(3):
         story.sees(health=Health(("XID 79",), ""))
-    assert story.told == [Sick(GPU, 0, "XID 79")]
+    assert story.told == [(Scheduler.device_sick, GPU, 0, "XID 79")]
     for _ in range(int(CALM)):
         story.sees()
-    assert story.told[1:] == [Well(GPU, 0)]
+    assert story.told[1:] == [(Scheduler.device_well, GPU, 0)]
     assert [record.message for record in caplog.records] == [
         "! GPU 0 gets no new tasks until it is well: XID 79",
         "! GPU 0 is well again",
@@ -176,10 +167,16 @@ async def test_the_devices_of_a_driver_that_hangs_are_sick_until_it_answers(
     story.thread.waits = GPU, 0.05
     await until(lambda: story.told)
     reason = "the driver has not answered for 0.03 s"
-    assert story.told == [Sick(GPU, 0, reason), Sick(GPU, 1, reason)]
+    assert story.told == [
+        (Scheduler.device_sick, GPU, 0, reason),
+        (Scheduler.device_sick, GPU, 1, reason),
+    ]
     story.thread.waits = None
     story.sees(health=Health(("XID 79",), ""))
-    assert story.told[2:] == [Sick(GPU, 0, "XID 79"), Well(GPU, 1)]
+    assert story.told[2:] == [
+        (Scheduler.device_sick, GPU, 0, "XID 79"),
+        (Scheduler.device_well, GPU, 1),
+    ]
     story.monitor.close()
 
 
@@ -244,7 +241,7 @@ async def test_with_enforcement_it_is_ended_and_its_owner_told(
     story.begin()
     for _ in range(2):
         story.sees({101: 9 * GIB})
-    assert story.told == [Outgrown(WorkerId(1))]
+    assert story.told == [(Scheduler.memory_outgrown, WorkerId(1))]
     assert caplog.records[0].message.endswith("beside it there: small. It is ended.")
     error = story.guard.explain(1, 1)
     assert error is not None
@@ -306,9 +303,11 @@ async def test_others_processes_are_told_of_when_they_change(foreign: str) -> No
     story.sees({XORG: GIB})
     story.sees({XORG: 2 * GIB})
     told = "others' processes are on it: X (pid 7)"
-    assert story.told == [Foreign(*ZERO, told, foreign == "avoid")]
+    assert story.told == [(Scheduler.device_foreign, *ZERO, told, foreign == "avoid")]
     story.sees({os.getpid(): GIB})
-    assert story.told[1:] == [Foreign(*ZERO, None, foreign == "avoid")]
+    assert story.told[1:] == [
+        (Scheduler.device_foreign, *ZERO, None, foreign == "avoid")
+    ]
     story.monitor.close()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from aiogpu.core.events import ClientJoined
 from aiogpu.core.model.ids import ClientId
 from aiogpu.core.model.units import CPU, UNIT
 from aiogpu.core.queue.fair_share import Limits
@@ -69,7 +68,7 @@ class Office:
             SimpleNamespace(begin=lambda *_: None, tell=id),  # type: ignore[arg-type]
         )
         self.pool: Any = pool
-        self.driver.feed(ClientJoined(MINE, 1.0, Limits()))
+        self.driver.feed(Scheduler.join, MINE, 1.0, Limits())
         self.nest = Nest(self.driver, SimpleNamespace(), bool)  # type: ignore[arg-type]
         self.client = Client(MINE, client=MINE, peer=self.peer)  # type: ignore[arg-type]
         terms = Terms.of(sites.site())

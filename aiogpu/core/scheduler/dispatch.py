@@ -15,18 +15,17 @@ from __future__ import annotations
 from typing import Final
 
 from aiogpu.core.effects import (
-    Abandon,
     Ahead,
     Assign,
     Effect,
+    Fail,
+    Failure,
     Forget,
     Granted,
-    Reserved,
     Retire,
     Spawn,
 )
-from aiogpu.core.events import LeaseReturned
-from aiogpu.core.model.ids import TaskId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.queue.ready import Bucket
 from aiogpu.core.records import (
     TaskRecord,
@@ -62,23 +61,20 @@ def grant(
     node.granted[holder.id] = holder
     if node.ready.by_shape:
         node.expect_stalls(now)
-    if record.spec.is_grouped:
-        effects.append(Reserved(record.id, holder.id))
-    else:
-        effects.append(Granted(record.id, holder.id, lease))
+    effects.append(Granted(record.id, holder.id, lease))
 
 
-def on_returned(
-    node: SchedulerState, event: LeaseReturned, _: float, effects: list[Effect]
+def return_lease(
+    node: SchedulerState, holder_id: WorkerId, settles: bool, effects: list[Effect]
 ) -> None:
     """Those who held a lease have gone; its devices may have to be seen free."""
-    holder = node.granted.get(event.holder)
+    holder = node.granted.get(holder_id)
     if holder is None or holder.task is None:
         return
     record, lease = holder.task, holder.lease
     assert lease is not None, holder
     record.worker = holder.task = None
-    if event.settles and not node.is_closing:
+    if settles and not node.is_closing:
         node.ledger.keep_devices(lease)
         move_worker(holder, WorkerState.SETTLING)
     else:
@@ -91,13 +87,13 @@ def on_returned(
     effects.append(Forget(record.id))
 
 
-def end_all(node: SchedulerState, now: float, effects: list[Effect]) -> None:
+def end_leases(node: SchedulerState, effects: list[Effect]) -> None:
     """The node closes, and its ledger with it; what its holders do goes on."""
     for holder in list(node.granted.values()):
         assert holder.task is not None, holder
         if holder.task.state is TaskState.RUNNING:
-            effects.append(Abandon(holder.task.id))
-        on_returned(node, LeaseReturned(holder.id), now, effects)
+            effects.append(Fail(holder.task.id, Failure.ABANDONED))
+        return_lease(node, holder.id, False, effects)
 
 
 _QUEUED: Final = TaskState.QUEUED
@@ -217,15 +213,6 @@ def assign(
     if worker.look_at is None:
         watch(node, worker, node.patience.unheard, now)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)
-
-
-def release_cpus(node: SchedulerState, record: TaskRecord) -> None:
-    """Give back a running task's CPUs for as long as it runs."""
-    worker = record.worker
-    assert worker is not None, record
-    assert worker.lease is not None, worker
-    if not worker.lease.is_lent:
-        node.ledger.lend(worker.lease)
 
 
 def release(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from aiogpu.core.effects import Effect, Evict, Forget, Misfit
+from aiogpu.core.effects import Effect, Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.model.request import BundleRef, PlacementGroupSpec
 from aiogpu.core.records import TaskRecord, TaskState
@@ -41,12 +41,12 @@ def enter(
     known = node.gangs.get(gang.key)
     if isinstance(gang, PlacementGroupSpec):
         if known is not None:
-            return _refuse(node, record, Misfit(record.id, TWICE))
+            return _refuse(node, record, Failure.MISFIT, TWICE)
         node.gangs[gang.key] = PlacementGroup(record, gang)
     elif known is None or known.record.state in GONE:
-        return _refuse(node, record, Evict(record.id, gang.name, UNKNOWN))
+        return _refuse(node, record, Failure.EVICTED, UNKNOWN)
     elif reason := _why_misfit(node, known, record):
-        return _refuse(node, record, Misfit(record.id, reason))
+        return _refuse(node, record, Failure.MISFIT, reason)
     else:
         known.add(record)
         if not known.is_open:
@@ -59,9 +59,11 @@ def enter(
     return []
 
 
-def _refuse(node: SchedulerState, record: TaskRecord, why: Effect) -> list[Effect]:
+def _refuse(
+    node: SchedulerState, record: TaskRecord, failure: Failure, reason: str
+) -> list[Effect]:
     node.end(record)
-    return [why, Forget(record.id)]
+    return [Fail(record.id, failure, reason), Forget(record.id)]
 
 
 def _why_misfit(
@@ -100,7 +102,7 @@ def _open(
         if record is None:
             continue
         if reason := _why_misfit(node, known, record):
-            effects.append(Misfit(task, reason))
+            effects.append(Fail(task, Failure.MISFIT, reason))
             stop(node, record, now, effects)
         elif needs is None:
             resolve(node, task)
@@ -116,7 +118,7 @@ def _evict(
     known.pending.clear()
     for record in known.living:
         if record.state not in GONE:
-            effects.append(Evict(record.id, known.gang.name, REMOVED))
+            effects.append(Fail(record.id, Failure.EVICTED, REMOVED))
             stop(node, record, now, effects)
 
 

@@ -19,12 +19,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from aiogpu.core.effects import Effect, Forget, Lose, Settle
-from aiogpu.core.events import SetAside, Settled, WorkerGone
+from aiogpu.core.effects import Effect, Fail, Failure, Forget, Settle
 from aiogpu.core.model.config import STARTS_ALLOWED
-from aiogpu.core.model.ids import WorkerId
+from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.model.request import (
     UNLIMITED,
     DeviceSelector,
@@ -44,7 +43,6 @@ from aiogpu.core.records import (
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
 from aiogpu.core.resources.placement_group import roomiest
-from aiogpu.core.scheduler.cancellation import kill_worker
 from aiogpu.core.scheduler.deadlock import find_deadlocks
 from aiogpu.core.scheduler.revocation import count_begun, return_task
 from aiogpu.core.scheduler.state import (
@@ -86,18 +84,6 @@ def retry_outages(node: SchedulerState, now: float) -> None:
             buckets = node.ready.by_shape.values()
             if not any(each.shape.environment == environment for each in buckets):
                 del node.outages[environment]
-
-
-class Failure(NamedTuple):
-    """What an answer says of how its task has failed, if it has.
-
-    Attributes:
-        retry: by an exception for which it is to be tried again.
-        ran_out: for want of device memory.
-    """
-
-    retry: bool
-    ran_out: bool
 
 
 def _restarts(node: SchedulerState, record: TaskRecord) -> Restarts:
@@ -246,22 +232,25 @@ GIVEN_UP: Final = (
 def on_worker_gone(
     node: SchedulerState,
     worker: WorkerRecord,
-    event: WorkerGone,
+    began: TaskId | None,
+    settles: bool,
+    is_crowded: bool,
+    outage: str,
     now: float,
     effects: list[Effect],
 ) -> None:
     """Take a worker whose processes have ended off the books."""
     inflight = [worker.task, *worker.queue] if worker.task else []
-    begun = count_begun(inflight, event.began)
+    begun = count_begun(inflight, began)
     is_new = worker.state is WorkerState.STARTING
     if is_new and not inflight:
         node.spares.note_start(worker.environment, False)
-    if is_new and (event.is_crowded or event.outage):
-        _stand_back(node, worker, event, now)
+    if is_new and (is_crowded or outage):
+        _stand_back(node, worker, is_crowded, outage, now)
         return
     worker.task = None
     worker.queue.clear()
-    if event.settles and worker.lease is not None and not node.is_closing:
+    if settles and worker.lease is not None and not node.is_closing:
         node.ledger.keep_devices(worker.lease)
         move_worker(worker, WorkerState.SETTLING)
     else:
@@ -273,7 +262,9 @@ def on_worker_gone(
         has_run = not is_new and number < begun
         note = ""
         if record.is_outgrown and has_run and not record.spec.is_endless:
-            is_kept = _has_exclusive_run(node, record)
+            # What used more than it had reserved would do so again, but alone.
+            is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
+            is_kept = is_wanted and try_exclusively(node, record)
         else:
             note = GIVEN_UP if _is_given_up(node, record, has_run, now) else ""
             is_kept = not note and _try_again(node, record, has_run, now)
@@ -300,22 +291,20 @@ def _try_again(
     return True
 
 
-def _has_exclusive_run(node: SchedulerState, record: TaskRecord) -> bool:
-    """What used more than it had reserved would do so again, but alone."""
-    is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
-    return is_wanted and try_exclusively(node, record)
-
-
 def _stand_back(
-    node: SchedulerState, worker: WorkerRecord, event: WorkerGone, now: float
+    node: SchedulerState,
+    worker: WorkerRecord,
+    is_crowded: bool,
+    outage: str,
+    now: float,
 ) -> None:
     """A worker could not be started: its task waits again, which is no failure."""
     record, worker.task = worker.task, None
     _remove(node, worker)
-    if event.is_crowded:
-        node.note_crowded(event.outage, now)
+    if is_crowded:
+        node.note_crowded(outage, now)
     else:
-        note_outage(node, worker.environment, event.outage, now)
+        note_outage(node, worker.environment, outage, now)
     if record is not None:
         node.wait_again(record)
 
@@ -370,24 +359,12 @@ def _lose(
 ) -> None:
     was_wanted = record.state is not TaskState.STOPPING
     node.end(record)
-    effects.append(Lose(record.id, worker, note) if was_wanted else Forget(record.id))
+    if was_wanted:
+        effects.append(Fail(record.id, Failure.LOST, note, worker))
+    effects.append(Forget(record.id))
 
 
-def starve(worker: WorkerRecord, effects: list[Effect]) -> None:
-    """End a worker whose task uses more memory than there is."""
-    assert worker.task is not None, worker
-    worker.task.is_starved = True
-    kill_worker(worker, effects)
-
-
-def outgrow(worker: WorkerRecord, effects: list[Effect]) -> None:
-    """End a worker whose task uses more device memory than it has reserved."""
-    assert worker.task is not None, worker
-    worker.task.is_outgrown = True
-    kill_worker(worker, effects)
-
-
-def _devices_returned(
+def returned_devices(
     node: SchedulerState, worker_id: WorkerId
 ) -> list[tuple[DeviceSet, int]]:
     """End the lease of a worker that settles; the devices that it was for, by index."""
@@ -404,21 +381,6 @@ def _devices_returned(
     ]
 
 
-def settle(node: SchedulerState, event: Settled) -> None:
-    """Give back what a worker held whose devices are free."""
-    for devices, index in _devices_returned(node, event.worker):
-        if event.is_verified:
-            devices.unverified.discard(index)
-        else:
-            devices.unverified.add(index)
-
-
-def set_aside(node: SchedulerState, event: SetAside) -> None:
-    """Give nobody the devices that a worker held and that do not become free."""
-    for devices, index in _devices_returned(node, event.worker):
-        devices.set_aside(index, event.reason)
-
-
 def settle_all(node: SchedulerState) -> None:
     """The node closes: nobody will ask for what is still unsettled."""
     for worker in list(node.holders):
@@ -429,24 +391,20 @@ def settle_all(node: SchedulerState) -> None:
 def end_specially(
     node: SchedulerState,
     record: TaskRecord,
-    failure: Failure,
+    retry: bool,
+    ran_out: bool,
     now: float,
     effects: list[Effect],
 ) -> None:
     """End a task that is not of the commonest kind, or try it again."""
     was_wanted = record.state is not TaskState.STOPPING
     may_go_on = was_wanted and not node.is_closing
-    if may_go_on and failure.ran_out and _goes_alone(node, record):
+    if may_go_on and ran_out and try_exclusively(node, record):
         pass
-    elif may_go_on and failure.retry and may_retry(record):
+    elif may_go_on and retry and may_retry(record):
         retry_later(node, record, now)
     else:
         node.end(record)
         effects.append(Settle(record.id) if was_wanted else Forget(record.id))
     if record.kin is not None:
         on_task_ended(node, record, now, effects)
-
-
-def _goes_alone(node: SchedulerState, record: TaskRecord) -> bool:
-    """Whether what ran out of device memory gets devices of its own now."""
-    return try_exclusively(node, record)

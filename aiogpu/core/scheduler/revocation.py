@@ -8,7 +8,7 @@ and `Revoked` says how far it had come.
 from __future__ import annotations
 
 from aiogpu.core.effects import Effect, Forget, Kill, Revoke
-from aiogpu.core.events import Revoked
+from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import (
     TaskRecord,
     TaskState,
@@ -62,17 +62,18 @@ def revoke(worker: WorkerRecord, effects: list[Effect]) -> None:
 def on_revoked(
     node: SchedulerState,
     worker: WorkerRecord,
-    event: Revoked,
+    number: int,
+    began: TaskId | None,
     now: float,
     effects: list[Effect],
 ) -> None:
     """Return what was not begun to the queue, each task to its old place."""
-    if not worker.is_revoking or worker.revocations != event.number:
+    if not worker.is_revoking or worker.revocations != number:
         return  # it has ended all that was meant
     worker.is_revoking = False
     assert worker.task is not None, worker
     inflight = [worker.task, *worker.queue]
-    begun = count_begun(inflight, event.began)
+    begun = count_begun(inflight, began)
     for record in reversed(inflight[max(begun, 1) :]):
         worker.queue.pop()
         return_task(node, record, effects)

@@ -7,8 +7,7 @@ keeps.
 
 from __future__ import annotations
 
-from aiogpu.core.effects import Deadlock, Disown, Effect
-from aiogpu.core.events import TaskWaits
+from aiogpu.core.effects import Effect, Fail, Failure, Forget
 from aiogpu.core.model.ids import TaskId
 from aiogpu.core.records import Kin, TaskRecord, TaskState, move_task, sort_key
 from aiogpu.core.scheduler.cancellation import withdraw
@@ -58,7 +57,7 @@ def disown_children(
         assert child.kin is not None, child
         child.kin.parent = None
         if child.state is not TaskState.STOPPING:
-            effects.append(Disown(child.id))
+            effects.append(Fail(child.id, Failure.DISOWNED))
         stop(node, child, now, effects)
 
 
@@ -78,7 +77,8 @@ def stop(
 def on_waits(
     node: SchedulerState,
     record: TaskRecord,
-    event: TaskWaits,
+    children: tuple[TaskId, ...],
+    elsewhere: bool,
     now: float,
     effects: list[Effect],
 ) -> None:
@@ -88,19 +88,19 @@ def on_waits(
     another waits for: who waits shall be known for each.
     """
     if record.kin is None:
-        if not event.elsewhere:
+        if not elsewhere:
             return
         record.kin = Kin(sort_key(record))
     if record.state not in (TaskState.RUNNING, TaskState.BLOCKED):
         return
-    found = [node.tasks.get(child) for child in event.children]
+    found = [node.tasks.get(child) for child in children]
     awaited = {
         child.id: child
         for child in found
         if child and child.kin and child.kin.awaited_by in (None, record)
     }
     _wait_for(record, awaited)
-    if not awaited and not event.elsewhere:
+    if not awaited and not elsewhere:
         node.go_on(record)
         return
     worker = record.worker
@@ -122,7 +122,8 @@ def end_deadlocks(node: SchedulerState, now: float, effects: list[Effect]) -> No
     from aiogpu.core.scheduler.deadlock import find_deadlocks
 
     for child, reason in find_deadlocks(node):
-        effects.append(Deadlock(child.id, reason))
+        effects.append(Fail(child.id, Failure.DEADLOCKED, reason))
+        effects.append(Forget(child.id))
         node.end(child)
         node.ready.discard(child)
         if child.kin is not None:
