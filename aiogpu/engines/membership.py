@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.line import Line, connect_to
@@ -72,6 +72,7 @@ class Membership:
         client: the number that it goes by, its own choice.
         loans: what was lent to this process.
         shares: what this process gives to others.
+        lookups: names that the node has been asked for and has yet to answer.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Membership:
         self.loans.press = self._line.press
         self.shares = Shares(self, _nothing, self.new_number, self.loans, self.client)
         self._receivers: dict[int, Receiver] = {}
+        self.lookups: set[asyncio.Future[Any]] = set()
         self._last = 0
         self._ledger: Ledger | None = None
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
@@ -316,6 +318,8 @@ class Membership:
     async def close(self) -> None:
         """Stop what is this program's, wait for that, and leave."""
         if self._line.is_open and self._ledger is not None:
+            until = self.loop.time() + DEPART_LIMIT
+            await self._finish_lookups(DEPART_LIMIT)
             self.send(Depart())
             self._is_leaving = True  # it may answer still of what it is about to end
             receivers, self._receivers = self._receivers, {}
@@ -324,11 +328,24 @@ class Membership:
                 receiver.fail(
                     NodeClosedError(f"the node was shut down before {name} had ended.")
                 )
-            await asyncio.wait([self._departed], timeout=DEPART_LIMIT)
+            left = max(0.0, until - self.loop.time())
+            await asyncio.wait([self._departed], timeout=left)
         self._end(NodeClosedError("this node is shut down; join one by aiogpu.init()."))
         if self._terminal is not None:
             await self._terminal.close()
         self._move_out()
+
+    async def _finish_lookups(self, limit: float) -> None:
+        """Wait until the node has answered them, and what waits for that was sent.
+
+        The kill of an actor that is looked up by its name can be sent only then.
+        """
+        if not self.lookups:
+            return
+        answered = asyncio.gather(*self.lookups, return_exceptions=True)
+        # `_departed` is also done where the node has gone, and by `hasten`.
+        first, either = asyncio.FIRST_COMPLETED, [answered, self._departed]
+        await asyncio.wait(either, timeout=limit, return_when=first)
 
     def _move_out(self) -> None:
         self.loans.close()

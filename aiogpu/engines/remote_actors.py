@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiogpu.engines.acquaintance import site_of
 from aiogpu.engines.remote_link import Told
@@ -88,19 +88,39 @@ class RemoteActors:
             engine.admit(site)
         check_arguments(site, payload)
         if key is not None and get_if_exists:
-            return engine.loop.create_task(self._find_or_make(site, payload, key))
+            return self._find_or_make(site, payload, key)
         return self._make(site, payload, key or ("", ""), False)
 
-    async def _find_or_make(
+    def _find_or_make(
+        self, site: Site, payload: bytes, key: tuple[str, str]
+    ) -> asyncio.Future[RemoteActor]:
+        # Not a task: `asyncio.run` cancels all tasks before the program leaves.
+        found, made = self.find(key), self._engine.loop.create_future()
+
+        def take(answer: asyncio.Future[RemoteActor | None]) -> None:
+            try:
+                made.set_result(answer.result() or self._make_late(site, payload, key))
+            except Exception as error:  # noqa: BLE001 - it is told to who has asked
+                made.set_exception(error)
+
+        found.add_done_callback(take)
+        self._note_lookup(made)
+        return made
+
+    def _make_late(
         self, site: Site, payload: bytes, key: tuple[str, str]
     ) -> RemoteActor:
-        found = await self.find(key)
-        if found is not None:
-            return found
+        """Make an actor after its name was looked up, and nobody had it."""
         self._engine.check_open()
         if site.checked_by is not self._engine.mark:
             self._engine.admit(site)
         return self._make(site, payload, key, True)
+
+    def _note_lookup(self, lookup: asyncio.Future[Any]) -> None:
+        """Have this program leave only after it is done."""
+        lookups = self._engine.lookups
+        lookups.add(lookup)
+        lookup.add_done_callback(lookups.discard)
 
     def _make(
         self, site: Site, payload: bytes, key: tuple[str, str], get_if_exists: bool
@@ -118,6 +138,7 @@ class RemoteActors:
         namespace, name = key
         found: asyncio.Future[RemoteActor | None] = engine.loop.create_future()
         engine.send(Find(engine.expect(_Sought(engine, found)), name, namespace))
+        self._note_lookup(found)
         return found
 
     def held(self, actor: int, name: str = "actor") -> RemoteActor:

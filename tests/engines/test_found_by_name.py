@@ -7,8 +7,11 @@ import gc
 import os
 import pickle
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,11 @@ import pytest
 import aiogpu
 from tests.engines import tasks
 from tests.engines.actor_classes import Async, Counter
-from tests.engines.raw_client import Service, all_is_free, service
+from tests.engines.raw_client import Service, all_is_free, program, service
+from tests.gate import Gate
+from tests.program import environment
 from tests.turns import no_complaints, turns
+from tests.until import until
 
 pytestmark = [
     pytest.mark.usefixtures("service_forker", "no_leaks"),
@@ -180,7 +186,14 @@ async def test_killed_before_the_answer(node: Service) -> None:
             await called_on(store)
 
 
-async def test_the_node_dies_before_the_answer(node: Service) -> None:
+async def nothing_is_left(runtime_directory: Path) -> None:
+    """The zygotes of a killed node have removed its directory, which takes a moment."""
+    await until(lambda: not os.listdir(runtime_directory))
+
+
+async def test_the_node_dies_before_the_answer(
+    node: Service, runtime_directory: Path
+) -> None:
     async with no_complaints():
         await aiogpu.init(address=node.path, log_to_driver=False)
         with stopped(node):
@@ -195,6 +208,7 @@ async def test_the_node_dies_before_the_answer(node: Service) -> None:
             with pytest.raises(aiogpu.NodeDiedError):
                 await ask("store")
         await aiogpu.shutdown()
+    await nothing_is_left(runtime_directory)
 
 
 async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) -> None:
@@ -209,3 +223,134 @@ async def test_an_actor_of_another_class_has_that_ones_methods(node: Service) ->
         with pytest.raises(AttributeError, match="Counter has no method later"):
             found.later  # noqa: B018
         assert await first.add.remote(1) == 4
+
+
+async def ran(source: str) -> None:
+    """Run another program to its end."""
+    argv = [sys.executable, "-c", source]
+    ended = await asyncio.to_thread(
+        subprocess.run, argv, env=environment(), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@asynccontextmanager
+async def left_before_the_answer(node: Service) -> AsyncIterator[None]:
+    """Join; leave at the end of the block, which the node answers only after that."""
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            yield
+            leaving = asyncio.create_task(aiogpu.shutdown())
+            await turns(20)
+            assert not leaving.done()
+        await leaving
+
+
+async def kept_is_gone(node: Service) -> None:
+    """Nobody finds the detached actor, and nothing of it is left."""
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        with pytest.raises(aiogpu.ActorNameError, match="no actor named 'kept'"):
+            await aiogpu.get_actor("kept")
+        await all_is_free()
+
+
+DETACHED: Any = Counter.options(name="kept", lifetime="detached")
+MAKES = 'await Counter.options(name="kept", lifetime="detached").remote()'
+FOUND: dict[str, Callable[[], Any]] = {
+    "by its name": lambda: aiogpu.get_actor("kept"),
+    "if it exists": Counter.options(name="kept", get_if_exists=True).remote,
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+async def test_killed_right_before_the_program_leaves(node: Service, how: str) -> None:
+    await ran(program(node.path, MAKES))
+    async with left_before_the_answer(node):
+        aiogpu.kill(FOUND[how]())
+    await kept_is_gone(node)
+
+
+KILLS = {
+    "by its name": 'aiogpu.kill(aiogpu.get_actor("kept"))',
+    "if it exists": (
+        'aiogpu.kill(Counter.options(name="kept", get_if_exists=True).remote())'
+    ),
+    "at the end of a block": """
+await aiogpu.shutdown()
+async with aiogpu.init():
+    aiogpu.kill(aiogpu.get_actor("kept"))
+""",
+}
+
+
+@pytest.mark.parametrize("run", ["asyncio.run", "aiogpu.run"])
+@pytest.mark.parametrize("how", KILLS)
+async def test_killed_by_the_last_line_of_a_program(
+    node: Service, monkeypatch: pytest.MonkeyPatch, how: str, run: str
+) -> None:
+    monkeypatch.setenv("AIOGPU_ADDRESS", node.path)
+    await ran(program(node.path, MAKES))
+    await ran(program(node.path, KILLS[how]).replace("asyncio.run", run))
+    await kept_is_gone(node)
+
+
+async def test_made_right_before_the_program_leaves(node: Service) -> None:
+    async with left_before_the_answer(node):
+        DETACHED.options(get_if_exists=True).remote(1)
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        found = await aiogpu.get_actor("kept")
+        assert await found.add.remote(2) == 3
+        aiogpu.kill(found)
+    await kept_is_gone(node)
+
+
+async def test_called_right_before_the_program_leaves(
+    node: Service, gate: Gate
+) -> None:
+    """As a call of an actor that is known: its answer is not waited for."""
+    await ran(program(node.path, MAKES))
+    async with left_before_the_answer(node):
+        call = aiogpu.get_actor("kept").gated.remote(gate.path, "call")
+        nobody = aiogpu.get_actor("nobody").add.remote()
+    with pytest.raises(aiogpu.NodeClosedError, match="was shut down before"):
+        await call
+    with pytest.raises(aiogpu.ActorNameError, match="no actor named 'nobody'"):
+        await nobody
+    async with aiogpu.init(address=node.path, log_to_driver=False):
+        aiogpu.kill(aiogpu.get_actor("kept"))
+    await kept_is_gone(node)
+
+
+async def test_dropped_right_before_the_program_leaves(node: Service) -> None:
+    async with left_before_the_answer(node):
+        aiogpu.get_actor("nobody")
+        Counter.options(name="kept", get_if_exists=True, num_gpus=1).remote()
+        gc.collect()
+    await kept_is_gone(node)
+
+
+async def test_a_node_that_never_answers_is_left(
+    node: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiogpu.engines.membership.DEPART_LIMIT", 0.05)
+    async with no_complaints():
+        await aiogpu.init(address=node.path, log_to_driver=False)
+        with stopped(node):
+            call = aiogpu.get_actor("kept").add.remote()
+            async with asyncio.timeout(20):
+                await aiogpu.shutdown()
+            with pytest.raises(aiogpu.NodeClosedError):
+                await call
+
+
+async def test_a_node_that_dies_while_it_is_left(
+    node: Service, runtime_directory: Path
+) -> None:
+    async with left_before_the_answer(node):
+        aiogpu.kill(aiogpu.get_actor("kept"))
+        call = aiogpu.get_actor("kept").add.remote()
+        os.kill(node.pid, signal.SIGKILL)
+    with pytest.raises(aiogpu.NodeDiedError):
+        await call
+    await nothing_is_left(runtime_directory)
