@@ -208,8 +208,8 @@ class WorkerRecord:
         task: what it runs, or will run once it has started.
         queue: tasks of the same shape that it was sent ahead; they take over the
             lease, one after the other.
-        refill_at: length of the queue from which on more is sent; below 0 it is
-            doomed: killed, though what it has answered may still be under way.
+        refill_at: length of the queue from which on more is sent.
+        is_killed: SIGKILL was sent; what it has answered may still be under way.
         lease: what it holds. A lease stays with a worker that ends until its
             process is gone, also when the task's result is long known.
         calls: finished calls by function, for functions with `max_calls`.
@@ -230,6 +230,7 @@ class WorkerRecord:
     task: TaskRecord | None = None
     queue: deque[TaskRecord] = field(default_factory=deque)
     refill_at: int = 0
+    is_killed: bool = False
     lease: Lease | None = None
     calls: dict[int, int] = field(default_factory=dict)
     is_last: bool = False

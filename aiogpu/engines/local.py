@@ -337,7 +337,7 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     from aiogpu.runtime.assignment import Assignment
 
     ledger, vendors = await take_inventory(options)
-    patience = SchedulerConfig(
+    config = SchedulerConfig(
         cancel_grace=options.cancel_grace,
         idle_workers=WARM + ledger.capacity[CPU] // UNIT,
         spare_workers=options.spare_workers,
@@ -350,4 +350,4 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
         cpu_affinity=options.cpu_affinity,
         mps=options.mps,
     )
-    return Scheduler(ledger, patience), assignment
+    return Scheduler(ledger, config), assignment

@@ -98,6 +98,8 @@ class RemoteActors:
         found, made = self.find(key), self._engine.loop.create_future()
 
         def take(answer: asyncio.Future[RemoteActor | None]) -> None:
+            if made.done():
+                return  # nobody waits for it any more
             try:
                 made.set_result(answer.result() or self._make_late(site, payload, key))
             except Exception as error:  # noqa: BLE001 - it is told to who has asked

@@ -88,7 +88,7 @@ def _crowding(node: SchedulerState, now: float) -> OutageStatus | None:
 
     Where there are workers, tasks wait for these instead.
     """
-    room = node.room
+    room = node.worker_limit
     if not room.failures or not room.reason:
         return None
     if any(worker.state is not WorkerState.STARTING for worker in node.workers):
@@ -180,7 +180,7 @@ def find_shortages(
 
 def wait_in_words(node: SchedulerState, record: TaskRecord, now: float) -> str:
     """In one line what a waiting task waits for."""
-    if node.solitude.bars(record):
+    if node.exclusive.bars(record):
         return "waits until another has run alone, for which memory ran out before"
     if node.clients is not None and node.clients.of(record.client).is_behind:
         return f"waits for {READING}"
@@ -408,7 +408,7 @@ def why_waiting(node: SchedulerState, record: TaskRecord, holdings: Holdings) ->
         of=bucket.size,
         reasons=reasons,
         bound=bound,
-        is_held_up=node.solitude.bars(record),
+        is_held_up=node.exclusive.bars(record),
         reservation=describe(node, _concerning(node, record), holdings.now),
         is_held_endlessly=is_held_endlessly(node, record, lacks, holdings.now),
         placement=awaited_gang(node, record),

@@ -82,8 +82,8 @@ class Parting:
     def depart(self, client: Client) -> None:
         """It says that it leaves."""
         self.give_up(client)
-        patience = self._driver.scheduler.patience
-        within = patience.cancel_grace + patience.exit_grace
+        config = self._driver.scheduler.config
+        within = config.cancel_grace + config.exit_grace
         self._look(client, FIRST_LOOK, self._loop.time() + within)
 
     def _look(self, client: Client, pause: float, until: float) -> None:

@@ -177,7 +177,7 @@ class Supervisor:
         if not self._parts.zygotes.are_ready:
             # A program's first function needs it, and now there is time.
             import aiogpu.serialization.pickler  # noqa: F401
-        scheduler.room.bound(pool.slots.most_workers)
+        scheduler.worker_limit.bound(pool.slots.most_workers)
         self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
         if self._devices is not None:
             self.driver.heed(self._devices.monitor)
@@ -258,8 +258,8 @@ class Supervisor:
         if self._devices is not None:
             self._devices.monitor.close()
         if self.driver is not None:
-            patience = self.driver.scheduler.patience
-            await self.driver.close(patience.cancel_grace + patience.exit_grace + SLACK)
+            config = self.driver.scheduler.config
+            await self.driver.close(config.cancel_grace + config.exit_grace + SLACK)
         if self._devices is not None:
             self._devices.quit()
             await self._devices.thread.close()

@@ -66,7 +66,7 @@ class World(Stage):
         gpu_memory: int | str = 0,
         devices: Sequence[Device] | None = None,
         resources: Mapping[str, float] | None = None,
-        patience: SchedulerConfig | None = None,
+        config: SchedulerConfig | None = None,
         starts: bool = True,
         exits: bool = True,
         revokes: bool = True,
@@ -82,7 +82,7 @@ class World(Stage):
         there = {device.type for device in devices if device.type}
         scalars.update({TYPE_PREFIX + name: UNIT for name in there})
         ledger = Ledger(scalars, [DeviceSet(GPU, devices)])
-        super().__init__(Scheduler(ledger, patience), clock or HandClock())
+        super().__init__(Scheduler(ledger, config), clock or HandClock())
         self.starts = starts
         self.exits = exits
         self.revokes = revokes

@@ -40,9 +40,9 @@ class AiogpuPaper:
     def __init__(self, num_cpus: int, num_gpus: int) -> None:
         gpus = DeviceSet(GPU, [Device(index) for index in range(num_gpus)])
         ledger = Ledger({CPU: quantity("num_cpus", num_cpus)}, [gpus])
-        patience = SchedulerConfig(idle_workers=WARM + num_cpus)
+        config = SchedulerConfig(idle_workers=WARM + num_cpus)
         self.spent = 0
-        self._scheduler = Scheduler(ledger, patience)
+        self._scheduler = Scheduler(ledger, config)
         self._now = 0.0
         self._specs: dict[Need, TaskSpec] = {}
         self._needs: dict[TaskId, Need] = {}

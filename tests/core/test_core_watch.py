@@ -16,7 +16,7 @@ PATIENCE = SchedulerConfig(
 
 def queue_behind(count: int = 10, **options) -> World:
     """One worker runs t1, with t2, t3, ... queued behind it."""
-    w = World(cpus=1, took=SHORT, patience=PATIENCE, **options)
+    w = World(cpus=1, took=SHORT, config=PATIENCE, **options)
     for number in range(count):
         w.submit(f"t{number}", max_retries=0)
     w.finish("t0")
@@ -43,7 +43,7 @@ def test_what_stands_behind_a_long_task_is_taken_back():
 
 
 def test_what_was_taken_back_runs_where_there_is_room():
-    w = World(cpus=2, took=SHORT, patience=PATIENCE)
+    w = World(cpus=2, took=SHORT, config=PATIENCE)
     for name in ("t0", "t1", "t2", "t3", "t4", "t5"):
         w.submit(name)
     w.finish("t0")
@@ -298,7 +298,7 @@ def test_an_answer_to_an_earlier_revocation_changes_nothing():
 
 def test_a_stopped_worker_is_given_up_and_its_task_runs_elsewhere_once():
     """As under SIGSTOP: it was sent a task and does not begin it."""
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a")
     w.finish("a")
     w.stop(1)
@@ -326,7 +326,7 @@ def test_a_worker_stopped_between_two_tasks_loses_all_that_it_was_sent():
 
 
 def test_a_worker_that_runs_for_long_is_not_given_up():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a")
     w.advance(3600)
     assert w.killed == []

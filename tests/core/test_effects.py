@@ -23,7 +23,7 @@ def test_every_class_of_the_file_is_in_the_union():
 
 
 def test_a_short_life_shows_every_effect():
-    w = Diary(cpus=2, gpus=1, patience=SchedulerConfig(cancel_grace=1.0))
+    w = Diary(cpus=2, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
     w.submit("settled")
     w.finish("settled")
     w.submit("lost", max_retries=0)

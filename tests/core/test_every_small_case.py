@@ -174,7 +174,7 @@ def test_whoever_ends_first_a_wide_task_waits_for_those_before_it_alone(
     tried = 0
     while orders:
         order = orders.pop()
-        w = World(cpus=16, gpus=2, patience=SchedulerConfig(reserve_after=0.0))
+        w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
         for number in range(2 * int(1 / amount)):
             w.submit(f"before{number}", num_gpus=amount, strategy=strategy)
         before = w.running

@@ -198,7 +198,7 @@ def test_a_program_whose_first_task_fits_has_its_turn_by_that():
 
 
 def test_a_wide_task_is_not_starved_by_another_program():
-    w = World(cpus=16, gpus=2, patience=SchedulerConfig(reserve_after=1.0))
+    w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=1.0))
     w.join(1)
     w.join(2)
     for number in range(40):
@@ -215,7 +215,7 @@ def test_a_wide_task_is_not_starved_by_another_program():
 
 def test_what_is_kept_for_one_waits_until_it_is_its_turn():
     """Else a program of wide tasks would have most of a node."""
-    w = World(cpus=16, gpus=1, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
     w.join(1)
     w.join(2)
     w.submit("wide0", num_gpus=1, client=1)
@@ -246,7 +246,7 @@ def test_what_is_kept_for_one_waits_until_it_is_its_turn():
 
 def test_it_waits_no_longer_than_a_task_counts():
     """Whose tag is lower may be held up by something else for ever."""
-    w = World(cpus=16, gpus=2, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=16, gpus=2, config=SchedulerConfig(reserve_after=0.0))
     for number in (1, 2, 3):
         w.join(number)
     w.submit("old", num_gpus=1, client=1)
@@ -268,7 +268,7 @@ def test_it_waits_no_longer_than_a_task_counts():
 
 
 def test_a_higher_priority_may_take_what_is_kept_for_another_program():
-    w = World(cpus=16, gpus=1, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=16, gpus=1, config=SchedulerConfig(reserve_after=0.0))
     w.join(1)
     w.join(2)
     w.submit("half", num_gpus=0.5, client=1)
@@ -359,7 +359,7 @@ def test_a_place_among_workers_goes_round_too():
     w = World(cpus=4)
     w.join(1)
     w.join(2)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     for name in ("a1", "a2", "b1", "b2"):
         w.submit(name, client=1 if name[0] == "a" else 2, environment={"P": name[0]})
     assert order(w) == ["a1", "b1", "a2", "b2"]
@@ -418,7 +418,7 @@ def test_nobody_gives_way_to_one_that_is_not_helped():
 
 
 def test_nothing_is_kept_for_one_that_waits_for_what_is_held_for_life():
-    w = World(cpus=4, gpus=2, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=4, gpus=2, config=SchedulerConfig(reserve_after=0.0))
     w.join(1)
     w.join(2)
     w.submit("life", num_gpus=1, is_endless=True)

@@ -15,7 +15,7 @@ PATIENCE = SchedulerConfig(cancel_grace=2.0, interrupt_every=0.5)
 
 def family(**options) -> World:
     """On one CPU a parent waits for its child, which runs."""
-    w = World(cpus=1, gpus=1, patience=PATIENCE, **options)
+    w = World(cpus=1, gpus=1, config=PATIENCE, **options)
     w.submit("parent", num_gpus=0.5)
     w.submit("child", parent="parent")
     w.wait_for("parent", "child")
@@ -136,7 +136,7 @@ def test_for_each_task_there_is_one_who_waits():
 
 
 def test_who_is_being_stopped_does_not_begin_to_wait():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("parent")
     w.submit("child", parent="parent", is_detached=True)
     w.cancel("parent")
@@ -177,7 +177,7 @@ def test_a_child_is_as_urgent_as_its_parent_at_least(of_parent, of_child, first)
 
 
 def test_what_a_task_has_started_ends_with_it():
-    w = World(cpus=2, gpus=1, patience=PATIENCE)
+    w = World(cpus=2, gpus=1, config=PATIENCE)
     w.submit("parent", num_cpus=0)
     w.submit("runs", parent="parent")
     w.submit("runs too", num_gpus=1, parent="parent")
@@ -238,7 +238,7 @@ def test_what_is_started_by_a_task_that_is_tried_again_ends_first():
 
 
 def test_what_is_started_by_a_task_whose_time_is_up_ends_with_it():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("parent", timeout=1.0)
     w.submit("child", parent="parent")
     w.advance(1.0)
@@ -263,7 +263,7 @@ def test_a_parent_whose_child_was_cancelled_goes_on():
 
 
 def test_a_parent_whose_child_is_lost_goes_on():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("parent")
     w.submit("child", parent="parent", max_retries=0)
     w.wait_for("parent", "child")
@@ -327,7 +327,7 @@ def test_a_task_that_has_ended_starts_nobody():
 
 
 def test_a_task_that_is_being_stopped_starts_nobody():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("parent")
     w.cancel("parent")
     w.submit("child", parent="parent")
@@ -347,7 +347,7 @@ def test_a_child_that_starts_is_ended_before_it_has_begun():
 
 
 def test_children_that_are_sent_ahead_end_with_their_parent():
-    w = World(cpus=1, took=1e-5, patience=PATIENCE)
+    w = World(cpus=1, took=1e-5, config=PATIENCE)
     w.submit("parent", num_cpus=0)
     for number in range(10):
         w.submit(f"t{number}", parent="parent")

@@ -67,7 +67,7 @@ def test_what_has_not_begun_goes_elsewhere():
 
 
 def test_what_was_kept_is_kept_elsewhere():
-    w = World(gpus=2, patience=SchedulerConfig(reserve_after=1.0))
+    w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0))
     w.submit("first", num_gpus=0.5)
     w.submit("second", num_gpus=1)
     w.submit("large", num_gpus=1)

@@ -104,7 +104,7 @@ def test_a_gang_that_is_removed_ends_its_members():
 
 
 def test_a_member_that_will_not_stop_is_killed_and_holds_its_gang_till_then():
-    w = GangWorld(cpus=8, gpus=1, patience=SchedulerConfig(cancel_grace=1.0))
+    w = GangWorld(cpus=8, gpus=1, config=SchedulerConfig(cancel_grace=1.0))
     w.gang("gang", {"GPU": 1})
     w.submit_in("gang", "stubborn", num_gpus=1, max_calls=1)
     w.cancel("gang")

@@ -107,11 +107,11 @@ class GangMachine(SharedGangMachine):
         starts=st.booleans(),
         exits=st.booleans(),
         revokes=st.booleans(),
-        patience=PATIENCE,
+        config=PATIENCE,
         most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
     )
-    def begin(self, starts, exits, revokes, patience, most) -> None:
-        super().begin(starts, exits, revokes, patience, most, [])
+    def begin(self, starts, exits, revokes, config, most) -> None:
+        super().begin(starts, exits, revokes, config, most, [])
 
     def join(self) -> None:
         """Nobody else joins."""

@@ -71,7 +71,7 @@ def test_a_lease_is_never_sent_ahead_to_a_worker_of_its_shape():
 
 def test_a_lease_needs_no_room_for_a_worker():
     w = World(gpus=2)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.submit("task")
     w.lease("lease", num_gpus=1)
     assert set(w.leases) == {"lease"}
@@ -139,7 +139,7 @@ def test_what_is_returned_twice_or_never_was_is_no_news():
 
 
 def test_nobody_waits_for_the_end_of_a_lease():
-    w = World(gpus=2, patience=SchedulerConfig(reserve_after=1.0))
+    w = World(gpus=2, config=SchedulerConfig(reserve_after=1.0))
     w.lease("lease", num_gpus=1)
     w.submit("needs both", num_gpus=2)
     w.advance(5.0)
@@ -151,7 +151,7 @@ def test_nobody_waits_for_the_end_of_a_lease():
 
 
 def test_a_share_is_kept_for_a_lease_that_has_waited_long():
-    w = World(gpus=1, patience=SchedulerConfig(reserve_after=1.0))
+    w = World(gpus=1, config=SchedulerConfig(reserve_after=1.0))
     w.submit("a", num_gpus=0.5)
     w.lease("lease", num_gpus=1)
     w.advance(2.0)

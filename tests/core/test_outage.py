@@ -53,8 +53,8 @@ def test_its_task_waits_and_holds_nothing():
 
 
 def test_pauses_grow_up_to_a_bound():
-    patience = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=4, starts=False, patience=patience)
+    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
+    w = World(cpus=4, starts=False, config=config)
     w.submit("a", environment=BROKEN)
     pauses = []
     for _ in range(6):
@@ -164,7 +164,7 @@ def test_programs_that_share_a_node_go_past_each_other():
 
 def test_spares_are_not_asked_for_meanwhile():
     """Each failed spare once had another forked, thousands in a second."""
-    w = World(cpus=4, starts=False, patience=SchedulerConfig(spare_workers=2))
+    w = World(cpus=4, starts=False, config=SchedulerConfig(spare_workers=2))
     w.submit("a", max_calls=1)
     spawned = 0
     for _ in range(100):
@@ -245,8 +245,8 @@ def test_what_is_to_run_alone_waits_as_well():
 
 
 def test_environments_are_tried_again_each_at_its_own_time():
-    patience = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
-    w = World(cpus=4, starts=False, patience=patience)
+    config = SchedulerConfig(crowded_for=1.0, crowded_at_last=1.0)
+    w = World(cpus=4, starts=False, config=config)
     w.submit("a", environment=BROKEN)
     fail(w, "a")
     w.advance(0.5)

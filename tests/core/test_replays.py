@@ -99,7 +99,7 @@ def test_a_cancelled_task_at_its_turn_is_not_interrupted_before_it_has_begun():
 
 def test_closing_keeps_nothing_for_anybody():
     """What was kept was kept for one that had been abandoned."""
-    w = World(gpus=2, exits=False, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(gpus=2, exits=False, config=SchedulerConfig(reserve_after=0.0))
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2)
     w.submit("small", num_cpus=0)
@@ -130,7 +130,7 @@ def test_an_answer_that_comes_when_all_was_skipped_does_not_touch_what_came_sinc
 
 def test_a_backlog_goes_at_full_speed_however_old_it_is():
     """After a second something was kept for each of it, and nothing sent ahead."""
-    w = World(cpus=1, took=SHORT, patience=SchedulerConfig(reserve_after=0.1))
+    w = World(cpus=1, took=SHORT, config=SchedulerConfig(reserve_after=0.1))
     for number in range(400):
         w.submit(f"t{number}")
     for number in range(200):
@@ -197,7 +197,7 @@ def test_who_waits_for_a_queued_task_that_is_cancelled_goes_on():
 
 def test_who_waits_for_a_task_that_a_stopped_worker_never_began_goes_on():
     """The same, where the worker was given up."""
-    w = World(cpus=2, patience=SchedulerConfig(cancel_grace=9.0))
+    w = World(cpus=2, config=SchedulerConfig(cancel_grace=9.0))
     w.submit("parent")
     w.submit("a")
     w.finish("a")
@@ -227,7 +227,7 @@ def test_who_answers_before_the_kill_that_makes_room_is_starved_no_more():
 def test_who_is_to_run_alone_needs_room_as_well():
     """He began beside a worker that had gone, whose device was not seen free."""
     w = World(cpus=4, gpus=2)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.settles = True
     w.submit("a", num_gpus=1)
     w.tell(Scheduler.memory_short, w.worker_of("a"))
@@ -243,7 +243,7 @@ def test_an_idle_worker_makes_way_for_who_is_to_run_alone():
     w.submit("idle")
     w.finish("idle")
     w.submit("a", num_gpus=1)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.tell(Scheduler.memory_short, w.worker_of("a"))
     w.tell(Scheduler.devices_free, w.unsettled[0])
     assert w.running == {"a"}
@@ -287,7 +287,7 @@ def test_what_is_heard_of_a_killed_worker_that_has_skipped_all_changes_nothing()
 def test_what_fails_for_a_deadlock_may_be_nobodys_child():
     """One whose result a child expects; the scheduler fell over it."""
     w = World(cpus=4)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.submit("parent")
     w.submit("other")
     w.submit("child", parent="parent", needs=["other"])

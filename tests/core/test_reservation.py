@@ -53,7 +53,7 @@ class Stream:
 
 def ready_for_two(**options) -> World:
     """On two GPUs "long" holds one and "big" waits for both; its second is over."""
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1, **options)
     w.submit("big", num_gpus=2)
     pass_over(w)
@@ -76,7 +76,7 @@ def kept_for(w: World) -> str | None:
 
 def test_four_gpus_come_free_under_an_endless_stream_of_quarters():
     """It waits for its second, for the next end, and for what runs then."""
-    w = World(cpus=64, gpus=4, patience=PATIENCE)
+    w = World(cpus=64, gpus=4, config=PATIENCE)
     stream = Stream(w)
     w.submit("big", num_gpus=4)
     bound = STEP + AFTER + STEP + LASTS
@@ -92,7 +92,7 @@ def test_four_gpus_come_free_under_an_endless_stream_of_quarters():
 
 
 def test_without_it_the_stream_would_go_past_for_ever():
-    w = World(cpus=64, gpus=4, patience=SchedulerConfig(reserve_after=inf))
+    w = World(cpus=64, gpus=4, config=SchedulerConfig(reserve_after=inf))
     stream = Stream(w)
     w.submit("big", num_gpus=4)
     for _ in range(400):
@@ -101,7 +101,7 @@ def test_without_it_the_stream_would_go_past_for_ever():
 
 
 def test_one_big_task_after_the_other_runs():
-    w = World(cpus=64, gpus=4, patience=PATIENCE)
+    w = World(cpus=64, gpus=4, config=PATIENCE)
     stream = Stream(w)
     for number in range(3):
         w.submit(f"big {number}", num_gpus=4)
@@ -114,7 +114,7 @@ def test_one_big_task_after_the_other_runs():
 
 
 def test_nothing_is_kept_before_its_time():
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2)
     pass_over(w)
@@ -132,7 +132,7 @@ def test_nothing_is_kept_before_its_time():
 
 def test_nothing_is_kept_for_those_behind_the_first_of_their_kind():
     """A backlog goes on at full speed, however long it has waited."""
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     for number in range(100):
         w.submit(f"t{number}")
     for number in range(50):
@@ -143,7 +143,7 @@ def test_nothing_is_kept_for_those_behind_the_first_of_their_kind():
 
 
 def test_what_is_left_goes_to_others():
-    w = World(cpus=8, gpus=3, patience=PATIENCE)
+    w = World(cpus=8, gpus=3, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.submit("half", num_gpus=0.5)
     w.submit("big", num_gpus=2)
@@ -160,7 +160,7 @@ def test_what_is_left_goes_to_others():
 
 
 def test_only_as_much_is_kept_as_is_needed():
-    w = World(gpus=3, patience=PATIENCE)
+    w = World(gpus=3, config=PATIENCE)
     for number in range(3):
         w.submit(f"half {number}", num_gpus=0.75)
     w.submit("whole", num_gpus=1)
@@ -178,7 +178,7 @@ def test_only_as_much_is_kept_as_is_needed():
 
 
 def test_the_one_for_whom_it_is_kept_takes_whatever_fits_first():
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("a", num_gpus=1)
     w.submit("b", num_gpus=1)
     w.submit("half", num_gpus=0.5)
@@ -273,7 +273,7 @@ def test_what_is_held_for_life_is_never_waited_for():
 
 
 def test_what_others_hold_is_kept_beside_what_is_held_for_life():
-    w = World(gpus=3, patience=PATIENCE)
+    w = World(gpus=3, config=PATIENCE)
     w.submit("actor", num_gpus=1, is_endless=True)
     w.submit("a", num_gpus=0.5)
     w.submit("big", num_gpus=2)
@@ -287,7 +287,7 @@ def test_what_others_hold_is_kept_beside_what_is_held_for_life():
 
 
 def test_something_is_kept_soon_after_what_was_held_for_life_is_given_up():
-    w = World(gpus=3, patience=PATIENCE)
+    w = World(gpus=3, config=PATIENCE)
     w.submit("actor", num_gpus=1, is_endless=True)
     w.submit("a", num_gpus=0.5)
     w.submit("big", num_gpus=3)
@@ -302,7 +302,7 @@ def test_something_is_kept_soon_after_what_was_held_for_life_is_given_up():
 
 
 def test_cpus_that_are_held_for_life_are_never_waited_for():
-    w = World(cpus=2, patience=PATIENCE)
+    w = World(cpus=2, config=PATIENCE)
     w.submit("actor", is_endless=True)
     w.submit("big", num_cpus=2)
     pass_over(w)
@@ -314,7 +314,7 @@ def test_cpus_that_are_held_for_life_are_never_waited_for():
 
 
 def test_one_for_whom_nothing_can_be_kept_does_not_stand_in_the_way():
-    w = World(cpus=3, gpus=2, patience=PATIENCE)
+    w = World(cpus=3, gpus=2, config=PATIENCE)
     w.submit("actor", num_gpus=1, num_cpus=0, is_endless=True)
     w.submit("hopeless", num_gpus=2, num_cpus=0)
     w.submit("a", num_cpus=2)
@@ -326,7 +326,7 @@ def test_one_for_whom_nothing_can_be_kept_does_not_stand_in_the_way():
 
 
 def test_what_is_kept_may_be_no_device():
-    w = World(cpus=8, resources={"license": 1}, patience=PATIENCE)
+    w = World(cpus=8, resources={"license": 1}, config=PATIENCE)
     w.submit("half", resources={"license": 0.5})
     w.submit("whole", resources={"license": 1})
     pass_over(w)
@@ -340,7 +340,7 @@ def test_what_is_kept_may_be_no_device():
 
 
 def test_of_several_ends_the_latest_that_is_needed_counts():
-    w = World(cpus=4, patience=PATIENCE)
+    w = World(cpus=4, config=PATIENCE)
     for seconds in (30.0, 10.0, 20.0):
         w.submit(f"{seconds:g}", timeout=seconds)
     w.submit("three", num_cpus=3)
@@ -351,7 +351,7 @@ def test_of_several_ends_the_latest_that_is_needed_counts():
 
 
 def test_a_device_that_serves_sooner_is_kept():
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("30", num_gpus=1, timeout=30.0)
     w.submit("10", num_gpus=1, timeout=10.0)
     w.submit("next", num_gpus=1)
@@ -364,7 +364,7 @@ def test_a_device_that_serves_sooner_is_kept():
 
 
 def test_a_process_that_ends_gives_back_at_once():
-    w = World(gpus=2, exits=False, patience=PATIENCE)
+    w = World(gpus=2, exits=False, config=PATIENCE)
     w.submit("ends", num_gpus=1, max_calls=1)
     w.submit("long", num_gpus=1, timeout=30.0)
     w.finish("ends")
@@ -376,7 +376,7 @@ def test_a_process_that_ends_gives_back_at_once():
 
 
 def test_only_devices_of_the_type_are_kept():
-    w = World(gpu_types=["T4", "A100", "A100"], patience=PATIENCE)
+    w = World(gpu_types=["T4", "A100", "A100"], config=PATIENCE)
     w.submit("a", num_gpus=0.5, accelerator_type="A100")
     w.submit("b", num_gpus=0.5, accelerator_type="A100")
     w.submit("both", num_gpus=2, accelerator_type="A100")
@@ -431,7 +431,7 @@ def test_a_new_task_takes_nothing_of_what_is_kept():
 
 
 def test_nothing_is_kept_any_more_for_one_that_took_over_a_lease():
-    w = World(gpus=1, patience=PATIENCE)
+    w = World(gpus=1, config=PATIENCE)
     w.submit("a", num_gpus=1)
     w.submit("b", num_gpus=1)
     pass_over(w)
@@ -454,7 +454,7 @@ def test_what_is_kept_for_a_task_that_is_gone_is_free():
 
 
 def test_what_is_kept_for_a_task_whose_time_is_up_is_free():
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2, timeout=2.0)
     w.submit("small", num_gpus=0.5)
@@ -468,7 +468,7 @@ def test_what_is_kept_for_a_task_whose_time_is_up_is_free():
 
 
 def test_one_reservation_at_a_time():
-    w = World(gpus=2, patience=PATIENCE)
+    w = World(gpus=2, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.submit("big", num_gpus=2)
     w.submit("half", num_gpus=0.5)
@@ -528,7 +528,7 @@ def test_a_plan_stands_for_longer_where_nothing_has_come_back():
 
 def test_what_is_only_tried_does_not_change_a_plan():
     """A gang that does not fit takes one bundle and gives it back, at each look."""
-    w = GangWorld(gpus=3, patience=PATIENCE)
+    w = GangWorld(gpus=3, config=PATIENCE)
     w.submit("long", num_gpus=1)
     w.gang("gang", {"GPU": 0.7}, {"GPU": 0.7}, {"GPU": 0.6})
     w.advance(AFTER)
@@ -542,7 +542,7 @@ def test_what_is_only_tried_does_not_change_a_plan():
 
 def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
     """Not all are compared; those that are held for life do not count."""
-    w = World(cpus=200, gpus=100, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=200, gpus=100, config=SchedulerConfig(reserve_after=0.0))
     for number in range(100):
         is_endless = number < 50
         w.submit(f"t{number}", num_gpus=1, is_endless=is_endless, max_calls=1)
@@ -557,7 +557,7 @@ def test_of_very_many_devices_the_first_that_end_some_time_are_kept():
 
 
 def test_one_that_could_begin_sooner_is_found_among_those_that_are_compared():
-    w = World(cpus=200, gpus=60, patience=SchedulerConfig(reserve_after=0.0))
+    w = World(cpus=200, gpus=60, config=SchedulerConfig(reserve_after=0.0))
     for number in range(60):
         timeout = 5.0 if number == 20 else None
         w.submit(f"t{number}", num_gpus=1, timeout=timeout)

@@ -101,7 +101,7 @@ def test_at_the_nodes_end_it_has_the_nodes_grace() -> None:
     world.submit("actor", max_calls=1, is_endless=True, cancel_grace=0.0)
     world.close()
     assert world.killed == []
-    world.advance(world.scheduler.patience.cancel_grace - 0.1)
+    world.advance(world.scheduler.config.cancel_grace - 0.1)
     assert world.killed == []
     world.advance(0.2)
     assert len(world.killed) == 1

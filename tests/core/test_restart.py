@@ -11,7 +11,7 @@ PATIENCE = SchedulerConfig(retry_after=1.0, retry_at_last=8.0, restarts_in_a_row
 
 
 def endless(max_retries: int = -1) -> World:
-    world = World(cpus=1, patience=PATIENCE)
+    world = World(cpus=1, config=PATIENCE)
     world.submit("actor", max_calls=1, max_retries=max_retries, is_endless=True)
     return world
 

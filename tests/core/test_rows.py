@@ -188,13 +188,13 @@ def test_so_it_is_while_one_is_to_run_alone(seed: int, programs: int):
             elif what < 0.4:
                 desk.tell(Scheduler.memory_short, worker)
             elif worker in desk.sent:
-                ended_while_wanted += desk.scheduler.solitude.is_wanted
+                ended_while_wanted += desk.scheduler.exclusive.is_wanted
                 desk.end(worker, count)
         assert desks[0].picture() == desks[1].picture()
     assert ended_while_wanted > 20
     for desk in desks:
         desk.run_dry()
-        assert not desk.scheduler.solitude.is_wanted
+        assert not desk.scheduler.exclusive.is_wanted
     assert desks[0].picture() == desks[1].picture()
 
 
@@ -263,13 +263,13 @@ def test_what_its_worker_does_not_run_is_left_alone():
 def test_a_doomed_worker_ends_nothing_in_a_row():
     desk = a_worker_with_some_ahead()
     worker = desk.scheduler.workers.get(ONE)
-    worker.refill_at = -1
+    worker.is_killed = True
     assert desk.finish_many(ONE, took(desk.sent[ONE][0])) == []
 
 
 def test_where_one_is_to_run_alone_nothing_ends_in_a_row():
     desk = a_worker_with_some_ahead()
-    desk.scheduler.solitude.is_wanted = True
+    desk.scheduler.exclusive.is_wanted = True
     assert desk.finish_many(ONE, took(desk.sent[ONE][0])) == []
 
 

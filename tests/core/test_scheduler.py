@@ -89,7 +89,7 @@ def test_a_starting_task_is_cancelled_at_once():
 
 
 def test_a_running_task_that_heeds_the_interrupt_keeps_its_worker():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a")
     worker = w.worker_of("a")
     w.cancel("a")
@@ -104,7 +104,7 @@ def test_a_running_task_that_heeds_the_interrupt_keeps_its_worker():
 
 
 def test_a_running_task_is_interrupted_again_and_then_killed():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a")
     w.cancel("a")
     attempts = []
@@ -120,7 +120,7 @@ def test_a_running_task_is_interrupted_again_and_then_killed():
 
 
 def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
-    w = World(patience=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5))
+    w = World(config=SchedulerConfig(cancel_grace=0.7, interrupt_every=0.5))
     w.submit("a")
     w.cancel("a")
     w.advance(0.69)
@@ -132,7 +132,7 @@ def test_the_kill_comes_when_the_grace_ends_not_at_the_next_interrupt():
 
 @pytest.mark.parametrize("grace", [0.0, 0.3, 5.0])
 def test_a_task_may_have_a_grace_of_its_own(grace):
-    w = World(cpus=2, patience=PATIENCE)
+    w = World(cpus=2, config=PATIENCE)
     w.submit("own", cancel_grace=grace)
     w.submit("expiring", timeout=1.0, cancel_grace=grace)
     w.submit("other")
@@ -147,7 +147,7 @@ def test_a_task_may_have_a_grace_of_its_own(grace):
 
 
 def test_cancelling_again_changes_nothing():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("a")
     w.cancel("a")
     w.cancel("a")
@@ -168,7 +168,7 @@ def test_cancelling_what_has_ended_changes_nothing():
 
 
 def test_a_worker_under_sentence_gets_no_work_though_it_answers():
-    w = World(cpus=1, exits=False, patience=PATIENCE)
+    w = World(cpus=1, exits=False, config=PATIENCE)
     w.submit("a")
     w.submit("b", max_retries=0)
     w.cancel("a")
@@ -204,7 +204,7 @@ def test_a_timeout_ends_a_task_that_starts():
 
 
 def test_a_timeout_stops_a_task_that_runs():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a", timeout=1.0)
     w.submit("b")
     w.advance(1.0)
@@ -217,7 +217,7 @@ def test_a_timeout_stops_a_task_that_runs():
 
 
 def test_a_timeout_comes_too_late_for_a_cancelled_task():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("a", timeout=1.0)
     w.cancel("a")
     w.advance(1.5)
@@ -246,7 +246,7 @@ def test_a_timeout_counts_from_submission_over_all_retries():
 
 
 def test_a_task_that_stops_may_take_its_worker_with_it():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("a", timeout=1.0)
     w.advance(1.0)
     w.die("a")
@@ -281,7 +281,7 @@ def test_of_thousands_whose_time_is_up_each_is_told_and_the_loop_has_time_betwee
 
 
 def test_closing_in_every_state():
-    w = World(cpus=3, starts=False, exits=False, patience=PATIENCE)
+    w = World(cpus=3, starts=False, exits=False, config=PATIENCE)
     for name in ("answered", "running", "stopping"):
         w.submit(name)
         w.start(name)
@@ -316,7 +316,7 @@ def test_closing_in_every_state():
 
 
 def test_closing_tries_nothing_again():
-    w = World(patience=PATIENCE)
+    w = World(config=PATIENCE)
     w.submit("a", max_retries=-1)
     w.submit("b", max_retries=-1)
     w.close()
@@ -345,7 +345,7 @@ def test_what_comes_after_closing_is_abandoned():
 
 def test_closing_tells_those_who_wait_in_slices():
     """The loop has time for other things in between."""
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     for number in range(2 * ABANDONED + 10):
         w.scheduler.submit(w.now, TaskId(number), SPEC)
     [worker] = w.scheduler.workers
@@ -367,7 +367,7 @@ def test_closing_tells_those_who_wait_in_slices():
 
 
 def test_closing_at_once_gives_nobody_time():
-    w = World(cpus=3, patience=PATIENCE)
+    w = World(cpus=3, config=PATIENCE)
     w.submit("answers")
     w.submit("deaf", cancel_grace=60)
     w.submit("idle")
@@ -382,7 +382,7 @@ def test_closing_at_once_gives_nobody_time():
 
 
 def test_closing_at_once_without_closing_before():
-    w = World(cpus=1, patience=PATIENCE)
+    w = World(cpus=1, config=PATIENCE)
     w.submit("deaf", cancel_grace=60)
     w.submit("waits")
     w.close(at_once=True)

@@ -139,7 +139,7 @@ class Judge(GangWorld):
         if begun and scheduler.ledger.is_overdrawn:
             for record in begun:
                 assert CPU not in dict(record.spec.shape.request.scalars), record
-        is_kept = is_kept or scheduler.solitude.is_wanted
+        is_kept = is_kept or scheduler.exclusive.is_wanted
         if not is_kept and not self._kept:
             for record in begun:
                 if self.has_room:
@@ -157,7 +157,7 @@ class Judge(GangWorld):
     @property
     def has_room(self) -> bool:
         """Whether nobody has to wait for a worker."""
-        return len(self.scheduler.workers) < self.scheduler.room.now
+        return len(self.scheduler.workers) < self.scheduler.worker_limit.now
 
     def _is_in_its_slice(self, record: TaskRecord) -> bool:
         """Whether its program went on with a lease, and need not ask whose turn it is.
@@ -300,22 +300,22 @@ class NodeMachine(RuleBasedStateMachine):
         starts=st.booleans(),
         exits=st.booleans(),
         revokes=st.booleans(),
-        patience=PATIENCE,
+        config=PATIENCE,
         most=st.one_of(st.just(BOUNDLESS), st.integers(1, 4)),
         programs=st.lists(st.sampled_from([1.0, 0.5, 3.0]), max_size=2),
     )
-    def begin(self, starts, exits, revokes, patience, most, programs) -> None:
+    def begin(self, starts, exits, revokes, config, most, programs) -> None:
         self.before = set()
         self.w = Judge(
             cpus=4,
             devices=DEVICES,
             resources={"license": 1},
-            patience=patience,
+            config=config,
             starts=starts,
             exits=exits,
             revokes=revokes,
         )
-        self.w.scheduler.room.bound(most)
+        self.w.scheduler.worker_limit.bound(most)
         for number, weight in enumerate(programs, start=1):
             self.w.join(number, weight, LIMITS[number])
 
@@ -568,7 +568,7 @@ class NodeMachine(RuleBasedStateMachine):
         ledger = self.w.scheduler.ledger
         if self.w.scheduler.reservation is not None:
             return
-        if self.w.scheduler.solitude.is_wanted or not self.w.has_room:
+        if self.w.scheduler.exclusive.is_wanted or not self.w.has_room:
             return
         for record in list(self.w.scheduler.ready):
             if not self.w._may_hold(record):
@@ -578,13 +578,13 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_workers_than_there_is_room_for(self):
         scheduler = self.w.scheduler
-        assert len(scheduler.workers) <= scheduler.room.most
+        assert len(scheduler.workers) <= scheduler.worker_limit.most
 
     @invariant()
     def nobody_lacks_a_worker_that_fits_or_that_could_go(self):
         scheduler = self.w.scheduler
-        room = scheduler.room
-        if self.w.has_room or scheduler.is_closing or scheduler.solitude.is_wanted:
+        room = scheduler.worker_limit
+        if self.w.has_room or scheduler.is_closing or scheduler.exclusive.is_wanted:
             return
         assert room.leaving <= {w.id for w in self.w.workers.values() if w.is_ending}
         if scheduler.reservation is None and scheduler.ready.by_shape:
@@ -605,7 +605,7 @@ class NodeMachine(RuleBasedStateMachine):
         record, request = reservation.record, reservation.record.spec.shape.request
         assert not scheduler.is_closing
         assert record.state is TaskState.WAITING
-        assert self.w.now - record.since >= scheduler.patience.reserve_after
+        assert self.w.now - record.since >= scheduler.config.reserve_after
         # Undivided resources serve others until the devices are there.
         whole = dict(request.scalars)
         assert reservation.kept in ([whole, {}] if request.devices else [whole])
@@ -683,9 +683,9 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_workers_idle_than_are_wanted(self):
         scheduler = self.w.scheduler
-        patience = scheduler.patience
+        config = scheduler.config
         environments = max(1, len(scheduler.spares.wanted))
-        wanted = patience.idle_workers + patience.spare_workers * environments
+        wanted = config.idle_workers + config.spare_workers * environments
         assert scheduler.workers.idle <= (0 if scheduler.is_closing else wanted)
 
     def teardown(self):

@@ -330,7 +330,7 @@ def test_what_is_kept_is_told():
 
 
 def test_how_long_something_is_kept_at_most_is_told_where_it_is_known():
-    w = World(cpus=4, gpus=1, patience=SchedulerConfig(cancel_grace=2))
+    w = World(cpus=4, gpus=1, config=SchedulerConfig(cancel_grace=2))
     w.submit("long", num_gpus=1, timeout=10)
     w.submit("big", num_gpus=1)
     go_past(w, "before")

@@ -9,7 +9,7 @@ from aiogpu.testing import World
 
 def world(spares=2, **options):
     return World(
-        cpus=4, gpus=2, patience=SchedulerConfig(spare_workers=spares), **options
+        cpus=4, gpus=2, config=SchedulerConfig(spare_workers=spares), **options
     )
 
 
@@ -42,7 +42,7 @@ def test_a_spare_is_taken_at_once_and_replaced_behind_the_task():
 
 
 def test_the_task_that_has_taken_one_is_let_alone_for_a_moment():
-    w = World(cpus=4, patience=SchedulerConfig(spare_workers=2, refill_after=0.002))
+    w = World(cpus=4, config=SchedulerConfig(spare_workers=2, refill_after=0.002))
     w.submit("a", max_calls=1)
     assert len(w.workers) == 1
     w.submit("b", max_calls=1)
@@ -100,8 +100,8 @@ def test_an_unclaimed_worker_serves_its_own_variables_only():
 
 
 def test_spares_do_not_count_among_the_idle():
-    patience = SchedulerConfig(spare_workers=2, idle_workers=1)
-    w = World(cpus=4, patience=patience)
+    config = SchedulerConfig(spare_workers=2, idle_workers=1)
+    w = World(cpus=4, config=config)
     w.submit("a", max_calls=1)
     for name in "bc":
         w.submit(name)
@@ -113,7 +113,7 @@ def test_spares_do_not_count_among_the_idle():
 
 
 def test_clean_workers_beyond_what_is_wanted_go_first():
-    w = World(cpus=4, patience=SchedulerConfig(idle_workers=1))
+    w = World(cpus=4, config=SchedulerConfig(idle_workers=1))
     w.submit("warm")
     w.submit("cold")
     w.finish("warm")
@@ -192,8 +192,8 @@ def test_tasks_with_variables_of_their_own_have_spares_too():
 
 
 def test_spares_that_nobody_uses_any_more_go():
-    patience = SchedulerConfig(spare_workers=2, spares_for=10.0)
-    w = World(cpus=4, patience=patience)
+    config = SchedulerConfig(spare_workers=2, spares_for=10.0)
+    w = World(cpus=4, config=config)
     w.submit("a", max_calls=1, environment=dict(X))
     w.submit("own", max_calls=1)
     w.advance(6)
@@ -209,11 +209,11 @@ def test_spares_that_nobody_uses_any_more_go():
     assert spares_of(w, (("Y", "1"),)) == 0
     assert spares_of(w, ()) == 2, "those of the node's own program stay"
     assert w.scheduler.deadline() is None
-    assert w.scheduler.most_idle == patience.idle_workers + 2
+    assert w.scheduler.most_idle == config.idle_workers + 2
 
 
 def test_so_many_environments_have_spares_and_no_more():
-    w = World(cpus=100, patience=SchedulerConfig(spare_workers=1, spares_for=10.0))
+    w = World(cpus=100, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(MOST + 2):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
     having = [n for n in range(MOST + 2) if spares_of(w, (("N", str(n)),))]
@@ -255,7 +255,7 @@ def test_no_spares_are_wanted_where_none_are_to_be():
 
 
 def test_the_alarm_rings_for_the_one_that_was_used_first():
-    w = World(cpus=9, patience=SchedulerConfig(spare_workers=1, spares_for=10.0))
+    w = World(cpus=9, config=SchedulerConfig(spare_workers=1, spares_for=10.0))
     for n in range(3):
         w.submit(f"t{n}", max_calls=1, environment={"N": str(n)})
         w.advance(2)
@@ -269,7 +269,7 @@ def test_the_alarm_rings_for_the_one_that_was_used_first():
 
 def test_spares_of_a_node_that_closes_are_left_to_it():
     w = World(
-        cpus=1, exits=False, patience=SchedulerConfig(spare_workers=1, spares_for=1.0)
+        cpus=1, exits=False, config=SchedulerConfig(spare_workers=1, spares_for=1.0)
     )
     w.submit("a", max_calls=1, environment=dict(X))
     w.close()

@@ -106,7 +106,7 @@ def test_amounts_and_leases_are_named():
 
 def test_workers_that_are_all_held_are_told_of():
     w = World(cpus=4)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.submit("server", num_cpus=0, is_endless=True)
     w.advance(AFTER)
     w.submit("train")

@@ -92,7 +92,7 @@ def test_an_isolated_share_is_free_only_when_the_process_is_gone():
 
 
 def test_a_worker_that_does_not_exit_in_time_is_killed():
-    w = World(gpus=1, exits=False, patience=SchedulerConfig(exit_grace=5.0))
+    w = World(gpus=1, exits=False, config=SchedulerConfig(exit_grace=5.0))
     w.submit("a", num_gpus=1, max_calls=1)
     worker = w.worker_of("a")
     w.finish("a")
@@ -141,7 +141,7 @@ def test_a_call_that_is_retried_counts():
 
 
 def test_of_many_idle_workers_those_idle_longest_retire():
-    w = World(cpus=4, patience=SchedulerConfig(idle_workers=2))
+    w = World(cpus=4, config=SchedulerConfig(idle_workers=2))
     names = "abcd"
     for name in names:
         w.submit(name)
@@ -153,7 +153,7 @@ def test_of_many_idle_workers_those_idle_longest_retire():
 
 
 def test_work_that_waits_comes_before_retirement():
-    w = World(cpus=1, patience=SchedulerConfig(idle_workers=0))
+    w = World(cpus=1, config=SchedulerConfig(idle_workers=0))
     w.submit("a")
     w.submit("b")
     w.finish("a")
@@ -164,7 +164,7 @@ def test_work_that_waits_comes_before_retirement():
 
 
 def test_spare_workers_that_nobody_needs_retire_as_they_start():
-    w = World(cpus=4, starts=False, patience=SchedulerConfig(idle_workers=1))
+    w = World(cpus=4, starts=False, config=SchedulerConfig(idle_workers=1))
     for name in "abcd":
         w.submit(name)
     for name in "abcd":
@@ -175,7 +175,7 @@ def test_spare_workers_that_nobody_needs_retire_as_they_start():
 
 
 def test_a_retired_worker_that_stays_is_killed():
-    w = World(exits=False, patience=SchedulerConfig(idle_workers=0, exit_grace=1.0))
+    w = World(exits=False, config=SchedulerConfig(idle_workers=0, exit_grace=1.0))
     w.submit("a")
     w.finish("a")
     assert [type(effect) for effect in w.effects][-1] is Retire

@@ -361,9 +361,9 @@ async def test_while_its_process_leaves(
     """Its result is there, so there is nothing to cancel; its share is not free."""
     async with node() as driver:
         scheduler = driver.scheduler
-        scheduler.patience = scheduler.patience._replace(exit_grace=GRACE)
+        scheduler.config = scheduler.config._replace(exit_grace=GRACE)
         if not is_endless:
-            scheduler.patience = scheduler.patience._replace(exit_grace=20.0)
+            scheduler.config = scheduler.config._replace(exit_grace=20.0)
         leaving = phase_tasks.leaving.options(num_gpus=1)
         handle = leaving.remote(gate.path, "out", str(place), is_endless)
         pid = await handle

@@ -84,7 +84,7 @@ def interrupt(
     stop = record.stop
     effects.append(Interrupt(record.id, record.worker.id, stop.interrupts))
     stop.interrupts += 1
-    again = min(now + max(node.patience.interrupt_every, MOMENT), stop.kill_at)
+    again = min(now + max(node.config.interrupt_every, MOMENT), stop.kill_at)
     node.timers.set(again, AlarmKind.STOP, record.id)
 
 
@@ -99,7 +99,7 @@ def go_on_stopping(
         interrupt(node, record, now, effects)
     elif worker.queue:
         # Being taken back; what is queued shall not die with it.
-        again = now + node.patience.long
+        again = now + node.config.long
         node.timers.set(again, AlarmKind.STOP, record.id)
     else:
         kill_worker(worker, effects)
@@ -107,7 +107,7 @@ def go_on_stopping(
 
 def kill_worker(worker: WorkerRecord, effects: list[Effect]) -> None:
     """Kill a worker; an answer may be under way, and what follows would die for it."""
-    worker.is_last, worker.refill_at = not worker.queue, -1
+    worker.is_last, worker.is_killed = not worker.queue, True
     effects.append(Kill(worker.id))
 
 
@@ -121,10 +121,10 @@ def retire_idle(node: SchedulerState, now: float, effects: list[Effect]) -> None
 
 def evict_idle_worker(node: SchedulerState, now: float, effects: list[Effect]) -> None:
     """Retire an idle worker for each task that lacks nothing but a worker."""
-    room = node.room
-    while len(room.leaving) < room.refused and node.workers.idle:
+    limit = node.worker_limit
+    while len(limit.leaving) < limit.refused and node.workers.idle:
         worker = node.workers.pop_idle(_none)
-        room.leaving.add(worker.id)
+        limit.leaving.add(worker.id)
         let_end(node, worker, now)
         effects.append(Retire(worker.id))
 
@@ -169,7 +169,7 @@ def retire_bound(
 def let_end(node: SchedulerState, worker: WorkerRecord, now: float) -> None:
     """A worker gets no more work, and a while to end."""
     move_worker(worker, WorkerState.ENDING)
-    node.timers.set(now + node.patience.exit_grace, AlarmKind.END, worker.id)
+    node.timers.set(now + node.config.exit_grace, AlarmKind.END, worker.id)
 
 
 def reclaim(record: TaskRecord, effects: list[Effect]) -> None:

@@ -26,7 +26,7 @@ def find_deadlocks(node: SchedulerState) -> list[tuple[TaskRecord, str]]:
     state = TaskState.BLOCKED
     blocked = {id_: one for id_, one in node.blocked.items() if one.state is state}
     node.blocked = dict(blocked)
-    most = node.room.most
+    most = node.worker_limit.most
     if len(blocked) < most and not any(map(_keeps_something, blocked.values())):
         return []
     found: dict[TaskId, tuple[TaskRecord, str]] = {}
@@ -93,7 +93,7 @@ class _Rest:
 
     def __init__(self, node: SchedulerState, holders: Iterable[TaskRecord]) -> None:
         self._ledger = node.ledger
-        self._workers = node.room.most
+        self._workers = node.worker_limit.most
         self._copies: dict[int, Ledger] = {}
         self._waiting = list(holders)
         self._known: dict[Request, bool] = {}

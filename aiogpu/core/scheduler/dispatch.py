@@ -146,7 +146,7 @@ def _find_worker(
         record.worker, worker.task, worker.lease = worker, record, lease
         lease.holder = worker.id
     if node.spares.missing(environment, workers.spares(environment)):
-        later = node.patience.refill_after
+        later = node.config.refill_after
         if not later:
             refill_spares(node, effects)
         elif node.spares.await_refill():
@@ -157,14 +157,14 @@ def _find_worker(
 def refill_spares(node: SchedulerState, effects: list[Effect]) -> None:
     """Have clean workers forked until there are as many as are wanted."""
     node.spares.note_refill()
-    if node.room.refused and node.ready.by_shape:
+    if node.worker_limit.refused and node.ready.by_shape:
         return
     for environment in node.spares.wanted:
         if environment in node.outages:
             continue
         there = node.workers.spares(environment)
         missing = node.spares.missing(environment, there)
-        for _ in range(min(missing, node.room.now - len(node.workers))):
+        for _ in range(min(missing, node.worker_limit.now - len(node.workers))):
             spare = node.workers.create(environment)
             node.workers.put_unclaimed(spare)
             effects.append(Spawn(spare.id, environment))
@@ -175,7 +175,7 @@ def welcome(
 ) -> None:
     """A forked worker has connected: it begins with its task, or waits for one."""
     node.spares.note_start(worker.environment, True)
-    node.room.note_change()
+    node.worker_limit.note_change()
     record, lease = worker.task, worker.lease
     if record is not None and lease is not None:
         record.starts_failed = 0
@@ -211,7 +211,7 @@ def assign(
     record.worker, worker.task, worker.lease = worker, record, lease
     lease.holder = worker.id
     if worker.look_at is None:
-        watch(node, worker, node.patience.unheard, now)
+        watch(node, worker, node.config.unheard, now)
     return Assign(record.id, worker.id, lease, is_first, worker.is_last)
 
 
@@ -219,7 +219,7 @@ def release(
     node: SchedulerState, worker: WorkerRecord, now: float, effects: list[Effect]
 ) -> None:
     """End the lease of a worker without a task; of one that ends, later."""
-    if worker.is_last or worker.refill_at < 0:
+    if worker.is_last or worker.is_killed:
         let_end(node, worker, now)
         return
     if worker.is_stale:
@@ -246,7 +246,8 @@ def take_turn(
     elif not worker.is_revoking:
         # It was known to have begun before the answer of the one before it came.
         interrupt(node, record, now, effects)
-    if len(worker.queue) <= worker.refill_at and not worker.is_revoking:
+    is_taken_from = worker.is_revoking or worker.is_killed
+    if len(worker.queue) <= worker.refill_at and not is_taken_from:
         bucket = node.ready.by_shape.get((record.client, record.spec.shape))
         if bucket is not None and may_follow(node, worker, bucket):
             ahead: list[TaskId] = []
@@ -269,7 +270,7 @@ def hand_over(
     record = bucket.head()
     if record is None or record.spec.max_calls or worker.is_last:
         return False
-    if worker.refill_at < 0:
+    if worker.is_killed:
         return False
     if not may_follow(node, worker, bucket):
         return False
@@ -281,7 +282,7 @@ def hand_over(
     if bucket.size:
         refill(node, worker, bucket, now, ahead)
     if worker.look_at is None:
-        watch(node, worker, node.patience.unheard, now)
+        watch(node, worker, node.config.unheard, now)
     return True
 
 
@@ -292,7 +293,7 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
     # What is kept for this very shape's first is what the lease would give him.
     if kept is not None and kept.record is not bucket.head() and kept.wants(lease):
         return False
-    if node.solitude.is_wanted:
+    if node.exclusive.is_wanted:
         return False
     if worker.is_stale or (lease.shares and ledger.drains(lease)):
         return False
@@ -303,7 +304,7 @@ def may_follow(node: SchedulerState, worker: WorkerRecord, bucket: Bucket) -> bo
     clients = node.clients
     if clients is not None and not may_go_on(node, lease, bucket):
         return False
-    if node.room.refused:
+    if node.worker_limit.refused:
         # Whoever comes first may need this worker's place, whatever it holds.
         return node.ready.is_first(bucket)
     return node.ready.is_first(bucket, lambda other: would_help(ledger, lease, other))
@@ -345,6 +346,6 @@ def refill(
         queue.extend(taken)
     worker.refill_at = len(queue) // 2
     if queue:
-        soon = now + node.patience.long
+        soon = now + node.config.long
         if worker.look_at is None or worker.look_at > soon:
-            watch(node, worker, node.patience.long, now)
+            watch(node, worker, node.config.long, now)

@@ -44,7 +44,7 @@ def place(
     to go: `effects` says which.
     """
     queue, clients = node.ready, node.clients
-    node.room.refused = 0
+    node.worker_limit.refused = 0
     queue.unserved.clear()
     round_ = Round(node, queue, clients)
     if node.reservation is not None and not _is_first(queue, node.reservation.record):
@@ -60,14 +60,14 @@ def place(
         if clients is not None and clients.bars(record):
             round_.leave_out(one)
             continue
-        refused = node.room.refused
+        refused = node.worker_limit.refused
         lease = node.take(record)
         if lease is None and bucket.shape in queue.unserved:
             round_.go_on(one)
             continue
         if lease is None:
             round_.leave_out(one)
-            if clients is not None and refused == node.room.refused:
+            if clients is not None and refused == node.worker_limit.refused:
                 round_.refuse(record)
             evict_idle_worker(node, now, effects)
             _reserve(node, group, now)
@@ -93,7 +93,7 @@ def note_stuck(node: SchedulerState, record: TaskRecord, now: float) -> None:
         first = node.ready.first(group)
         if first is not None and first[1] is record:
             group.stuck = record
-            group.reserve_at = now + node.patience.reserve_after
+            group.reserve_at = now + node.config.reserve_after
             if not group.is_warned:
                 node.expect_stalls(now)
 
@@ -182,7 +182,7 @@ class Round:
         node, request = self._node, record.spec.shape.request
         kept = node.reservation
         is_kept_away = kept is not None and not kept.lets_pass(record)
-        if not is_kept_away and not node.solitude.is_wanted:
+        if not is_kept_away and not node.exclusive.is_wanted:
             self._refused.add(request)
             for one in list(self._left.values()):
                 if one.turns[0][2].request == request:

@@ -69,7 +69,7 @@ def note_outage(
         return  # It was tried together with the one that has failed already.
     outage.failures += 1
     outage.is_paused = True
-    outage.retry_at = now + node.patience.crowded_delay(outage.failures)
+    outage.retry_at = now + node.config.crowded_delay(outage.failures)
     node.timers.set(outage.retry_at, AlarmKind.OUTAGE, 0)
 
 
@@ -93,15 +93,15 @@ def _restarts(node: SchedulerState, record: TaskRecord) -> Restarts:
 def note_death(node: SchedulerState, record: TaskRecord, now: float) -> bool:
     """Its worker has died; False if that has happened too often in a row."""
     restarts = _restarts(node, record)
-    if now - restarts.began >= node.patience.sound_after:
+    if now - restarts.began >= node.config.sound_after:
         restarts.in_a_row = 0
     restarts.in_a_row += 1
-    return restarts.in_a_row <= node.patience.restarts_in_a_row
+    return restarts.in_a_row <= node.config.restarts_in_a_row
 
 
 def pause_of(node: SchedulerState, record: TaskRecord) -> float:
     """Seconds until it is begun anew."""
-    return node.patience.retry_delay(_restarts(node, record).in_a_row)
+    return node.config.retry_delay(_restarts(node, record).in_a_row)
 
 
 def may_retry(record: TaskRecord) -> bool:
@@ -119,15 +119,15 @@ def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
     if record.spec.is_endless:
         delay = pause_of(node, record)
     else:
-        delay = node.patience.retry_delay(record.retries)
+        delay = node.config.retry_delay(record.retries)
     # It may have answered before the kill that was to make room.
     record.is_starved = record.is_outgrown = False
     if delay == 0:
         node.wait_again(record)
         return
     record.worker = None
-    if node.solitude.is_wanted:
-        node.solitude.leave(record)
+    if node.exclusive.is_wanted:
+        node.exclusive.leave(record)
     move_task(record, TaskState.DELAYED)
     node.delayed[record.id] = record
     node.timers.set(now + delay, AlarmKind.RETRY, record.id)
@@ -282,7 +282,7 @@ def _try_again(
         return False
     if record.is_starved and not record.spec.is_endless:
         record.is_starved = False
-        node.solitude.await_turn(node, record, now)
+        node.exclusive.await_turn(node, record, now)
     elif has_run:
         retry_later(node, record, now)
     else:
@@ -314,14 +314,14 @@ def _remove(node: SchedulerState, worker: WorkerRecord) -> Lease | None:
     if lease is not None:
         node.ledger.give_back(lease)
     if worker.state is not WorkerState.STARTING:
-        node.room.note_change()
+        node.worker_limit.note_change()
     if node.outages:
         outage = node.outages.get(worker.environment)
         if outage is not None and outage.worker == worker.id:
             outage.worker = None
     if node.granted.pop(worker.id, None) is None:
         node.workers.remove(worker)
-    node.room.leaving.discard(worker.id)
+    node.worker_limit.leaving.discard(worker.id)
     return lease
 
 

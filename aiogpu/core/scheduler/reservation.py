@@ -105,7 +105,7 @@ def _plan(
     turn = precedence(record)
     # While its devices are awaited, others may compute: they are bound to end as well.
     kept = dict(request.scalars) if are_ready else {}
-    grace = node.patience.cancel_grace
+    grace = node.config.cancel_grace
     return Reservation(
         *(record, turn, barred, kept, until, now, grace, part), seen_of(node)
     )
@@ -144,7 +144,7 @@ def _for_gang(
     for lease in leases:
         for kind, mask in masks_of(lease):
             barred[kind] = barred.get(kind, 0) | mask
-    turn, grace = precedence(record), node.patience.cancel_grace
+    turn, grace = precedence(record), node.config.cancel_grace
     # It needs all at once, so all of it is kept.
     kept = dict(record.spec.shape.request.scalars)
     return Reservation(

@@ -40,11 +40,11 @@ def look(
     if worker.look_at != when:
         return  # it is looked at some other time
     worker.look_at = None
-    record, patience = worker.task, node.patience
+    record, config = worker.task, node.config
     if record is None or worker.state is not WorkerState.BUSY:
         return
     if record is not worker.watched:
-        watch(node, worker, patience.long if worker.queue else patience.unheard, now)
+        watch(node, worker, config.long if worker.queue else config.unheard, now)
         return
     if worker.queue:
         record.spec.pace.note_long()
@@ -77,7 +77,7 @@ def on_revoked(
     for record in reversed(inflight[max(begun, 1) :]):
         worker.queue.pop()
         return_task(node, record, effects)
-    worker.refill_at = min(worker.refill_at, 0)
+    worker.refill_at = 0
     if begun == 0:
         _return_head(node, worker, now, effects)
 
@@ -117,8 +117,8 @@ def _return_head(
     worker.task = None
     return_task(node, record, effects)
     is_new = record is not worker.watched
-    is_heard = is_new or now - worker.watched_since < node.patience.unheard
-    if is_heard and worker.refill_at >= 0:
+    is_heard = is_new or now - worker.watched_since < node.config.unheard
+    if is_heard and not worker.is_killed:
         leave_task(node, worker)
         return
     # It is stopped or hangs where no task is: others shall not wait for it too.
@@ -155,7 +155,7 @@ def on_skipped(
         worker.task = worker.queue.popleft()
         if worker.task.state is TaskState.QUEUED:
             worker.task.state = TaskState.RUNNING
-    elif worker.refill_at >= 0:
+    elif not worker.is_killed:
         leave_task(node, worker)
     else:
         # It was killed for the task before this one, and has not gone yet.

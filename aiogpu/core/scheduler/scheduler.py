@@ -292,7 +292,7 @@ class Scheduler(SchedulerState):
         if took:
             spec.pace.note(took)
         is_special = record.kin is not None or retry or state is not _RUNNING
-        if ran_out or self.solitude.is_wanted:
+        if ran_out or self.exclusive.is_wanted:
             is_special = True
         if is_special:
             assert known.lease is not None, known
@@ -331,7 +331,7 @@ class Scheduler(SchedulerState):
         """
         settled: list[TaskRecord] = []
         worker = self.workers.get(worker_id)
-        if worker is None or worker.refill_at < 0 or self.solitude.is_wanted:
+        if worker is None or worker.is_killed or self.exclusive.is_wanted:
             return settled
         if self.clients is not None:
             self.clients.now = now
@@ -374,8 +374,8 @@ class Scheduler(SchedulerState):
             if bucket is not None and hand_over(self, worker, bucket, effects, now):
                 return
         release(self, worker, now, effects)
-        idle, solitude = self.workers.idle, self.solitude
-        if by_shape or idle > self.most_idle or solitude.is_wanted:
+        idle, exclusive = self.workers.idle, self.exclusive
+        if by_shape or idle > self.most_idle or exclusive.is_wanted:
             self._place(now, effects)
 
     @event
@@ -711,7 +711,7 @@ class Scheduler(SchedulerState):
                 refill_spares(self, effects)
             case AlarmKind.SPARES if not self.is_closing:
                 retire_spares(self, now, effects)
-            case AlarmKind.ROOM:
+            case AlarmKind.WORKER_LIMIT:
                 self.grow(now)
             case AlarmKind.OUTAGE:
                 retry_outages(self, now)
@@ -740,7 +740,7 @@ class Scheduler(SchedulerState):
         if alarm.kind is AlarmKind.STOP:
             go_on_stopping(self, record, now, effects)
         elif alarm.kind is AlarmKind.ALONE:
-            self.solitude.give_up(self, record)
+            self.exclusive.give_up(self, record)
         elif alarm.kind is AlarmKind.RETRY:
             go_on_waiting(self, record)
             end_deadlocks(self, now, effects)
@@ -795,8 +795,8 @@ class Scheduler(SchedulerState):
         return next(iter(self.delayed.values()), None)
 
     def _place(self, now: float, effects: list[Effect]) -> list[Effect]:
-        if self.solitude.is_wanted and not self.is_closing:
-            alone = self.solitude.begin(self)
+        if self.exclusive.is_wanted and not self.is_closing:
+            alone = self.exclusive.begin(self)
             if alone is not None:
                 start(self, *alone, now, effects)
             evict_idle_worker(self, now, effects)

@@ -139,7 +139,7 @@ def rival_of(node: Stock, record: TaskRecord) -> Reservation | None:
 def find_bound(node: SchedulerState) -> int:
     """How many workers there are, if there may be no more; 0 if there may."""
     there = len(node.workers)
-    return there if there >= node.room.now else 0
+    return there if there >= node.worker_limit.now else 0
 
 
 def is_held_endlessly(

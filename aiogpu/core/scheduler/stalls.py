@@ -49,7 +49,7 @@ def look_for_stalls(node: SchedulerState, now: float, effects: list[Effect]) -> 
     node.stall_turn = turn + len(chosen)
     found = [_look_at(node, group, now, effects) for group in chosen]
     if len(chosen) < len(groups):
-        found.append(now + node.patience.warn_after)
+        found.append(now + node.config.warn_after)
     if moments := [moment for moment in found if moment]:
         node.stalls_at = min(moments)
         node.timers.set(node.stalls_at, AlarmKind.STALL, 0)
@@ -75,7 +75,7 @@ def _look_at(
     """Warn a line if it is time; gives when to look at it again, 0 for never."""
     first = group.first()
     assert first is not None, group
-    record, after = first[1], node.patience.warn_after
+    record, after = first[1], node.config.warn_after
     if now < record.since + after:
         return record.since + after
     if node.clients is not None and node.clients.bars(record):

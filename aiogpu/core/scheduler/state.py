@@ -72,7 +72,7 @@ class ExclusiveRetries:
         node.delayed[record.id] = record
         self._waiting.append(record)
         self.is_wanted = True
-        node.timers.set(now + node.patience.alone_within, AlarmKind.ALONE, record.id)
+        node.timers.set(now + node.config.alone_within, AlarmKind.ALONE, record.id)
 
     def bars(self, record: TaskRecord) -> bool:
         """Whether a task must not start now, so that another can run alone."""
@@ -96,7 +96,7 @@ class ExclusiveRetries:
         if not node.has_worker(record, lease):
             node.ledger.give_back(lease)
             if not node.has_outage(record):
-                node.room.refused = max(node.room.refused, 1)
+                node.worker_limit.refused = max(node.worker_limit.refused, 1)
             return None
         self._current = self._waiting.popleft()
         del node.delayed[record.id]
@@ -287,19 +287,19 @@ class SchedulerState:
         restarts: of what is endless.
         blocked: tasks that wait for others, and some that did so a moment ago.
         reservation: what is kept for a task that has waited long, None for none.
-        solitude: who is to run alone.
+        exclusive: who is to run alone.
         spares: how many clean workers are kept ready.
         outages: environments for which no worker can be started now.
         most_idle: workers that may wait for work.
-        room: how many workers there may be.
+        worker_limit: how many workers there may be.
         stalls_at: when those that wait are looked at next, None where none need be.
         stall_turn: the group that is looked at first then.
         clients: the programs that share the node, None while it is one's alone.
     """
 
-    def __init__(self, ledger: Ledger, patience: SchedulerConfig | None = None) -> None:
+    def __init__(self, ledger: Ledger, config: SchedulerConfig | None = None) -> None:
         self.ledger = ledger
-        self.patience = patience or SchedulerConfig()
+        self.config = config or SchedulerConfig()
         self.ready: ReadyQueue = ReadyQueue()
         self.workers = Workers()
         self.tasks: ShardedDict[TaskRecord] = ShardedDict()
@@ -315,10 +315,10 @@ class SchedulerState:
         self.is_closing = False
         self.clients: Clients | None = None
         self.restarts: dict[TaskId, Restarts] = {}
-        self.solitude = ExclusiveRetries()
-        self.room = WorkerLimit()
+        self.exclusive = ExclusiveRetries()
+        self.worker_limit = WorkerLimit()
         self.outages: dict[Environment, Outage] = {}
-        patient = self.patience
+        patient = self.config
         self.spares = Spares(patient.spare_workers, patient.spares_for, self.timers)
         self.most_idle = patient.idle_workers + self.spares.target
 
@@ -330,8 +330,8 @@ class SchedulerState:
     @property
     def holds_back(self) -> bool:
         """Whether something free may be kept from some of those that wait."""
-        is_for_another = self.reservation is not None or self.solitude.is_wanted
-        return is_for_another or self.room.refused > 0
+        is_for_another = self.reservation is not None or self.exclusive.is_wanted
+        return is_for_another or self.worker_limit.refused > 0
 
     def admit(
         self, request: Request, client: ClientId, parent: TaskId | None = None
@@ -359,18 +359,18 @@ class SchedulerState:
         if self.outages and self.has_outage(record):
             self.ready.unserved.add(record.spec.shape)
         else:
-            self.room.refused += 1
+            self.worker_limit.refused += 1
         return None
 
     def expect_stalls(self, now: float) -> None:
         """Look in a while whether tasks wait for what is held without end."""
         if self.stalls_at is None:
-            self.stalls_at = now + self.patience.warn_after
+            self.stalls_at = now + self.config.warn_after
             self.timers.set(self.stalls_at, AlarmKind.STALL, 0)
 
     def note_spares(self) -> None:
         """Spares are wanted for more environments than before, or for fewer."""
-        self.most_idle = self.patience.idle_workers + self.spares.total
+        self.most_idle = self.config.idle_workers + self.spares.total
 
     def has_outage(self, record: TaskRecord) -> bool:
         """Whether no worker may be started for a task's environment now."""
@@ -391,7 +391,7 @@ class SchedulerState:
     def _take(self, record: TaskRecord) -> Lease | None:
         if self.clients is not None and self.clients.bars(record):
             return None
-        if self.solitude.is_wanted and self.solitude.bars(record):
+        if self.exclusive.is_wanted and self.exclusive.bars(record):
             return None
         reservation = self.reservation
         spec = record.spec
@@ -413,7 +413,7 @@ class SchedulerState:
     def has_worker(self, record: TaskRecord, lease: Lease) -> bool:
         """Whether there is a worker for a task with this lease, or room for one."""
         is_barred = bool(self.outages) and self.has_outage(record)
-        if len(self.workers) < self.room.now and not is_barred:
+        if len(self.workers) < self.worker_limit.now and not is_barred:
             return True
         spec = record.spec
         if spec.is_lease:
@@ -424,20 +424,20 @@ class SchedulerState:
 
     def note_crowded(self, reason: str, now: float) -> None:
         """There was no room for a worker: do with those that are there, for a while."""
-        if self.room.shrink(len(self.workers), reason, now):
+        if self.worker_limit.shrink(len(self.workers), reason, now):
             self._grow_later(now)
 
     def grow(self, now: float) -> None:
         """Try whether there is room for a few more than lately."""
         starting = WorkerState.STARTING
         is_quiet = not any(worker.state is starting for worker in self.workers)
-        if self.room.grow(is_quiet):
+        if self.worker_limit.grow(is_quiet):
             self._grow_later(now)
 
     def _grow_later(self, now: float) -> None:
-        room = self.room
-        room.retry_at = now + self.patience.crowded_delay(room.failures)
-        self.timers.set(room.retry_at, AlarmKind.ROOM, 0)
+        limit = self.worker_limit
+        limit.retry_at = now + self.config.crowded_delay(limit.failures)
+        self.timers.set(limit.retry_at, AlarmKind.WORKER_LIMIT, 0)
 
     def grace_of(self, record: TaskRecord) -> float:
         """Seconds from the first interrupt of a task to the kill of its worker.
@@ -447,7 +447,7 @@ class SchedulerState:
         grace = record.spec.cancel_grace
         if self.is_closing and record.spec.is_endless:
             grace = None
-        return self.patience.cancel_grace if grace is None else grace
+        return self.config.cancel_grace if grace is None else grace
 
     def end(self, record: TaskRecord) -> None:
         """A task's code has stopped, or will never run: forget it."""
@@ -456,8 +456,8 @@ class SchedulerState:
             self.tasks.pop(record.id)
         if self.clients is not None:
             self.clients.exit(record)
-        if self.solitude.is_wanted:
-            self.solitude.leave(record)
+        if self.exclusive.is_wanted:
+            self.exclusive.leave(record)
         if record.spec.timeout is not None:
             self.timers.note_stale(AlarmKind.EXPIRE, self.tasks)
         if self.restarts:
@@ -492,8 +492,8 @@ class SchedulerState:
     def wait_again(self, record: TaskRecord) -> None:
         """Put a task that holds nothing any more where it stood in the queue."""
         record.worker = None
-        if self.solitude.is_wanted:
-            self.solitude.leave(record)
+        if self.exclusive.is_wanted:
+            self.exclusive.leave(record)
         move_task(record, TaskState.WAITING)
         self.ready.push_back(record)
 

@@ -41,7 +41,7 @@ class AlarmKind(Enum):
     """Spares may not have been used for a while."""
     ALONE = "alone"
     """A task that is to run alone has waited for long enough."""
-    ROOM = "room"
+    WORKER_LIMIT = "worker limit"
     """There may be room for more workers than lately."""
     OUTAGE = "outage"
     """Workers may be tried again for an environment for which they could not start."""

@@ -18,7 +18,7 @@ CROWDED_FOR = SchedulerConfig().crowded_for
 
 def world(most: int = 2, cpus: float = 100, **options) -> World:
     w = World(cpus=cpus, **options)
-    w.scheduler.room.bound(most)
+    w.scheduler.worker_limit.bound(most)
     return w
 
 
@@ -83,7 +83,7 @@ def test_one_goes_for_each_that_needs_another_and_no_more():
     for worker in list(w.retired):
         w.die(worker)
     assert (w.running, w.waiting) == ({"again", "x", "z"}, {"y"})
-    assert w.scheduler.room.leaving == set()
+    assert w.scheduler.worker_limit.leaving == set()
 
 
 def test_who_comes_first_has_the_place_of_a_worker_that_would_fit_another():
@@ -132,8 +132,8 @@ def test_a_starting_worker_without_a_task_is_one_to_be_had():
 
 
 def test_spares_are_kept_where_there_is_room_for_them():
-    w = World(cpus=100, patience=SchedulerConfig(spare_workers=2))
-    w.scheduler.room.bound(3)
+    w = World(cpus=100, config=SchedulerConfig(spare_workers=2))
+    w.scheduler.worker_limit.bound(3)
     w.submit("a", max_calls=1)
     assert len(w.workers) == 3
     w.submit("b", max_calls=1)
@@ -146,8 +146,8 @@ def test_spares_are_kept_where_there_is_room_for_them():
 
 
 def test_a_spare_makes_way_and_is_not_replaced_meanwhile():
-    w = World(cpus=100, patience=SchedulerConfig(spare_workers=2), exits=False)
-    w.scheduler.room.bound(3)
+    w = World(cpus=100, config=SchedulerConfig(spare_workers=2), exits=False)
+    w.scheduler.worker_limit.bound(3)
     w.submit("a", max_calls=1)
     w.submit("b", max_calls=1, environment={"X": "1"})
     w.submit("c", max_calls=1, environment={"X": "1"}, num_cpus=2)
@@ -219,8 +219,8 @@ def test_what_could_not_be_had_is_taken_where_another_worker_ends():
 
 def test_alone_it_waits_and_is_tried_again_for_ever():
     """No worker is there that could make room: once, this failed after 40 tries."""
-    patience = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
-    w = World(cpus=100, starts=False, patience=patience)
+    config = SchedulerConfig(crowded_for=0.5, crowded_at_last=3.0)
+    w = World(cpus=100, starts=False, config=config)
     w.submit("a")
     w.submit("b")
     tried = [w.now]
@@ -243,7 +243,7 @@ def test_alone_it_waits_and_is_tried_again_for_ever():
         w.start(min(w.starting))
         w.advance(6.0)
     assert w.running == {"a", "b"}
-    assert w.scheduler.room.failures == 0
+    assert w.scheduler.worker_limit.failures == 0
 
 
 def test_why_nothing_starts_where_there_is_no_worker():
@@ -269,17 +269,17 @@ def test_why_nothing_starts_where_there_is_no_worker():
 
 def test_failures_are_forgotten_when_nothing_fails_any_more():
     w = World(cpus=100, starts=False)
-    w.scheduler.room.bound(1)
+    w.scheduler.worker_limit.bound(1)
     w.submit("a")
     w.tell(Scheduler.worker_gone, min(w.workers), is_crowded=True, outage="no process")
     w.cancel("a")
     w.advance(10)
-    assert w.scheduler.room.failures == 0
+    assert w.scheduler.worker_limit.failures == 0
     assert w.scheduler.deadline() is None
 
 
 def test_a_spare_that_cannot_be_had_is_asked_for_no_more():
-    w = World(cpus=100, starts=False, patience=SchedulerConfig(spare_workers=1))
+    w = World(cpus=100, starts=False, config=SchedulerConfig(spare_workers=1))
     w.submit("a", max_calls=1)
     w.start("a")
     (spare,) = set(w.workers) - {w.worker_of("a")}
@@ -346,13 +346,13 @@ def test_a_device_is_still_named_where_that_is_what_is_held():
 
 
 def test_no_spare_is_forked_while_somebody_lacks_a_worker():
-    w = World(cpus=1, starts=False, patience=SchedulerConfig(spare_workers=2))
+    w = World(cpus=1, starts=False, config=SchedulerConfig(spare_workers=2))
     w.submit("runs", max_calls=1)
     w.submit("waits")
     node = w.scheduler
     node.spares.target += 1
     for refused, is_forked in ((1, False), (0, True)):
-        node.room.refused = refused
+        node.worker_limit.refused = refused
         effects = []
         refill_spares(node, effects)
         assert bool(effects) == is_forked

@@ -57,7 +57,7 @@ def test_several_go_one_by_one():
     w.finish("a")
     assert w.running == {"b"}
     w.finish("b")
-    assert not w.scheduler.solitude.is_wanted
+    assert not w.scheduler.exclusive.is_wanted
 
 
 def test_others_are_held_up_for_a_limited_time():
@@ -194,7 +194,7 @@ def test_nobody_starves_who_does_not_run():
 def test_it_says_who_is_to_run_alone():
     w = World()
     w.submit("a")
-    assert repr(w.scheduler.solitude) == "<Solitude for None, then 0>"
+    assert repr(w.scheduler.exclusive) == "<Solitude for None, then 0>"
 
 
 def test_who_fails_while_he_runs_alone_has_had_his_turn():
