@@ -64,6 +64,15 @@ class WorkerState(Enum):
     __hash__ = object.__hash__
 
 
+class Memory(Enum):
+    """What a task's worker can be ended for."""
+
+    HOST = "host"
+    """Memory of the machine runs out."""
+    DEVICE = "device"
+    """The task used more device memory than it had reserved."""
+
+
 TASK_LEADS_TO: Final = {
     TaskState.WAITING: (
         TaskState.EXPECTING,
@@ -173,9 +182,7 @@ class TaskRecord:
         since: when it was submitted.
         retries: how often it was tried again.
         starts_failed: workers in a row that ended before they took the task.
-        is_starved: its worker was ended since memory ran out.
-        is_outgrown: its worker was ended since it used more device memory than it had
-            reserved.
+        killed_for: the memory for want of which its worker was ended, if it was.
         is_alone: it has had that, and its next try is to be alone.
         client: the program whose it is.
         kin: None for a task without parent and children.
@@ -191,8 +198,7 @@ class TaskRecord:
     worker: WorkerRecord | None = None
     retries: int = 0
     starts_failed: int = 0
-    is_starved: bool = False
-    is_outgrown: bool = False
+    killed_for: Memory | None = None
     is_alone: bool = False
     kin: Kin | None = None
     stop: Stop | None = None

@@ -33,6 +33,7 @@ from aiogpu.core.model.request import (
 )
 from aiogpu.core.model.units import GPU, UNIT
 from aiogpu.core.records import (
+    Memory,
     TaskRecord,
     TaskState,
     WorkerRecord,
@@ -121,7 +122,7 @@ def retry_later(node: SchedulerState, record: TaskRecord, now: float) -> None:
     else:
         delay = node.config.retry_delay(record.retries)
     # It may have answered before the kill that was to make room.
-    record.is_starved = record.is_outgrown = False
+    record.killed_for = None
     if delay == 0:
         node.wait_again(record)
         return
@@ -175,7 +176,7 @@ def try_exclusively(node: SchedulerState, record: TaskRecord) -> bool:
     if _is_beyond_limits(node, record) or _would_deadlock(node, record):
         record.spec = before
         return False
-    record.is_outgrown = record.is_starved = False
+    record.killed_for = None
     node.wait_again(record)
     return True
 
@@ -261,7 +262,11 @@ def on_worker_gone(
         record.worker = None
         has_run = not is_new and number < begun
         note = ""
-        if record.is_outgrown and has_run and not record.spec.is_endless:
+        if (
+            record.killed_for is Memory.DEVICE
+            and has_run
+            and not record.spec.is_endless
+        ):
             # What used more than it had reserved would do so again, but alone.
             is_wanted = record.state is not TaskState.STOPPING and not node.is_closing
             is_kept = is_wanted and try_exclusively(node, record)
@@ -280,13 +285,13 @@ def _try_again(
     """Try a task again whose worker has gone; False if it may not be."""
     if not (_has_another_run if has_run else _has_another_start)(node, record):
         return False
-    if record.is_starved and not record.spec.is_endless:
-        record.is_starved = False
+    if record.killed_for is Memory.HOST and not record.spec.is_endless:
+        record.killed_for = None
         node.exclusive.await_turn(node, record, now)
     elif has_run:
         retry_later(node, record, now)
     else:
-        record.is_outgrown = False
+        record.killed_for = None
         node.wait_again(record)
     return True
 
@@ -335,7 +340,7 @@ def _has_another_start(_: SchedulerState, record: TaskRecord) -> bool:
 def _has_another_run(node: SchedulerState, record: TaskRecord) -> bool:
     """Whether a task that its worker's end has hit is tried again."""
     is_wanted = record.state is not TaskState.STOPPING
-    if record.is_starved and record.is_alone:
+    if record.killed_for is Memory.HOST and record.is_alone:
         return False  # it does not even fit alone
     return is_wanted and not node.is_closing and may_retry(record)
 

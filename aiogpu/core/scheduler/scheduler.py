@@ -27,6 +27,7 @@ from aiogpu.core.model.request import Environment, TaskSpec
 from aiogpu.core.queue.fair_share import Clients, Limits
 from aiogpu.core.queue.ready import BucketKey
 from aiogpu.core.records import (
+    Memory,
     TaskRecord,
     TaskState,
     WorkerRecord,
@@ -508,7 +509,7 @@ class Scheduler(SchedulerState):
     ) -> None:
         """Memory runs out, and this worker is the first to go."""
         if (known := self._busy(worker)) and known.task:
-            known.task.is_starved = True
+            known.task.killed_for = Memory.HOST
             kill_worker(known, effects)
 
     @event
@@ -517,7 +518,7 @@ class Scheduler(SchedulerState):
     ) -> None:
         """A worker's task uses more device memory than was reserved for it: end it."""
         if (known := self._busy(worker)) and known.task:
-            known.task.is_outgrown = True
+            known.task.killed_for = Memory.DEVICE
             kill_worker(known, effects)
 
     def _busy(self, worker_id: WorkerId) -> WorkerRecord | None:
