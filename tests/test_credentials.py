@@ -12,10 +12,10 @@ import pytest
 from aiogpu.errors import NodeError
 from aiogpu.linux.syscalls import peer_credentials, user
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.descriptors import Descriptors
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.watch import Watch
+from aiogpu.worker.objects import Descriptors
+from aiogpu.worker.parent_link import Watch
 
 OTHER = 3_000_000_000
 """A user id without a name; such large ones come from directory services."""

@@ -34,6 +34,7 @@ from aiogpu.errors import MisuseError, OptionError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, load_reference
 from aiogpu.worker.context import ActorExit, current, note_exit
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.actor_keywords import ActorKeywords
@@ -109,7 +110,7 @@ def revive(actor: int, name: str, home: str, face: Face) -> ActorHandle[Any]:
         NodeError: the process has no node.
         MisuseError: its node is another.
     """
-    if current.children is not None:
+    if services.children is not None:
         from aiogpu.api.actor_far import FarLink
 
         return ActorHandle(FarLink.to(actor, name, home), face)
@@ -151,7 +152,7 @@ class RemoteClass(Decorated, Generic[P, A]):
         options = self._options
         key = None if options.name is None else (options.namespace or "", options.name)
         asked = site, payload, key, options.get_if_exists
-        if current.children is not None:
+        if services.children is not None:
             from aiogpu.api.actor_far import FarLink
 
             return ActorHandle(FarLink.create(*asked), self._face)
@@ -321,7 +322,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
         NoLoopError: no event loop is running here, and this is no task.
         NodeError: the node is not open.
     """
-    if current.children is not None:
+    if services.children is not None:
         if is_loop_running():
             return cast("ActorHandle[Any]", NamedActor(name, namespace or ""))
         from aiogpu.api.actor_far import find

@@ -20,7 +20,7 @@ def refuse_in_worker(what: str) -> None:
         MisuseError: it is one that imports a module for its task, or whose task does.
     """
     if current.worker or current.is_loading:
-        from aiogpu.worker.loading import refuse_to_begin_anew
+        from aiogpu.worker.nested import refuse_to_begin_anew
 
         refuse_to_begin_anew()
     if current.worker:

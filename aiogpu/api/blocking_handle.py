@@ -17,7 +17,7 @@ from aiogpu.errors import DeserializationError, MisuseError, TaskCancelledError
 from aiogpu.serialization.exceptions import STOPPED, unpack_failure
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Discard, Failed
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.family import Family
     from aiogpu.runtime.values import Value
     from aiogpu.serialization.references import Reference
-    from aiogpu.worker.loan import Loan
+    from aiogpu.worker.objects import Loan
 
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ def share(handle: BlockingHandle[Any]) -> Reference:
 
 def shares_of(handle: BlockingHandle[Any]) -> Any:
     """What keeps values that are given to others; None where all are this process's."""
-    if current.loans is not None:
+    if services.loans is not None:
         return nested.family().shares
     far = getattr(handle.family, "far", None)
     return None if far is None else far.shares

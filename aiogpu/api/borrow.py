@@ -8,7 +8,7 @@ from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.errors import TaskCancelledError
 from aiogpu.runtime.values import Value, known
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.engines.family import Host
@@ -41,10 +41,10 @@ def borrow(identity: int, name: str) -> Any:
         identity: of the value that it stands for.
         name: of its task.
     """
-    if current.loans is not None:
+    if services.loans is not None:
         from aiogpu.api.borrow_far import borrow_far
 
-        return borrow_far(current.loans.loan(identity), name)
+        return borrow_far(services.loans.loan(identity), name)
     from aiogpu.api.caller import host_beside_loop, session_of_caller
 
     host = host_beside_loop()

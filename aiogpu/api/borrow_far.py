@@ -9,7 +9,7 @@ from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 
 if TYPE_CHECKING:
-    from aiogpu.worker.loan import Loan
+    from aiogpu.worker.objects import Loan
 
 
 def borrow_far(loan: Loan, name: str) -> Any:

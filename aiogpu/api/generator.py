@@ -16,6 +16,7 @@ from aiogpu.api.task import RemoteFunction, merged
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
@@ -78,9 +79,8 @@ class RemoteGenerator(CalledFirstToIterate, RemoteFunction[P, Any], Generic[P, T
             )
 
     def _way(self) -> Callable[[Site, bytes], Any]:
-        from aiogpu.worker.context import current
 
-        if current.children is not None:
+        if services.children is not None:
             from aiogpu.api.blocking_stream import stream_child
 
             return stream_child

@@ -13,7 +13,7 @@ from aiogpu.api.handle import Handle
 from aiogpu.api.stream import Stream
 from aiogpu.engines.nested import LoopLink, family
 from aiogpu.serialization.exceptions import STOPPED
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
@@ -81,7 +81,7 @@ class ChildHandle(Handle[T]):
     def share(self) -> Reference:
         """What others refer to who are given this handle; it is a holder as well."""
         if self._loan is None:
-            if current.loans is None:
+            if services.loans is None:
                 return super().share()
             # Somebody wants it from here on, whoever withdraws.
             self._callbacks_added += 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.serialization.payload import Payload
 from aiogpu.serialization.serializer import HEAVY
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,8 +58,8 @@ def packed(outgoing: PickledValue) -> bytes:
         SerializationError: they are too large.
         NoLoopError: no event loop is running here.
     """
-    if current.loans is not None:
-        return current.loans.pack(outgoing)
+    if services.loans is not None:
+        return services.loans.pack(outgoing)
     from aiogpu.api.caller import session_of_caller
 
     return session_of_caller().pack(outgoing)

@@ -11,7 +11,7 @@ from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import MisuseError
 from aiogpu.serialization.references import HANDLE, PickledValue
 from aiogpu.serialization.serializer import PUT, dump_result
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -67,7 +67,7 @@ def put(value: T) -> Putting[T]:
     payload = dump_result(value, PUT)
     if isinstance(payload, PickledValue):
         payload = packed(payload)
-    if current.loans is None:
+    if services.loans is None:
         from aiogpu.api.borrow import put_here
 
         return Putting(put_here(payload))

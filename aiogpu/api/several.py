@@ -17,7 +17,7 @@ from aiogpu.engines import nested
 from aiogpu.engines.family import is_loop_running
 from aiogpu.errors import InternalError
 from aiogpu.serialization.payload import Payload
-from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -198,7 +198,7 @@ def call_several(name: str, count: int, start: Start) -> tuple[Any, ...]:
     """Make a call that has several results; gives the kind of handles that fit."""
     several = Several()
     names = [f"{name}[{index}]" for index in range(count)]
-    if current.children is not None:
+    if services.children is not None:
         _in_worker(names, start, several)
     elif (host := host_beside_loop()) is not None:
         several.begin(tuple(handle_for(host, one, several) for one in names))

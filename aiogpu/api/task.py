@@ -32,6 +32,7 @@ from aiogpu.api.resource_options import check_kinds
 from aiogpu.errors import MisuseError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_arguments, dump_retried, load_reference
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
@@ -180,15 +181,13 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def _way(self) -> Callable[[Site, bytes], Any]:
         """Who takes this process's calls: a program's session, or a worker's task."""
-        from aiogpu.worker.context import current
-
         if self._returns:
             from functools import partial
 
             from aiogpu.api.several import submit_several
 
             return partial(submit_several, self._returns)
-        if current.children is not None:
+        if services.children is not None:
             from aiogpu.api.blocking import submit_child
 
             return submit_child

@@ -46,8 +46,7 @@ from aiogpu.wire.messages import (
     Welcome,
 )
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.loans import Loans
-from aiogpu.worker.shares import Shares
+from aiogpu.worker.objects import Loans, Shares
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
@@ -90,7 +89,8 @@ class Membership:
         self.loans = Loans("", "", self._page, Interrupts(self._page), self.client)
         self.loans.on_over = self._on_over
         self.loans.press = self._line.press
-        self.shares = Shares(self, _nothing, self.new_number, self.loans, self.client)
+        own = self.loans.own
+        self.shares = Shares(self, _nothing, self.new_number, own, self.client)
         self._receivers: dict[int, Receiver] = {}
         self.lookups: set[asyncio.Future[Any]] = set()
         self._last = 0

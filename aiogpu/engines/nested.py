@@ -18,6 +18,7 @@ from aiogpu.runtime.terms import Terms
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import Declare, Discard
 from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from aiogpu.engines.family import Family
     from aiogpu.observe.why import Why
     from aiogpu.runtime.call import Site
-    from aiogpu.worker.children import Children
-    from aiogpu.worker.shares import Receiver
+    from aiogpu.worker.nested import Children
+    from aiogpu.worker.objects import Receiver
 
 
 def current_family() -> Family:
@@ -44,9 +45,9 @@ def family() -> Children:
     Raises:
         NodeError: this process is no worker.
     """
-    if current.children is None:
+    if services.children is None:
         raise NodeError("no task of aiogpu runs in this process, or in this thread.")
-    return current.children
+    return services.children
 
 
 def submit(site: Site, payload: bytes, receiver: Receiver) -> int:
@@ -78,7 +79,7 @@ def describe(site: Site) -> Declare:
     """
     if site.spec.name == current.name:
         # Late: a task that starts itself is rare, and mostly meant.
-        from aiogpu.worker.loading import refuse_to_begin_anew
+        from aiogpu.worker.nested import refuse_to_begin_anew
 
         refuse_to_begin_anew()
     terms = Terms.of(site).pack()

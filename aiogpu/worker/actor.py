@@ -11,8 +11,6 @@ from aiogpu.memory.control_page import ALL
 from aiogpu.serialization.exceptions import STOPPED, UNSENDABLE, pack_failure
 from aiogpu.serialization.serializer import NOTHING
 from aiogpu.wire.messages import (
-    ASYNC,
-    SERIAL,
     Carry,
     Create,
     Created,
@@ -24,15 +22,16 @@ from aiogpu.wire.messages import (
     Leave,
     Message,
 )
-from aiogpu.worker.channel import Channel
 from aiogpu.worker.chunk import method_of
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import current, method_called, passing, take_passing
 from aiogpu.worker.execute import OWN_FRAMES, Executor
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.services import services
 from aiogpu.worker.stdio import Stdio
 
 if TYPE_CHECKING:
-    from aiogpu.worker.imports import Imports
+    from aiogpu.worker.import_tracker import Imports
 
 _ENDS: Final = (Leave, Exit)
 
@@ -65,8 +64,15 @@ class Stage:
         self._stdio = stdio
         self._imports = imports
 
-    def perform(self, creation: Create) -> bool:
-        """Be this actor until it is to end; False if it could not be made."""
+    def perform(
+        self, creation: Create, play: Callable[[Stage, object, Create], None]
+    ) -> bool:
+        """Be this actor until it is to end; False if it could not be made.
+
+        Args:
+            creation: the actor.
+            play: serves its calls, in the way in which its mode asks.
+        """
         current.actor = creation.task
         actor = self.executor.make(creation)
         if self.channel.is_closed:
@@ -77,24 +83,13 @@ class Stage:
             self.channel.send(actor)
             return False
         self.channel.send(Created(creation.task))
-        if creation.mode == SERIAL:
-            self._play_serially(actor)
-        elif creation.mode == ASYNC:
-            from aiogpu.worker.async_actor import AsyncActor
-
-            # The zygote learns asyncio by it, also where nobody ever calls.
-            self.tell_rest()
-            AsyncActor(self, actor).play()
-        else:
-            from aiogpu.worker.threaded_actor import ThreadedActor
-
-            ThreadedActor(self, actor, creation).play()
+        play(self, actor, creation)
         # Now, so that what it does is still bounded and still heard.
         del actor
         gc.collect()
         self._stdio.end_lines()
-        if current.children is not None and current.children.shares.due:
-            current.children.hand_over()
+        if services.children is not None and services.children.shares.due:
+            services.children.hand_over()
         self.channel.send(Done(creation.task, NOTHING, 0))
         return True
 
@@ -131,11 +126,8 @@ class Stage:
         """Say what was imported, and what is not needed any more."""
         if self._imports.found:
             self.channel.send(self._imports.take())
-        if current.children is not None:
-            current.children.tell_dropped()
-
-    def _play_serially(self, actor: object) -> None:
-        SerialActor(self, actor).play()
+        if services.children is not None:
+            services.children.tell_dropped()
 
 
 class Methods(dict[str, Callable[..., Any]]):
@@ -183,7 +175,7 @@ class SerialActor:
                 method_called.set(message.method)
                 answer = executor.call(_bound(methods, message), message)
                 self._stage.answer(answer)
-                if current.loans is not None and current.loans.are_used:
+                if services.loans is not None and services.loans.are_used:
                     # It holds the arguments, of which the driver is to be told.
                     del message
                     self._stage.tell_rest()

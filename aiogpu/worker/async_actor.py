@@ -17,7 +17,7 @@ from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result, several
 from aiogpu.wire.messages import Carry, Demand, Done, Drop, Failed, Invoke, Message
 from aiogpu.worker.actor import Methods, dropped, is_end
-from aiogpu.worker.channel import SHORT
+from aiogpu.worker.connection import SHORT
 from aiogpu.worker.context import (
     ActorExit,
     current,
@@ -27,8 +27,9 @@ from aiogpu.worker.context import (
     take_passing,
 )
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.outflow import Outflow, UnsendableError, pour_softly
-from aiogpu.worker.parcels import arguments_in, packed
+from aiogpu.worker.invoke import arguments_in, packed
+from aiogpu.worker.services import services
+from aiogpu.worker.streams import Outflow, UnsendableError, pour_softly
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -61,7 +62,7 @@ class AsyncActor:
         """Obey until it is to end, then give it time for its `close()`."""
         loop = self._loop
         asyncio.set_event_loop(loop)
-        children = current.children
+        children = services.children
         if children is not None:
             children.loop, children.wake = loop, self._look_soon
             children.on_drop = self._tell_soon
@@ -191,7 +192,7 @@ class AsyncActor:
         del self._running[call]
         self._dropped.discard(call)
         self._answer(answer)
-        loans = current.loans
+        loans = services.loans
         if loans is not None and loans.are_used:
             # Not before this frame, which holds the arguments, has gone.
             self._tell_soon()

@@ -15,9 +15,9 @@ from typing import Any, Final
 from aiogpu.serialization.exceptions import RAISED, Outcome, pack_failure
 from aiogpu.serialization.serializer import load_function
 from aiogpu.worker.context import current
-from aiogpu.worker.debugger import explain_quit
-from aiogpu.worker.letting_go import let_go
-from aiogpu.worker.poison import poisoned_by
+from aiogpu.worker.gpu import poisoned_by
+from aiogpu.worker.invoke import explain_quit, let_go
+from aiogpu.worker.services import services
 
 CHUNKED: Final = "[]"
 """At the end of a method's name: it is called with a chunk."""
@@ -45,7 +45,7 @@ class Chunk:
 
     def __call__(self, seconds: float, *items: Any) -> Any:
         """Call it with each of the items; gives an `Outcome` or a coroutine of one."""
-        function, family = self._function, current.children
+        function, family = self._function, services.children
         values: list[Any] = []
         begun = perf_counter()
         until = begun + seconds if seconds else inf
@@ -60,7 +60,7 @@ class Chunk:
                     return self._await_each(value, rest, values, begun, until)
                 values.append(value)
                 # In a fork that the function has made, the rest is not its to run.
-                if perf_counter() > until or current.children is not family:
+                if perf_counter() > until or services.children is not family:
                     break
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the item's
             failure = _packed(error, family)
@@ -74,14 +74,14 @@ class Chunk:
         begun: float,
         until: float,
     ) -> Outcome:
-        function, family = self._function, current.children
+        function, family = self._function, services.children
         failure = None
         try:
             if first is not None:
                 values.append(await first)
             for item in items:
                 if values and (
-                    perf_counter() > until or current.children is not family
+                    perf_counter() > until or services.children is not family
                 ):
                     break
                 value = function(item)
@@ -95,10 +95,10 @@ class Chunk:
 
 def _packed(error: BaseException, family: object) -> tuple[Any, ...]:
     """The error as it travels; raised where it is the whole task's."""
-    if current.children is not family:
+    if services.children is not family:
         raise error
     if any(current.accelerators.values()):
-        from aiogpu.worker.gpu_oom import has_run_out
+        from aiogpu.worker.gpu import has_run_out
 
         if poisoned_by(error) or has_run_out(error):
             raise error

@@ -10,11 +10,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from aiogpu.worker.children import Children
-    from aiogpu.worker.loans import Loans
+from typing import Final
 
 
 class ActorExit(BaseException):
@@ -33,8 +29,6 @@ class Context:
         actor: the actor's number if this process is an actor, else None.
         loader: the thread that unpickles a function, a class or arguments, which may
             import their modules, or preloads some; 0 for none.
-        children: what the task has started; None in a process that is no worker.
-        loans: what this worker was lent; None in a process that is no worker.
         node: id of the node, empty in a process that is no worker.
         home: the node whose actors' numbers are meant here; "" where none has others'.
         worker: id of the worker, 0 in a process that is none.
@@ -48,11 +42,9 @@ class Context:
     __slots__ = (
         "accelerators",
         "actor",
-        "children",
         "exits",
         "home",
         "loader",
-        "loans",
         "name",
         "node",
         "resources",
@@ -61,10 +53,8 @@ class Context:
     )
 
     def __init__(self) -> None:
-        self.children: Children | None = None
         self.actor: int | None = None
         self.loader = 0
-        self.loans: Loans | None = None
         self.node = ""
         self.home = ""
         self.worker = 0

@@ -20,11 +20,11 @@ from types import FrameType
 from typing import Any, Final
 
 from aiogpu.wire.messages import Cancel, Demand
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.context import current
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.outflow import Outflow, pour_softly
-from aiogpu.worker.parcels import arguments_in
+from aiogpu.worker.invoke import arguments_in
+from aiogpu.worker.services import services
+from aiogpu.worker.streams import Outflow, pour_softly
 
 _OF_THE_LOOP: Final = (dirname(asyncio.__file__), selectors.__file__, dirname(__file__))
 """Where the code is that runs a coroutine and is no part of it."""
@@ -68,7 +68,7 @@ class Coroutines:
         task = loop.create_task(coroutine)
         self._interrupts.soften = Softening(task, partial(self._cancel, task, task_id))
         loop.add_reader(self._channel.fileno(), self._read, task, task_id)
-        children = current.children
+        children = services.children
         if children is not None:
             children.loop = loop
             children.wake = partial(self._look_soon, task, task_id)

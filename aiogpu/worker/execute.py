@@ -38,18 +38,15 @@ from aiogpu.wire.messages import (
     Spoilt,
 )
 from aiogpu.worker.context import ActorExit, current, has_exited
-from aiogpu.worker.debugger import explain_quit
-from aiogpu.worker.letting_go import let_go
-from aiogpu.worker.outflow import Holding, Outflow, UnsendableError, pour
-from aiogpu.worker.parcels import arguments_in, packed
-from aiogpu.worker.poison import poisoned_by, tell
-from aiogpu.worker.retrying import Retrying
+from aiogpu.worker.gpu import poisoned_by, tell
+from aiogpu.worker.invoke import Retrying, arguments_in, explain_quit, let_go, packed
+from aiogpu.worker.streams import Holding, Outflow, UnsendableError, pour
 
 if TYPE_CHECKING:
-    from aiogpu.worker.channel import Channel
+    from aiogpu.worker.connection import Channel
     from aiogpu.worker.coroutines import Coroutines
+    from aiogpu.worker.environment import Threads
     from aiogpu.worker.interrupts import Interrupts
-    from aiogpu.worker.threads import Threads
 
 CO_COROUTINE: Final = 0x80
 """Among the flags of the code of an `async def`; see `inspect`."""
@@ -202,7 +199,7 @@ class Executor:
 
     def _note_shortage(self, task: int, error: BaseException) -> None:
         # Of no use to most workers.
-        from aiogpu.worker.gpu_oom import has_run_out, peak_memory
+        from aiogpu.worker.gpu import has_run_out, peak_memory
 
         if has_run_out(error):
             self._has_run_out = True

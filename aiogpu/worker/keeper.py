@@ -20,7 +20,7 @@ from aiogpu.linux.cgroup import SlotCgroup
 from aiogpu.wire.connection import KEEPER
 from aiogpu.wire.messages import End, Ended, Fork, Forked, Message, Signal, Unforked
 from aiogpu.wire.setup import Setup, output_path, socket_path
-from aiogpu.worker.watch import Watch
+from aiogpu.worker.parent_link import Watch, remove_directory
 
 WorkerMain = Callable[[int, int, int], None]
 """Runs a worker in a fresh fork: its id, its slot, the keeper's process id."""
@@ -131,18 +131,6 @@ class Keeper:
         if self._cgroup.has_others:
             self._cgroup.end_others()
             end_children(self._cgroup.end_others)
-
-
-def remove_directory(path: str) -> None:
-    """Remove a node's directory, whose driver cannot any more.
-
-    Several processes may do so at once: whoever comes last finds it empty, or gone.
-    """
-    if os.path.isdir(path):
-        # Costs 4 ms to import, and is needed once in a node's life at most.
-        import shutil
-
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _nothing() -> None:

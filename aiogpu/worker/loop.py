@@ -5,22 +5,35 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from aiogpu.errors import SerializationError
 from aiogpu.memory.control_page import BEGUN, TOO_LATE
 from aiogpu.serialization.exceptions import UNSENDABLE, pack_failure
-from aiogpu.wire.messages import Bind, Carry, Create, Define, Exit, Forget, Run, Skipped
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.children import Children
-from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.environ import bind, find, restore
+from aiogpu.wire.messages import (
+    ASYNC,
+    SERIAL,
+    Bind,
+    Carry,
+    Create,
+    Define,
+    Exit,
+    Forget,
+    Run,
+    Skipped,
+)
+from aiogpu.worker.connection import Channel
+from aiogpu.worker.context import passing, take_passing
+from aiogpu.worker.environment import Footing, Threads, bind, find, restore
 from aiogpu.worker.execute import OWN_FRAMES, Executor
-from aiogpu.worker.footing import Footing
-from aiogpu.worker.imports import Imports
+from aiogpu.worker.import_tracker import Imports
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.nested import Children
+from aiogpu.worker.services import services
 from aiogpu.worker.stdio import Stdio
-from aiogpu.worker.threads import Threads
+
+if TYPE_CHECKING:
+    from aiogpu.worker.actor import Stage
 
 
 class Worker:
@@ -48,17 +61,17 @@ class Worker:
 
     def begin(self) -> None:
         """Take over this process: what user code sees and does is this worker's."""
-        current.children = self._children
+        services.children = self._children
         self._stdio.begin()
         os.register_at_fork(after_in_child=self._leave)
 
     def _leave(self) -> None:
         """User code has forked: the child is no worker, whatever it returns to."""
         self._is_foreign = True
-        current.children = None
-        if current.loans is not None:
-            current.loans.leave()
-            current.loans = None
+        services.children = None
+        if services.loans is not None:
+            services.loans.leave()
+            services.loans = None
         self._channel.close()
         self._stdio.leave()
 
@@ -138,7 +151,7 @@ class Worker:
             self._stdio,
             self._imports,
             self._end_fork,
-        ).perform(message)
+        ).perform(message, _play)
         return True
 
     def end(self) -> None:
@@ -154,3 +167,21 @@ class Worker:
             self._stdio.end_lines()
         finally:
             os._exit(0)
+
+
+def _play(stage: Stage, actor: object, creation: Create) -> None:
+    """Serve an actor's calls, in the way in which its mode asks."""
+    if creation.mode == SERIAL:
+        from aiogpu.worker.actor import SerialActor
+
+        SerialActor(stage, actor).play()
+    elif creation.mode == ASYNC:
+        from aiogpu.worker.async_actor import AsyncActor
+
+        # The zygote learns asyncio by it, also where nobody ever calls.
+        stage.tell_rest()
+        AsyncActor(stage, actor).play()
+    else:
+        from aiogpu.worker.threaded_actor import ThreadedActor
+
+        ThreadedActor(stage, actor, creation).play()

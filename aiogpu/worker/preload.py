@@ -1,24 +1,33 @@
-"""What a zygote imports before it forks: what the user has named, what was learnt."""
+"""What a zygote imports before it forks, and whether it may be forked then.
+
+The user names modules, and others were learnt. Learnt modules are imported in a throw-away
+fork first: one child imports all of them in order; after one that is unfit, another child
+imports the rest. A process is fit to be forked with one thread, no device file open and
+no CUDA begun. Noted besides: which environment variables are read while modules are
+imported, and whether their files were edited since.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
+import select
+import signal
 import sys
+import time
 from _thread import get_ident
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Final
 
+from aiogpu.linux import syscalls as kernel
 from aiogpu.wire.messages import LeftOut, Message, Ready, Unfit
 from aiogpu.wire.setup import Setup
 from aiogpu.worker.context import current
-from aiogpu.worker.fitness import GUARDS, unfit_to_fork
 from aiogpu.worker.keeper import end_children
-from aiogpu.worker.probe import DriverHasDied, probe
-from aiogpu.worker.reading import recorded_reads
-from aiogpu.worker.sentinel import watched_over
+from aiogpu.worker.parent_link import watched_over
 
 NEEDED: Final = (
     "cloudpickle",
@@ -151,3 +160,277 @@ def _guarded() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+LIMIT: Final = 60.0
+"""Seconds that the import of one module may take."""
+
+
+VISIBILITY: Final = (
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    "ROCR_VISIBLE_DEVICES",
+)
+"""Variables that nobody reads who does not want to know which devices there are."""
+
+
+class DriverHasDied(Exception):  # noqa: N818 - it is no error
+    """There is nobody for whom to go on."""
+
+
+def probe(
+    modules: Sequence[str], leave: Callable[[], None], driver: int
+) -> tuple[list[str], dict[str, str]]:
+    """Try to import each module.
+
+    Args:
+        modules: their names, in the order in which to import them.
+        leave: called in each fork first, to give up what is the parent's alone.
+        driver: pidfd of the driver.
+
+    Returns:
+        Those that leave a process fit to be forked, and why the others do not.
+
+    Raises:
+        DriverHasDied: while a module was imported.
+    """
+    fit: list[str] = []
+    unfit: dict[str, str] = {}
+    rest = list(modules)
+    while rest:
+        # Those that are fit go first, since others may build on them.
+        answers = _attempt([*fit, *rest], len(fit), leave, driver)
+        for answer in answers:
+            if answer == "":
+                fit.append(rest.pop(0))
+            else:
+                unfit[rest.pop(0)] = answer
+    return fit, unfit
+
+
+def _attempt(
+    modules: Sequence[str], known: int, leave: Callable[[], None], driver: int
+) -> list[str]:
+    """What is said of the modules after the first `known`, up to the first culprit."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            kernel.die_with_parent(parent)
+            leave()
+            _import_all(modules, known, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        answers, is_hanging = _listen(reading, len(modules) - known, driver)
+    finally:
+        os.close(reading)
+        kernel.kill(pid)
+        status = os.waitpid(pid, 0)[1]
+    if len(answers) < len(modules) - known and not any(answers):
+        answers.append(_describe(status, is_hanging))
+    return answers
+
+
+def _import_all(modules: Sequence[str], known: int, answers: int) -> None:
+    """Import one after the other, and say of each what comes of it; in the child."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        # What they print is shown when the zygote imports them.
+        os.dup2(nothing, stream)
+    for count, module in enumerate(modules):
+        reason = _import_one(module)
+        if count >= known or reason:
+            os.write(answers, f"{reason}\n".encode())
+        if reason:
+            return
+
+
+def _import_one(module: str) -> str:
+    """Import it; gives why it is unfit, nothing if it is fit."""
+    try:
+        with recorded_reads() as names:
+            importlib.import_module(module)
+    except BaseException as error:  # noqa: BLE001 - an import may raise anything
+        reason = f"its import raises {type(error).__name__}: {error}"
+        return " ".join(reason.split())[:500]
+    seen = names.intersection(VISIBILITY)
+    if seen:
+        return f"it reads {min(seen)} while it is imported"
+    return unfit_to_fork() or ""
+
+
+def _listen(reading: int, count: int, driver: int) -> tuple[list[str], bool]:
+    """Read so many answers, up to the first that names a reason.
+
+    Returns:
+        The answers, and whether the next one did not come in time.
+    """
+    poll = select.poll()
+    for descriptor in (reading, driver):
+        poll.register(descriptor, select.POLLIN)
+    answers: list[str] = []
+    partial = b""
+    deadline = time.monotonic() + LIMIT
+    while len(answers) < count and not any(answers):
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if not ready:
+            return answers, True
+        if driver in ready:
+            raise DriverHasDied
+        data = os.read(reading, 1 << 16)
+        if not data:
+            break
+        *lines, partial = (partial + data).split(b"\n")
+        if lines:
+            answers += [line.decode("utf-8", "replace") for line in lines]
+            deadline = time.monotonic() + LIMIT
+    return answers, False
+
+
+def _describe(status: int, is_hanging: bool) -> str:
+    """Why the child has not answered."""
+    if is_hanging:
+        return f"its import did not end within {LIMIT:g} s"
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return f"its import was ended by {name}"
+    return f"its import ended the process with code {os.WEXITSTATUS(status)}"
+
+
+class _Recording(os._Environ[str]):
+    """`os.environ` while it is recorded; reading all of it is not recorded."""
+
+    names: set[str]
+    expected: list[str]
+
+    def __getitem__(self, name: str) -> str:
+        # Whoever copies it lists all names, and reads them in that order.
+        if self.expected and self.expected[-1] == name:
+            self.expected.pop()
+        elif isinstance(name, str):
+            self.names.add(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        listed = list(super().__iter__())
+        self.expected = listed[::-1]
+        return iter(listed)
+
+
+@contextmanager
+def recorded_reads() -> Iterator[set[str]]:
+    """Record the names that are read in the block, in the set that is given."""
+    environ = os.environ
+    state = vars(environ)
+    names: set[str] = set()
+    state["names"], state["expected"] = names, []
+    environ.__class__ = _Recording
+    try:
+        yield names
+    finally:
+        environ.__class__ = os._Environ
+        del state["names"], state["expected"]
+
+
+OWN: Final = "aiogpu"
+"""This package's own modules are as old as the driver's, and stay so."""
+
+
+class Files:
+    """The source files of all modules that are loaded now, and how old they were.
+
+    Args:
+        since: when the imports began, in nanoseconds since the epoch. A file that
+            was written later may have been read before or after.
+    """
+
+    def __init__(self, since: int) -> None:
+        now = time.time_ns()
+        self._written: dict[str, tuple[str, int]] = {}
+        for name, module in list(sys.modules.items()):
+            path = getattr(getattr(module, "__spec__", None), "origin", None)
+            if not isinstance(path, str) or name.partition(".")[0] == OWN:
+                continue
+            written = _written(path)
+            if written:
+                is_doubtful = since <= written <= now
+                self._written[path] = (name, 0 if is_doubtful else written)
+
+    def edited(self) -> list[str]:
+        """Modules whose files have changed since this was asked last.
+
+        One whose file has gone has not changed.
+        """
+        found = []
+        for path, (name, before) in self._written.items():
+            written = _written(path)
+            if written not in (0, before):
+                self._written[path] = (name, written)
+                found.append(name)
+        return found
+
+
+def _written(path: str) -> int:
+    """When a file was written, in nanoseconds; 0 if there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+DEVICE_FILES: Final = (
+    *("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/neuron"),
+    *("/dev/accel", "/dev/hl", "/dev/davinci"),
+)
+
+
+GUARDS: Final = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+}
+"""Set while modules are imported: libraries that read them start no threads and
+touch no GPU. The program's own values are back before the first fork."""
+
+
+BAD: Final = 1
+
+
+def unfit_to_fork() -> str | None:
+    """Say what makes this process unfit to be forked, None if nothing does."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"it left {threads - 1} threads running"
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(DEVICE_FILES):
+            return f"it opened {target}"
+    torch = sys.modules.get("torch")
+    if torch is not None and has_begun_cuda(torch):
+        return "it made torch look for CUDA devices"
+    return None
+
+
+def has_begun_cuda(torch: ModuleType) -> bool:
+    """Whether forks of this process could not use CUDA any more, as torch sees it."""
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None:
+        return False
+    if cuda.is_initialized():
+        return True
+    pid = os.fork()
+    if pid == 0:
+        status = BAD
+        try:
+            status = BAD if cuda._is_in_bad_fork() else 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] != 0

@@ -16,7 +16,7 @@ from _thread import RLock
 from typing import TYPE_CHECKING, Final, cast
 
 from aiogpu.wire.messages import Log, visible
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import current
 
 if TYPE_CHECKING:

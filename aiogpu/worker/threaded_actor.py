@@ -30,8 +30,9 @@ from aiogpu.worker.context import (
     take_passing,
 )
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.outflow import ThreadHolding, UnsendableError, pour
-from aiogpu.worker.parcels import arguments_in, packed
+from aiogpu.worker.invoke import arguments_in, packed
+from aiogpu.worker.services import services
+from aiogpu.worker.streams import ThreadHolding, UnsendableError, pour
 
 if TYPE_CHECKING:
     from aiogpu.worker.actor import Stage
@@ -54,9 +55,9 @@ class ThreadedActor:
 
     def play(self) -> None:
         """Obey until it is to end and all calls have ended."""
-        if current.children is not None:
+        if services.children is not None:
             # A method that waits for its task reads what may be for this thread.
-            current.children.wake = self._channel.waker()
+            services.children.wake = self._channel.waker()
         is_over = False
         while not is_over:
             self._channel.wait(None)
@@ -100,7 +101,7 @@ class ThreadedActor:
         if self._stage.executor.has_left:
             return  # the driver is told of all calls at once
         self._stage.answer(self._outcome(held.pop()))
-        if current.loans is not None and current.loans.are_used:
+        if services.loans is not None and services.loans.are_used:
             # Not before the frame that held the arguments has gone.
             self._stage.tell_rest()
 

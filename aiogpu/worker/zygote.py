@@ -27,13 +27,12 @@ from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.connection import ZYGOTE
 from aiogpu.wire.messages import Check, Keep, Lost, Ready, Stale
 from aiogpu.wire.setup import LOG_LEVEL, Setup, socket_path
-from aiogpu.worker.birth import Birth
-from aiogpu.worker.files import Files
-from aiogpu.worker.imports import Imports
-from aiogpu.worker.keeper import Keeper, end_children, remove_directory
-from aiogpu.worker.preload import Preload
-from aiogpu.worker.threads import Threads
-from aiogpu.worker.watch import Watch, is_served
+from aiogpu.worker.bootstrap import Birth
+from aiogpu.worker.environment import Threads
+from aiogpu.worker.import_tracker import Imports
+from aiogpu.worker.keeper import Keeper, end_children
+from aiogpu.worker.parent_link import Watch, is_served, remove_directory
+from aiogpu.worker.preload import Files, Preload
 
 KEEPER_LIMIT: Final = 1.5
 """Seconds that keepers get, after the driver's end, before they are killed."""

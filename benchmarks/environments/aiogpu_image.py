@@ -15,11 +15,10 @@ from typing import Any, Final, NoReturn
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.setup import Setup
 from aiogpu.worker import __main__, zygote
-from aiogpu.worker.birth import Birth
-from aiogpu.worker.files import Files
-from aiogpu.worker.imports import Imports
-from aiogpu.worker.preload import Preload
-from aiogpu.worker.threads import Threads
+from aiogpu.worker.bootstrap import Birth
+from aiogpu.worker.environment import Threads
+from aiogpu.worker.import_tracker import Imports
+from aiogpu.worker.preload import Files, Preload
 
 held: Final[list[Any]] = [__main__, zygote]
 """What a zygote would hold, too."""

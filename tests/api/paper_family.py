@@ -8,7 +8,7 @@ from collections import deque
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.wire.messages import ChildDone, ChildFailed, Message, Submit, Wait
-from aiogpu.worker.children import Children
+from aiogpu.worker.nested import Children
 
 
 class PaperChannel:
@@ -18,6 +18,7 @@ class PaperChannel:
     """
 
     is_main_thread = True
+    loans = None
 
     def __init__(self) -> None:
         self.sent: list[Message] = []

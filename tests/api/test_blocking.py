@@ -21,8 +21,9 @@ from aiogpu.errors import (
     TaskTimeoutError,
 )
 from aiogpu.wire.messages import ChildDone, Declare, Submit, Withdraw
-from aiogpu.worker.children import Children
 from aiogpu.worker.context import Context, current
+from aiogpu.worker.nested import Children
+from aiogpu.worker.services import services
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 
@@ -30,11 +31,13 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 def channel() -> Iterator[PaperChannel]:
     """That of a worker which runs task 3."""
     before = {name: getattr(current, name) for name in Context.__slots__}
+    family = services.children
     channel = PaperChannel()
-    current.task, current.children = 3, paper_children(channel)
+    current.task, services.children = 3, paper_children(channel)
     yield channel
     for name, value in before.items():
         setattr(current, name, value)
+    services.children = family
     channel.close()
 
 

@@ -18,6 +18,7 @@ from aiogpu.errors import MisuseError, NoLoopError, OptionError
 from aiogpu.observe.why import Why
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import Context, current
+from aiogpu.worker.services import services
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 UNREADABLE = b"garbage"
@@ -330,11 +331,13 @@ class TestInPlainTasks:
     def channel(self) -> Iterator[PaperChannel]:
         """That of a worker which runs task 3."""
         before = {name: getattr(current, name) for name in Context.__slots__}
+        family = services.children
         channel = PaperChannel()
-        current.task, current.children = 3, paper_children(channel)
+        current.task, services.children = 3, paper_children(channel)
         yield channel
         for name, value in before.items():
             setattr(current, name, value)
+        services.children = family
         channel.close()
 
     def start(self, count: int) -> list[Any]:
@@ -421,7 +424,7 @@ class TestInPlainTasks:
             aiogpu.as_completed([a, 5])  # type: ignore[list-item]
         with pytest.raises(MisuseError, match="no event loop runs"):
             aiter(aiogpu.as_completed([a]))
-        current.children = paper_children(channel)
+        services.children = paper_children(channel)
         with pytest.raises(MisuseError, match="child belongs to another task"):
             aiogpu.wait([b])
 
@@ -437,12 +440,14 @@ class TestInCoroutinesOfTasks:
     @pytest.fixture
     async def channel(self) -> Any:
         before = {name: getattr(current, name) for name in Context.__slots__}
+        family = services.children
         channel = PaperChannel()
-        current.task, current.children = 3, paper_children(channel)
+        current.task, services.children = 3, paper_children(channel)
         yield channel
         asyncio.get_running_loop().remove_reader(channel.fileno())
         for name, value in before.items():
             setattr(current, name, value)
+        services.children = family
         channel.close()
 
     async def test_it_waits_only_while_it_does(self, channel: PaperChannel) -> None:

@@ -13,8 +13,9 @@ import aiogpu
 from aiogpu.api.nested import ChildHandle
 from aiogpu.errors import TaskCancelledError
 from aiogpu.wire.messages import Withdraw
-from aiogpu.worker.children import Children
 from aiogpu.worker.context import Context, current
+from aiogpu.worker.nested import Children
+from aiogpu.worker.services import services
 from tests.api.paper_family import PaperChannel, done, failed, paper_children
 
 
@@ -22,12 +23,14 @@ from tests.api.paper_family import PaperChannel, done, failed, paper_children
 async def channel() -> AsyncIterator[PaperChannel]:
     """That of a worker which runs task 3, on a loop of the task's own."""
     before = {name: getattr(current, name) for name in Context.__slots__}
+    family = services.children
     channel = PaperChannel()
-    current.task, current.children = 3, paper_children(channel)
+    current.task, services.children = 3, paper_children(channel)
     yield channel
     asyncio.get_running_loop().remove_reader(channel.fileno())
     for name, value in before.items():
         setattr(current, name, value)
+    services.children = family
     channel.close()
 
 
@@ -140,8 +143,8 @@ async def test_another_thread_may_read_the_answer(channel: PaperChannel) -> None
 
 
 def family() -> Children:
-    assert current.children is not None
-    return current.children
+    assert services.children is not None
+    return services.children
 
 
 async def test_what_is_left_when_the_task_ends(channel: PaperChannel) -> None:

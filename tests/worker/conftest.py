@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context, current
 from aiogpu.worker.interrupts import Interrupts
+from aiogpu.worker.services import services
 from tests.worker.driver_end import DriverEnd
 
 
@@ -58,6 +59,8 @@ def channel(driver: DriverEnd, interrupts: Interrupts) -> Iterator[Channel]:
 def context() -> Iterator[Context]:
     """The context of this process, as it was before afterwards."""
     before = {name: getattr(current, name) for name in Context.__slots__}
+    family = services.children
     yield current
     for name, value in before.items():
         setattr(current, name, value)
+    services.children = family

@@ -13,7 +13,7 @@ from aiogpu.serialization.serializer import dump_arguments
 from aiogpu.wire.messages import Done, Invoke, Leave
 from aiogpu.worker.actor import Stage
 from aiogpu.worker.async_actor import AsyncActor
-from aiogpu.worker.channel import SHORT, Channel
+from aiogpu.worker.connection import SHORT, Channel
 from tests.worker.driver_end import DriverEnd
 
 CALLS = 5

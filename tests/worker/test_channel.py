@@ -23,7 +23,7 @@ from aiogpu.wire.messages import (
     Log,
     Run,
 )
-from aiogpu.worker.channel import SHORT, Channel
+from aiogpu.worker.connection import SHORT, Channel
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd
 
@@ -57,7 +57,7 @@ def test_it_waits_awake_or_asleep(
     channel: Channel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiogpu.worker.channel.SHORT", short)
+    monkeypatch.setattr("aiogpu.worker.connection.SHORT", short)
     channel.may_stay_awake = may_stay_awake
     for task in range(50):
         speaker = threading.Thread(target=driver.send, args=(Cancel(task),))

@@ -21,9 +21,10 @@ from aiogpu.wire.messages import (
     Wait,
     Withdraw,
 )
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.children import Children
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context
+from aiogpu.worker.nested import Children
+from aiogpu.worker.services import services
 from tests.worker.driver_end import DriverEnd
 
 FAILED = ("raised", "KeyError", "1", "trace", b"pickle")
@@ -53,7 +54,7 @@ def describe(site: int = 7) -> Declare:
 def children(channel: Channel, context: Context) -> Iterator[Children]:
     """Those of task 3."""
     context.task = 3
-    children = context.children = Children(channel)
+    children = services.children = Children(channel)
     yield children
     children.end_task()
 
@@ -75,7 +76,7 @@ def test_a_site_is_declared_once(children: Children, driver: DriverEnd) -> None:
 def test_sites_are_declared_anew_when_there_are_many(
     children: Children, driver: DriverEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.worker.children.DECLARED", 2)
+    monkeypatch.setattr("aiogpu.worker.nested.DECLARED", 2)
     for site in (1, 2, 1, 3, 1):
         children.submit(site, b"", PaperReceiver(), lambda s=site: describe(s))  # type: ignore[misc]
     said = [driver.next() for _ in range(9)]

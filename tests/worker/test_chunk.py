@@ -21,6 +21,7 @@ from aiogpu.wire.messages import Failed
 from aiogpu.worker import chunk
 from aiogpu.worker.chunk import CHUNKED, Chunk, Sent, method_of
 from aiogpu.worker.context import current
+from aiogpu.worker.services import services
 
 
 def double(number: int) -> int:
@@ -156,14 +157,14 @@ def test_the_rest_is_not_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of a worker has no children of its own: see `Worker._leave`."""
 
     def leave(number: int) -> int:
-        monkeypatch.setattr(current, "children", None)
+        monkeypatch.setattr(services, "children", None)
         if number < 0:
             raise ValueError(number)
         return number
 
-    monkeypatch.setattr(current, "children", object())
+    monkeypatch.setattr(services, "children", object())
     assert run(leave, 0, 1, 2, 3).values == [1]
-    monkeypatch.setattr(current, "children", object())
+    monkeypatch.setattr(services, "children", object())
     with pytest.raises(ValueError, match="-1"):
         Chunk(leave)(0, -1)
 

@@ -11,7 +11,7 @@ import pytest
 
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.wire.messages import Cancel, Exit
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.coroutines import Coroutines
 from aiogpu.worker.interrupts import Interrupts
 from tests.worker.driver_end import DriverEnd

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiogpu.wire.messages import Bind
-from aiogpu.worker import environ
+from aiogpu.worker import environment as environ
 from aiogpu.worker.context import Context
 
 

@@ -26,7 +26,7 @@ from aiogpu.serialization.serializer import (
     load_result,
 )
 from aiogpu.wire.messages import Define, Done, Failed, RanOut, Run
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context, current
 from aiogpu.worker.execute import Executor
 from aiogpu.worker.interrupts import Interrupts

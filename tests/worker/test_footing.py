@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.worker.footing import Footing
+from aiogpu.worker.environment import Footing
 
 
 @pytest.fixture(autouse=True)

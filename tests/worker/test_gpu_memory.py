@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from aiogpu.wire.messages import Bind
-from aiogpu.worker import environ
+from aiogpu.worker import environment as environ
 from aiogpu.worker.context import Context
-from aiogpu.worker.gpu_memory import Watching, leave_with, limit_torch
-from aiogpu.worker.imports import Imports
+from aiogpu.worker.gpu import Watching, leave_with, limit_torch
+from aiogpu.worker.import_tracker import Imports
 
 GIB = 1 << 30
 TORCH = """

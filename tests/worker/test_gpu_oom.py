@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
-from aiogpu.worker.gpu_oom import MOST_CAUSES, has_run_out, peak_memory
+from aiogpu.worker.gpu import MOST_CAUSES, has_run_out, peak_memory
 
 
 def named(module: str, name: str, base: type[Exception] = RuntimeError) -> type:

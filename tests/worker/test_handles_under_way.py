@@ -7,10 +7,9 @@ import threading
 from itertools import count
 
 from aiogpu.wire.messages import Declare, Make
-from aiogpu.worker.carried import hold_for
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.children import Children
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context, note_passed, take_kept, take_passing
+from aiogpu.worker.nested import Children, hold_for
 from tests.worker.driver_end import DriverEnd
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiogpu.worker.letting_go import let_go
+from aiogpu.worker.invoke import let_go
 
 
 class Thing:

@@ -23,11 +23,10 @@ from aiogpu.serialization.payload import Contents, Payload, pack
 from aiogpu.serialization.references import PickledValue
 from aiogpu.wire import codec as frames
 from aiogpu.wire.messages import Done, Items, Returned
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.loan import Loan
-from aiogpu.worker.loans import Loans
+from aiogpu.worker.objects import Loan, Loans
 from tests.worker.driver_end import DriverEnd
 
 P = ParamSpec("P")

@@ -12,9 +12,9 @@ from aiogpu.errors import NodeClosedError
 from aiogpu.memory.control_page import ControlPage
 from aiogpu.serialization.serializer import load_result
 from aiogpu.wire.messages import Demand, Exit, Items
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.interrupts import Interrupts
-from aiogpu.worker.outflow import (
+from aiogpu.worker.streams import (
     Holding,
     Outflow,
     ThreadHolding,

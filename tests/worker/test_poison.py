@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.worker.poison import MOST_CAUSES, poisoned_by, tell
+from aiogpu.worker.gpu import MOST_CAUSES, poisoned_by, tell
 
 
 class CUDARuntimeError(RuntimeError):

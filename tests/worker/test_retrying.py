@@ -7,7 +7,7 @@ import pytest
 from aiogpu.errors import TaskError
 from aiogpu.serialization.serializer import ALL, Retried, dump_retried
 from aiogpu.wire.messages import Define
-from aiogpu.worker.retrying import Retrying
+from aiogpu.worker.invoke import Retrying
 
 UNLOADABLE = b"cno_such_module\nNoError\n."
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from aiogpu.wire.messages import Log, Message
-from aiogpu.worker.channel import Channel
+from aiogpu.worker.connection import Channel
 from aiogpu.worker.context import Context
 from aiogpu.worker.stdio import BURST, LONGEST, LineSender, Stdio
 from tests.program import run

@@ -24,11 +24,12 @@ from aiogpu.wire.messages import (
     Release,
 )
 from aiogpu.worker.actor import Stage
-from aiogpu.worker.channel import Channel
-from aiogpu.worker.children import Children
-from aiogpu.worker.context import current, note_passed
+from aiogpu.worker.connection import Channel
+from aiogpu.worker.context import note_passed
 from aiogpu.worker.execute import Raised
-from aiogpu.worker.outflow import Outflow
+from aiogpu.worker.nested import Children
+from aiogpu.worker.services import services
+from aiogpu.worker.streams import Outflow
 from aiogpu.worker.threaded_actor import ThreadedActor
 from tests.worker.driver_end import DriverEnd
 
@@ -49,10 +50,10 @@ class Echo:
 
 @pytest.fixture
 def children(channel: Channel) -> Iterator[Children]:
-    current.children = Children(channel)
+    services.children = Children(channel)
     channel.admit_guests(True)
-    yield current.children
-    current.children = None
+    yield services.children
+    services.children = None
 
 
 def test_what_a_method_has_read_for_others_is_begun(
@@ -101,8 +102,8 @@ class Given:
         return int, (5,)
 
     def __del__(self) -> None:
-        assert current.children is not None
-        current.children.drop(5)
+        assert services.children is not None
+        services.children.drop(5)
         self._stage.tell_rest()
 
 

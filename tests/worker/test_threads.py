@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from aiogpu.wire.messages import Bind
-from aiogpu.worker import environ
-from aiogpu.worker import threads as threads_module
+from aiogpu.worker import environment as environ
+from aiogpu.worker import environment as threads_module
 from aiogpu.worker.context import Context
-from aiogpu.worker.threads import Threads
+from aiogpu.worker.environment import Threads
 
 OWN = "OMP_NUM_THREADS"
 

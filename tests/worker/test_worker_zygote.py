@@ -25,7 +25,7 @@ PRELOAD = """
 
 def test_a_bare_interpreter_may_be_forked() -> None:
     source = """
-    from aiogpu.worker.fitness import unfit_to_fork
+    from aiogpu.worker.preload import unfit_to_fork
     print(unfit_to_fork())
     """
     assert run(source) == "None\n"
@@ -34,7 +34,7 @@ def test_a_bare_interpreter_may_be_forked() -> None:
 def test_threads_make_unfit() -> None:
     source = """
     import threading
-    from aiogpu.worker.fitness import unfit_to_fork
+    from aiogpu.worker.preload import unfit_to_fork
     end = threading.Event()
     threads = [threading.Thread(target=end.wait) for _ in range(2)]
     for thread in threads:
@@ -52,7 +52,7 @@ def test_an_open_device_makes_unfit(tmp_path: Path) -> None:
     device.touch()
     source = """
     import sys
-    from aiogpu.worker import fitness
+    from aiogpu.worker import preload as fitness
     fitness.DEVICE_FILES = (sys.argv[1],)
     with open(sys.argv[1] + "0"):
         print(fitness.unfit_to_fork())

@@ -35,7 +35,7 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.messages import Define
 from aiogpu.worker.context import current, passing, take_kept
-from aiogpu.worker.retrying import Retrying
+from aiogpu.worker.invoke import Retrying
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.loops import TaskLoop

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from aiogpu.engines.inline.job import Job
     from aiogpu.engines.inline.turns import Turns
-    from aiogpu.worker.outflow import Outflow
+    from aiogpu.worker.streams import Outflow
 
 
 class Beside:

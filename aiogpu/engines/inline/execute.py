@@ -35,7 +35,7 @@ from aiogpu.serialization.serializer import (
 )
 from aiogpu.wire.messages import Done
 from aiogpu.worker.context import ActorExit, current, has_exited, take_kept
-from aiogpu.worker.outflow import UnsendableError
+from aiogpu.worker.streams import UnsendableError
 
 AnyCoroutine = Coroutine[Any, Any, Any]
 

@@ -23,7 +23,7 @@ from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.serialization.serializer import is_one_of
 from aiogpu.wire.messages import Done, Failed
 from aiogpu.worker.context import take_kept
-from aiogpu.worker.outflow import Outflow
+from aiogpu.worker.streams import Outflow
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.execute import Executor

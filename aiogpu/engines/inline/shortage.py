@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.runtime.gpu_shortage import told_instead
-from aiogpu.worker.gpu_oom import has_run_out, peak_memory
+from aiogpu.worker.gpu import has_run_out, peak_memory
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.job import Job

@@ -15,7 +15,7 @@ from aiogpu.errors import SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.worker.context import take_kept
-from aiogpu.worker.outflow import Outflow, pour_softly
+from aiogpu.worker.streams import Outflow, pour_softly
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.host import TaskHost

@@ -1,8 +1,10 @@
-"""Waits for a message, a child's end or the driver's death, whichever is first.
+"""How zygotes and keepers see the driver's death, and what they clear up after it.
 
-Zygote and keepers sit here. The driver's death shows on a pidfd that was opened
-before anything else: not on the socket, whose other end a fork of the driver may
-hold open.
+`Watch` waits for a message, a child's end or the driver's death, whichever is first. The
+driver's death shows on a pidfd that was opened before anything else, not on the socket,
+whose other end a fork of the driver may hold open. `guarded` covers imports: an import
+may never return, and the zygote hears nothing meanwhile, so a fork of it waits for the
+driver's death in its place, and clears up.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import os
 import select
 import signal
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from aiogpu.errors import ProtocolError
 from aiogpu.linux import syscalls as kernel
+from aiogpu.linux.cgroup import end_node
 from aiogpu.linux.syscalls import check_server
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import Connection, greeting
 from aiogpu.wire.messages import Close, Message
+from aiogpu.wire.setup import Setup
 
 CHUNK: Final = 65536
 
@@ -132,3 +138,65 @@ def is_served(path: str) -> bool:
 
 def _note(_number: int, _frame: object) -> None:
     """Let SIGCHLD reach the wake-up descriptor; a default handler would not."""
+
+
+@contextmanager
+def watched_over(
+    setup: Setup, driver: int, leave: Callable[[], None]
+) -> Iterator[None]:
+    """In the block the driver's death ends this process, whatever it is doing.
+
+    Args:
+        setup: says what is to be removed then.
+        driver: pidfd of the driver.
+        leave: called in the fork, to give up what is this process's alone.
+    """
+    watched = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            leave()
+            _wait(setup, driver, watched)
+        finally:
+            os._exit(0)
+    # What is imported may collect children that are not its own.
+    sentinel = os.pidfd_open(pid)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(sentinel, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        os.close(sentinel)
+
+
+def _wait(setup: Setup, driver: int, watched: int) -> None:
+    kernel.set_process_name("aiogpu-sentinel")
+    ends = select.poll()
+    ends.register(driver, select.POLLIN)
+    with suppress(ProcessLookupError):
+        zygote = os.pidfd_open(watched)
+        ends.register(zygote, select.POLLIN)
+    # If its number is another's by now, it has ended, as it has without one.
+    is_alive = os.getppid() == watched
+    ended = [process for process, _ in ends.poll(None if is_alive else 0)]
+    if driver not in ended:
+        return
+    if is_alive:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(zygote, signal.SIGKILL)
+    end_node(setup.cgroup)
+    remove_directory(setup.directory)
+
+
+def remove_directory(path: str) -> None:
+    """Remove a node's directory, whose driver cannot any more.
+
+    Several processes may do so at once: whoever comes last finds it empty, or gone.
+    """
+    if os.path.isdir(path):
+        # Costs 4 ms to import, and is needed once in a node's life at most.
+        import shutil
+
+        shutil.rmtree(path, ignore_errors=True)

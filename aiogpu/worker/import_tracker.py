@@ -20,8 +20,14 @@ from aiogpu.worker.interrupts import IMPORT
 
 NOISE: Final = 1000
 """Microseconds below which an import is not worth a word."""
+
+
 _ENTRY: Final = "_find_and_load"
+
+
 _STANDARD: Final = f"{os.path.dirname(os.__file__)}{os.sep}"
+
+
 _SITES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 

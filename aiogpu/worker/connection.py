@@ -24,11 +24,18 @@ from aiogpu.wire.messages import Message
 from aiogpu.worker.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from aiogpu.worker.loans import Loans
+    from aiogpu.worker.objects import Loans
+
 
 CHUNK: Final = 65536
+
+
 LARGEST_CHUNK: Final = 1 << 20
+
+
 DAY: Final = 86_400.0
+
+
 SHORT: Final = 300e-6
 """Seconds; after a wait that was no longer, the next one begins awake, for as long.
 From an answer to its next call a driver that sleeps takes 60 to 150 us."""

@@ -17,14 +17,14 @@ from aiogpu.errors import NodeClosedError, SerializationError
 from aiogpu.serialization.references import PickledValue
 from aiogpu.serialization.serializer import dump_result
 from aiogpu.wire.messages import Carry, Demand, Items
-from aiogpu.worker.children import SLICE
 from aiogpu.worker.context import passing, take_passing
-from aiogpu.worker.parcels import packed
+from aiogpu.worker.invoke import packed
+from aiogpu.worker.nested import SLICE
 
 if TYPE_CHECKING:
     from asyncio import Future
 
-    from aiogpu.worker.channel import Channel
+    from aiogpu.worker.connection import Channel
     from aiogpu.worker.interrupts import Interrupts
 
 

@@ -1,20 +1,26 @@
 """The tasks that the running task has started, over the worker's own socket.
 
 Whoever waits for one reads the socket himself: the worker has no other thread. What
-comes for the worker meanwhile stays on the channel until the task has ended.
+comes for the worker meanwhile stays on the channel until the task has ended. Actors to
+which a child's result has handles are held until somebody looks at that result. A module
+that a worker imports must not begin the module's program: each worker would start
+another one, without end (`refuse_to_begin_anew`).
 """
 
 from __future__ import annotations
 
 import _thread
+import sys
 import time
 from _thread import allocate_lock
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Final
+from weakref import finalize
 
-from aiogpu.errors import NodeClosedError
+from aiogpu.errors import MisuseError, NodeClosedError
 from aiogpu.wire.messages import (
     NUMBERS,
     Ask,
@@ -38,16 +44,18 @@ from aiogpu.wire.messages import (
     Withdraw,
 )
 from aiogpu.worker.context import current, passing, take_passing
-from aiogpu.worker.shares import Shares
+from aiogpu.worker.interrupts import IMPORT
+from aiogpu.worker.objects import Loan, Shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from aiogpu.worker.connection import Channel
+    from aiogpu.worker.objects import Receiver
 
-    from aiogpu.worker.channel import Channel
-    from aiogpu.worker.shares import Receiver
 
 SLICE: Final = 0.05
 """Seconds after which a waiting thread sees what another one has read for it."""
+
+
 DECLARED: Final = 512
 """Sites that a worker takes for declared; then it declares all anew. The driver
 keeps more, so that it never forgets one that the worker still counts on."""
@@ -80,9 +88,14 @@ class Children:
         self._submitting = allocate_lock()
         self._has_any = False
         self._dropped: deque[int] = deque()
-        self.shares = Shares(channel, self.read, self._numbers.__next__)
+        number = self._numbers.__next__
+        self.shares = Shares(channel, self.read, number, self._own)
         self._unwanted: deque[int] = deque()
         self._is_synced = False
+
+    def _own(self, identity: int) -> Loan:
+        assert self._channel.loans is not None, self
+        return self._channel.loans.own(identity)
 
     def fileno(self) -> int:
         """Descriptor of the socket, for an event loop to watch."""
@@ -206,12 +219,12 @@ class Children:
         """Say which handles are gone, and what else was lent and is not needed."""
         while self._dropped:
             self._channel.send(Release(self._dropped.popleft()))
-        if current.loans is not None and current.loans.over:
-            current.loans.tell_to(self._channel.send)
+        if self._channel.loans is not None and self._channel.loans.over:
+            self._channel.loans.tell_to(self._channel.send)
 
     def tell_amid(self) -> None:
         """The same while a task runs, which may go on for days."""
-        over = current.loans is not None and current.loans.over
+        over = self._channel.loans is not None and self._channel.loans.over
         # What other calls and threads send must keep those alive that it names.
         others_send = passing or current.actor is not None
         is_alone = self._channel.is_main_thread and not others_send
@@ -220,8 +233,8 @@ class Children:
             with self._channel.uncut():
                 if may_drop:
                     self.tell_dropped()
-                elif current.loans is not None:
-                    current.loans.tell_to(self._channel.send)
+                elif self._channel.loans is not None:
+                    self._channel.loans.tell_to(self._channel.send)
 
     def _send_passed(self) -> None:
         self._tell_unwanted()
@@ -371,8 +384,6 @@ class Children:
                 self.upsets += 1
             return True
         if type(message) is Carried:
-            from aiogpu.worker.carried import hold_for  # few results have handles
-
             hold_for(self._receivers.get(message.child), message.actors, self.drop)
             return True
         if type(message) is Synced:
@@ -383,6 +394,49 @@ class Children:
 
 def _refuse_to_begin_anew() -> None:
     # Late: a program that is written as it should be hardly comes here.
-    from aiogpu.worker.loading import refuse_to_begin_anew
 
     refuse_to_begin_anew()
+
+
+def hold_for(
+    receiver: object, actors: Iterable[int], drop: Callable[[int], object]
+) -> None:
+    """Have actors live as long as the handle whose result they are in.
+
+    Whoever unpickles that holds them himself, from then on.
+
+    Args:
+        receiver: the handle; None if nobody wants the result any more.
+        actors: their ids; each counts as held by this process.
+        drop: says that it holds one no more, from wherever objects are dropped.
+    """
+    for actor in actors:
+        if receiver is None:
+            drop(actor)
+        else:
+            finalize(receiver, drop, actor).atexit = False
+
+
+def refuse_to_begin_anew() -> None:
+    """Refuse to start anything for a module that is being imported in this thread.
+
+    Raises:
+        MisuseError: one is. Each worker would start another one, without end.
+    """
+    module = _imported()
+    if module:
+        raise MisuseError(
+            f"a worker imports {module} for {current.name}, and the module begins the "
+            f"program once more: write `if __name__ == '__main__':` above the lines at "
+            f"its end that start it, such as `aiogpu.run(main())`."
+        )
+
+
+def _imported() -> str:
+    """The module that is being imported here, the innermost; "" for none."""
+    inner = frame = sys._getframe()
+    while frame.f_back is not None:
+        inner, frame = frame, frame.f_back
+        if frame.f_code.co_filename == IMPORT:
+            return str(inner.f_globals.get("__name__", "a module"))
+    return ""

@@ -1,0 +1,748 @@
+"""Values and segments of this process: what it was lent, writes, and gives to others.
+
+Each payload that comes and names things counts as a loan of them. A loan ends when no
+payload, no handle and no mapping in this process needs it any more; the driver is told so
+at the next opportunity. A segment that the worker has written is written again when the
+driver says that nobody reads it any more. Descriptors of segments have a socket of their
+own, which is connected when it is first needed; each is matched by the id of its segment,
+since it comes before or after the message that names that. `Shares` are the values that
+this process gives to others: what it puts, and its children's results.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+from aiogpu.errors import NodeClosedError, TaskCancelledError
+from aiogpu.linux.syscalls import check_server
+from aiogpu.memory.segment import spill_directory
+from aiogpu.serialization.exceptions import RAISED, pack_failure
+from aiogpu.serialization.payload import Contents, Payload, is_parcel, part_of, unpack
+from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.wire.messages import (
+    NUMBERS,
+    OWNER,
+    SEGMENTS,
+    WARM,
+    ChildDone,
+    ChildFailed,
+    ChildItems,
+    Message,
+    Put,
+    PutFailed,
+    Recycle,
+    Returned,
+    Share,
+)
+from aiogpu.worker.context import current
+
+if TYPE_CHECKING:
+    from aiogpu.memory.control_page import ControlPage
+    from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
+    from aiogpu.memory.mapping import Mappings, SegmentSpans
+    from aiogpu.memory.segment import Segment
+    from aiogpu.memory.segment_pool import SegmentPool
+    from aiogpu.wire.messages import Failed
+    from aiogpu.worker.interrupts import Interrupts
+
+
+class Loan:
+    """One thing that was lent to this process. It is over when this object is.
+
+    Attributes:
+        id: of the thing.
+        count: how often it came.
+    """
+
+    __slots__ = ("__weakref__", "_loans", "count", "id")
+
+    def __init__(self, loans: Loans, identity: int, count: int = 1) -> None:
+        self.id = identity
+        self.count = count
+        self._loans = loans
+
+    def __repr__(self) -> str:
+        return f"<Loan of {self.id}, {self.count} times>"
+
+    def __del__(self) -> None:
+        # Wherever the collector runs: in another thread, or amid user code.
+        self._loans.end(self.id, self.count)
+
+
+class Written:
+    """A segment that this process has written for a payload, which this is part of.
+
+    Should the payload go without having been sent, the driver is told: it has the
+    segment's descriptor by then, and would wait to hear of it.
+
+    Attributes:
+        id: of the segment.
+    """
+
+    __slots__ = ("_loans", "id")
+
+    def __init__(self, loans: Loans, identity: int) -> None:
+        self.id = identity
+        self._loans = loans
+
+    def __repr__(self) -> str:
+        return f"<Written {self.id}>"
+
+    def __del__(self) -> None:
+        if self.id in self._loans.unnamed:
+            self._loans.end(self.id, 1)
+
+
+class Loans:
+    """See above. Made in the zygote; connects when it is first needed.
+
+    Attributes:
+        over: loans that have ended and of which the driver was not told.
+        unnamed: segments that were written and of which the driver was not told yet.
+        are_used: whether anything was ever lent to this process.
+        on_over: told that a loan has ended, in whichever thread; None for nobody.
+        press: has the driver read the descriptors that it was sent, soon: there is no
+            room for more, and what would name them cannot be said before.
+        descriptors: the way for those of shared memory.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        spill: str,
+        page: ControlPage,
+        interrupts: Interrupts,
+        owner: int = 0,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            path: of the socket for descriptors.
+            spill: directory for values beyond the limit, "" for the system's choice.
+            page: tells how much memory is left for values.
+            interrupts: what must cut nothing of this in two.
+            owner: id of the client whose process this is; 0 in a worker.
+        """
+        self.over: deque[tuple[int, int]] = deque()
+        self.unnamed: set[int] = set()
+        self.are_used = False
+        self.on_over: Callable[[], object] | None = None
+        self.press: Callable[[], object] = _nothing
+        self._owner = owner
+        self._spill = spill
+        self._page = page
+        self._interrupts = interrupts
+        self._lock = allocate_lock()
+        self._loans: WeakValueDictionary[int, Loan] = WeakValueDictionary()
+        self._mapped: dict[int, Loan] = {}
+        self.descriptors = Descriptors(path, owner)
+        self._mappings: Mappings | None = None
+        self._warm: SegmentPool | None = None
+
+    def take_in(self, messages: list[Message]) -> list[Message]:
+        """What has come: its parcels as loans, and what concerns these taken in."""
+        has_recycled = False
+        for index, message in enumerate(messages):
+            payload = getattr(message, "payload", None)
+            if payload is not None:
+                if is_parcel(payload):
+                    taken = message._replace(payload=self.borrow(payload))  # type: ignore[call-arg]
+                    messages[index] = taken
+            elif type(message) is ChildItems:
+                items = tuple(map(self.take_payload, message.payloads))
+                messages[index] = message._replace(payloads=items)
+            elif type(message) is Recycle:
+                self._recycle(message.segments)
+                has_recycled = True
+        if has_recycled:
+            return [one for one in messages if type(one) is not Recycle]
+        return messages
+
+    def take_payload(self, payload: bytes) -> bytes:
+        """A payload that has come; a loan, if it refers to something."""
+        return self.borrow(payload) if is_parcel(payload) else payload
+
+    def borrow(self, payload: bytes) -> Payload:
+        """Take in a parcel: what it names was lent to this process, once more."""
+        contents = unpack(payload)
+        things = [*contents.values]
+        if contents.segment:
+            things.append(contents.segment)
+        holds = tuple(map(self._note, things))
+        parcel = Payload.of(contents, holds, self, encoded=payload)
+        if contents.parts:
+            parcel.parts = tuple(map(self.take_payload, contents.parts))
+        return parcel
+
+    def _note(self, identity: int) -> Loan:
+        loan = self._loans.get(identity)
+        if loan is None:
+            self.are_used = True
+            loan = self._loans[identity] = Loan(self, identity)
+        else:
+            loan.count += 1
+        return loan
+
+    def own(self, identity: int) -> Loan:
+        """A loan of what this process has just put; it counts as lent once."""
+        with self._interrupts.if_open():
+            # Half of a loan would complain of that as it goes.
+            return self._note(identity)
+
+    def loan(self, identity: int) -> Loan:
+        """The loan of a value to which a handle is being unpickled."""
+        return self._loans[identity]
+
+    def end(self, identity: int, count: int) -> None:
+        """A loan has ended: in whichever thread, maybe by the collector."""
+        self.are_used = True
+        self.over.append((identity, count))
+        if self.on_over is not None:
+            self.on_over()
+
+    def name(self, message: Message) -> None:
+        """The driver is being told what this message names."""
+        for field in message:
+            if type(field) is Payload:
+                self._name(field)
+            elif type(field) is tuple:
+                for one in field:
+                    if type(one) is Payload:
+                        self._name(one)
+
+    def _name(self, parcel: Payload) -> None:
+        self.unnamed.discard(parcel.contents.segment)
+        for part in parcel.parts:
+            if type(part) is Payload:
+                self._name(part)
+
+    def tell(self) -> Returned | None:
+        """What the driver is to be told of loans that have ended; None for nothing."""
+        if not self.over:
+            return None
+        ended: dict[int, int] = {}
+        while self.over:
+            identity, count = self.over.popleft()
+            loan = self._loans.get(identity)
+            if loan is not None:
+                # It came again meanwhile: what is told as returned is closed here.
+                loan.count += count
+            else:
+                ended[identity] = ended.get(identity, 0) + count
+        with self._interrupts.if_open(), self._lock:
+            # What nobody opened holds its segment as long as it is not read.
+            self.descriptors.take_in()
+            for identity in ended:
+                self.descriptors.close(identity)
+                if identity in self.unnamed:
+                    self.unnamed.discard(identity)
+                    self._own_segments().discard(identity)
+        return Returned(tuple(ended), tuple(ended.values())) if ended else None
+
+    def tell_to(self, say: Callable[[Message], object]) -> None:
+        """Tell the driver of loans that have ended, if there are any."""
+        returned = self.tell()
+        if returned is not None:
+            say(returned)
+
+    def views(self, contents: Contents) -> list[memoryview]:
+        """The buffers of a parcel, mapped and read-only; see `Source`."""
+        identity, flat = contents.segment, contents.spans
+        spans = list(zip(flat[::2], flat[1::2], strict=True))
+        with self._interrupts.if_open(), self._lock:
+            if self._mappings is None:
+                from aiogpu.memory.mapping import Mappings
+
+                self._mappings = Mappings(self._on_unmapped)
+            own = None if self._warm is None else self._warm.find(identity)
+            if own is not None:
+                return self._own_views(own, spans)
+            descriptor = self.descriptors.receive(identity)
+            self._mapped[identity] = self._loans[identity]
+            try:
+                return self._mappings.views(identity, descriptor, contents.size, spans)
+            except BaseException:
+                self._on_unmapped(identity)
+                raise
+
+    def _own_views(
+        self, own: Segment, spans: list[tuple[int, int]]
+    ) -> list[memoryview]:
+        """What this process has put itself; the kernel knows that it is read."""
+        assert self._mappings is not None, self
+        descriptor = own.share()
+        try:
+            return self._mappings.views(own.id, descriptor, own.size, spans)
+        finally:
+            os.close(descriptor)
+
+    def _on_unmapped(self, identity: int) -> None:
+        if self._mappings is not None and not self._mappings.is_mapped(identity):
+            self._mapped.pop(identity, None)
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make the payload of what this process sends.
+
+        Raises:
+            SerializationError: it is too large for a frame, and there is no memory to
+                share.
+            ObjectMemoryError: there is no room for it.
+        """
+        needs = tuple(handle.share().id for handle in outgoing.handles)
+        contents = Contents(
+            stream=outgoing.stream,
+            needs=needs,
+            places=outgoing.places,
+            parts=tuple(
+                part if type(part) is bytes else self.pack(part)
+                for part in outgoing.parts
+            ),
+            values=tuple(reference.id for reference in outgoing.references),
+            returns=outgoing.returns,
+        )
+        hold: Loan | Written | None = None
+        shown = None
+        if outgoing.is_large:
+            shown = self._shown(outgoing)
+            if shown is not None:
+                contents = contents.placed(*shown)
+                hold = self._mapped[shown.segment]
+            else:
+                hold, contents = self._write(outgoing, contents)
+        holds = (*outgoing.handles, *outgoing.references, hold)
+        parcel = Payload.of(contents, holds, self)
+        parcel.is_shown = shown is not None
+        return parcel
+
+    def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if self._mappings is None or len(outgoing.stream) >= APART:
+            return None
+        shown = self._mappings.shown(outgoing.buffers)
+        # Of what this process has put itself, the driver may know nothing any more.
+        return shown if shown is not None and shown.segment in self._mapped else None
+
+    def _write(
+        self, outgoing: PickledValue, contents: Contents
+    ) -> tuple[Written | None, Contents]:
+        buffers, stream = outgoing.laid_out()
+        try:
+            written, size, spans = self._written(buffers)
+        except OSError:
+            # No descriptor, or no memory: then it travels as a whole.
+            whole = tuple(map(bytes, outgoing.buffers))
+            return None, contents._replace(buffers=whole)
+        contents = contents._replace(stream=stream)
+        return written, contents.placed(written.id, size, spans)
+
+    def _written(
+        self, buffers: list[memoryview]
+    ) -> tuple[Written, int, tuple[tuple[int, int], ...]]:
+        """A segment with these, its bytes, and where they are; the driver has it."""
+        from aiogpu.memory.segment import Segment
+
+        room = Segment.room_for(buffer.nbytes for buffer in buffers)
+        with self._interrupts.if_open(), self._lock:
+            warm = self._own_segments()
+            segment = warm.take(room, is_scarce=room > self._page.left())
+            try:
+                spans = segment.write(buffers)
+                # It has taken its time; once the driver has it, it is too late.
+                self._interrupts.catch_up()
+                self.descriptors.send(segment, self.press)
+            except BaseException:
+                warm.discard(segment.id)
+                self.end(segment.id, 1)  # the driver may count it as warm
+                raise
+            self.unnamed.add(segment.id)
+            return Written(self, segment.id), segment.size, spans
+
+    def _own_segments(self) -> SegmentPool:
+        if self._warm is None:
+            from aiogpu.memory.segment_pool import SegmentPool
+
+            owner = self._owner or current.worker
+            first = SEGMENTS + (owner << OWNER) + 1
+            self._warm = SegmentPool(first, WARM, self._directory)
+        return self._warm
+
+    def _directory(self) -> str:
+        return self._spill or spill_directory()
+
+    def _recycle(self, segments: tuple[int, ...]) -> None:
+        with self._interrupts.if_open(), self._lock:
+            for identity in segments:
+                if identity < 0:
+                    self._own_segments().discard(-identity)
+                else:
+                    with suppress(KeyError):  # it was closed here
+                        self._own_segments().give_back(identity)
+
+    def move_in(self, connected: socket.socket, spill: str, page: ControlPage) -> None:
+        """Take what a worker has from its start: `connected` is for descriptors."""
+        self._spill, self._page = spill, page
+        self.descriptors.use(connected)
+
+    def close(self) -> None:
+        """Give up this process's hold on all of it; what is mapped stays until read."""
+        with self._interrupts.if_open(), self._lock:
+            if self._warm is not None:
+                self._warm.close()
+            self.descriptors.close_all()
+
+    def leave(self) -> None:
+        """This process is a fork of the worker: it must not speak for it."""
+        self.descriptors.leave()
+
+
+def _nothing() -> None:
+    """Nobody can be told yet."""
+
+
+REFUSED: Final = 5e-3
+"""Seconds after which a descriptor is sent again that the kernel would not take."""
+
+
+PATIENCE: Final = 10.0
+"""Seconds in which a node has sent a client what it has spoken of."""
+
+
+class Descriptors:
+    """See above. Made in the zygote; used by one thread at a time.
+
+    Nothing may cut its methods short: who connects a second time is turned away.
+    """
+
+    def __init__(self, path: str, owner: int = 0) -> None:
+        self._path = path
+        self._owner = owner
+        self._arrived: dict[int, int] = {}
+        self._socket: socket.socket | None = None
+        self._sender: DescriptorSender
+        self._receiver: DescriptorReceiver
+
+    def __repr__(self) -> str:
+        return f"<Descriptors of {len(self._arrived)} segments>"
+
+    def receive(self, segment: int) -> int:
+        """The descriptor of a segment, waiting for it.
+
+        Raises:
+            NodeClosedError: the driver has gone, or this process has left it.
+            OSError: it cannot be had, as where there are too many.
+        """
+        if segment not in self._arrived:
+            connected = self._connected()
+            poll = select.poll()
+            poll.register(connected, select.POLLIN)
+            # A client's loop must not stand still; a worker has nothing else to do.
+            limit = PATIENCE * 1000 if self._owner else None
+            while segment not in self._arrived:
+                if not poll.poll(limit):
+                    raise NodeClosedError(f"the node has not sent segment {segment}.")
+                self.take_in()
+        return self._arrived[segment]
+
+    def take_in(self) -> None:
+        """Take in what has come, without waiting; raises as `receive` does."""
+        if self._socket is None:
+            return
+        try:
+            found = self._receiver.read(socket.MSG_DONTWAIT)
+        except EOFError:
+            raise NodeClosedError("the node has gone.") from None
+        for segment, descriptor in found:
+            self.close(segment)  # it may have come before
+            self._arrived[segment] = descriptor
+
+    def close(self, segment: int) -> None:
+        """A segment is not used any more."""
+        descriptor = self._arrived.pop(segment, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close_all(self) -> None:
+        """Nothing of it is used any more."""
+        for segment in list(self._arrived):
+            self.close(segment)
+        self.leave()
+
+    def send(self, segment: Segment, press: Callable[[], object]) -> None:
+        """Send the driver a descriptor; it reads it when it hears of the segment.
+
+        Args:
+            segment: whose.
+            press: called while there is no room: has the driver read what was sent.
+
+        Raises:
+            OSError: the driver has gone, or there are too many descriptors.
+        """
+        connected = self._connected()
+        descriptor = segment.share()
+        try:
+            is_sent = self._sender.send(segment.id, descriptor)
+            while not is_sent:
+                press()
+                # Not by `select` alone: it is writable where the kernel refuses.
+                waited_for = [] if self._sender.is_refused else [connected]
+                select.select([], waited_for, [], REFUSED)
+                is_sent = self._sender.flush()
+        finally:
+            os.close(descriptor)
+
+    def use(self, connected: socket.socket) -> None:
+        """Take a socket that is connected: descriptors come ahead of what names them.
+
+        Raises:
+            OSError: the node has gone.
+        """
+        # Late: a worker that has to do with no shared memory needs none of it.
+        from aiogpu.memory.fd_passing import DescriptorReceiver, DescriptorSender
+
+        owner = self._owner or current.worker
+        try:
+            connected.sendall(owner.to_bytes(8, "little"))
+        except BaseException:
+            connected.close()
+            raise
+        self._sender = DescriptorSender(connected)
+        self._receiver = DescriptorReceiver(connected)
+        self._socket = connected
+
+    def _connected(self) -> socket.socket:
+        if self._socket is not None and self._socket.fileno() < 0:
+            raise NodeClosedError(
+                "its node was closed, and nobody had looked at it before; await large "
+                "values while their node is open."
+            )
+        if self._socket is None:
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connected.connect(self._path)
+                check_server(connected, self._path)
+            except BaseException:
+                connected.close()
+                raise
+            self.use(connected)
+        assert self._socket is not None, self
+        return self._socket
+
+    def leave(self) -> None:
+        """This process is a fork of the worker: it must not speak for it."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+OWN_FRAMES: Final = "/aiogpu/"
+"""Marks frames that a user's traceback leaves out."""
+
+
+class Sending(Protocol):
+    """Says things to the node."""
+
+    def send(self, message: Message) -> None:
+        """Say one."""
+        ...
+
+
+class Receiver(Protocol):
+    """Who waits for a child. One of the three is called, at most once."""
+
+    def receive(self, payload: bytes) -> None:
+        """Take the pickled result."""
+        ...
+
+    def reject(self, failed: Failed) -> None:
+        """Take why there is none."""
+        ...
+
+    def abandon(self) -> None:
+        """Learn that the task has ended first, and the child with it."""
+        ...
+
+
+class Shareable(Protocol):
+    """The handle of a child, as it is given to others; see `engines.family`."""
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def child(self) -> int:
+        """Its number among the children."""
+        ...
+
+    @property
+    def raw(self) -> bytes | None:
+        """The value pickled, if it is there."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why there will be no result, None if there is one or may be."""
+        ...
+
+    @property
+    def part(self) -> int:
+        """Which of several results of the child it is; -1 for all of it."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        ...
+
+
+class _Due(NamedTuple):
+    """A result that was shared before it came.
+
+    Attributes:
+        loan: of the value; it is needed until the answer was passed on.
+        part: which of several results it is; -1 for all of it.
+        name: of the task.
+    """
+
+    loan: Loan
+    part: int
+    name: str
+
+
+class Shares:
+    """See above.
+
+    Attributes:
+        due: what was shared before its answer came, by child.
+    """
+
+    def __init__(
+        self,
+        channel: Sending,
+        read: Callable[[], object],
+        new_number: Callable[[], int],
+        own: Callable[[int], Loan],
+        owner: int = 0,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            channel: says it to the node.
+            read: takes in what has come.
+            new_number: gives one that was not given before.
+            own: counts a value of this process as lent to it; see `Loans.own`.
+            owner: id of the client whose process this is; 0 in a worker.
+        """
+        self.due: dict[int, list[_Due]] = {}
+        self._owned = own
+        self._owner = owner
+        self._channel = channel
+        self._read = read
+        self._new_number = new_number
+
+    def _new_id(self) -> int:
+        owner = self._owner or current.worker
+        return -((owner << NUMBERS) + self._new_number())
+
+    def put(self, payload: bytes) -> Loan:
+        """Have a value kept; this process holds it."""
+        return self._lent(Put(self._new_id(), payload))
+
+    def share(self, handle: Shareable) -> Loan:
+        """What others refer to who are given a handle of a child; see `Family`."""
+        if _is_due(handle):
+            return self._share_due(handle)
+        identity = self._new_id()
+        if handle.raw is not None:
+            return self._lent(Put(identity, handle.raw))
+        error = handle.error
+        if handle.cancelled() or error is None:
+            error = TaskCancelledError(f"{handle.task_name} was cancelled.")
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        return self._lent(PutFailed(identity, *failed.why))
+
+    def _share_due(self, handle: Shareable) -> Loan:
+        """Share a result that the handle does not have yet.
+
+        The answer may have come: the driver keeps no answer that it has sent. So it is
+        read here, and `pass_on` sends it back as the value. The handle itself may learn
+        of it later, in a turn of its loop.
+        """
+        loan = self._owned(self._new_id())
+        due = _Due(loan, handle.part, handle.task_name)
+        self.due.setdefault(handle.child, []).append(due)
+        self._read()
+        if due in self.due.get(handle.child, ()):
+            self._channel.send(Share(loan.id, handle.child, handle.part))
+        return loan
+
+    def promise(self) -> Loan:
+        """What others refer to before its task is started; said by `keep` or `fail`."""
+        return self._owned(self._new_id())
+
+    def keep(self, loan: Loan, handle: Shareable) -> None:
+        """The task of what was promised is started: its result is that value."""
+        self._channel.send(Share(loan.id, handle.child, handle.part))
+        due = self.due.setdefault(handle.child, [])
+        due.append(_Due(loan, handle.part, handle.task_name))
+
+    def fail(self, loan: Loan, error: BaseException) -> None:
+        """What was shared, or promised, will never be there."""
+        failed = pack_failure(0, RAISED, error, OWN_FRAMES)
+        self._channel.send(PutFailed(loan.id, *failed.why))
+
+    def withdraw(self, child: int) -> None:
+        """A child is cancelled: nobody else will say so of its result."""
+        for due in self.due.pop(child, ()):
+            self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+
+    def drop(self, child: int, loan: object) -> None:
+        """One of a child's several results is cancelled; the others may still come."""
+        kept = [due for due in self.due.get(child, ()) if due.loan is not loan]
+        for due in self.due.pop(child, ()):
+            if due.loan is loan:
+                self.fail(due.loan, TaskCancelledError(f"{due.name} was cancelled."))
+        if kept:
+            self.due[child] = kept
+
+    def due_now(self) -> dict[int, tuple[_Due, ...]]:
+        """A copy of `due`."""
+        return {child: tuple(due) for child, due in self.due.items()}
+
+    def forget(self, told: dict[int, tuple[_Due, ...]]) -> None:
+        """The driver itself passes on these results when they come."""
+        for child, over in told.items():
+            # Another thread may have shared one of them again meanwhile.
+            left = [due for due in self.due.pop(child, ()) if due not in over]
+            if left:
+                self.due[child] = left
+
+    def _lent(self, message: Put | PutFailed | Share) -> Loan:
+        loan = self._owned(message.value)
+        self._channel.send(message)
+        return loan
+
+    def pass_on(self, message: Message) -> None:
+        """Tell the driver the answer of a child that was shared while it was due.
+
+        It may have told it before it heard that; then nobody else has it.
+        """
+        if not isinstance(message, ChildDone | ChildFailed):
+            return
+        for due in self.due.pop(message.child, ()):
+            if isinstance(message, ChildFailed):
+                self._channel.send(PutFailed(due.loan.id, *message[1:]))
+            else:
+                payload = part_of(message.payload, due.part)
+                self._channel.send(Put(due.loan.id, payload))
+
+
+def _is_due(handle: Shareable) -> bool:
+    return handle.raw is None and handle.error is None and not handle.cancelled()
