@@ -3,9 +3,10 @@
 What a worker is made of is made once, in the zygote, and has run there: then the fork
 shares it, and little is left that each fresh worker pays. A fork shares its parent's
 memory until it writes, and Python writes wherever it reads: it counts references. So a
-fresh process is slow in whatever it does first; most of a first task's time is the kernel
-copying pages. `Rehearsal` runs a task that does nothing before the fork, so that less is
-written after it; a spare that has rehearsed after the fork has its pages already.
+fresh process is slow in whatever it does first; most of a first task's time is the
+kernel copying pages. `Rehearsal` runs a task that does nothing before the fork, so that
+less is written after it; a spare that has rehearsed after the fork has its pages
+already.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What a worker's code finds around it: variables, threads, directory, handlers.
 
-The environment is set before anything of the user's is unpickled. A zygote loads numeric
-libraries while they are told to use one thread, and they do not look at their variables
-again: so a worker uses their own setters (threadpoolctl's one door). `Footing` puts back
-the directory, the file mode mask and the handler that interrupts a task, each in well
-under a microsecond. What a process cannot be given back so cheaply (limits, locale,
-masked signals, threads) stays with the worker: `max_calls=1` avoids that.
+The environment is set before anything of the user's is unpickled. A zygote loads
+numeric libraries while they are told to use one thread, and they do not look at their
+variables again: so a worker uses their own setters (threadpoolctl's one door).
+`Footing` puts back the directory, the file mode mask and the handler that interrupts a
+task, each in well under a microsecond. What a process cannot be given back so cheaply
+(limits, locale, masked signals, threads) stays with the worker: `max_calls=1` avoids
+that.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""GPUs in a worker: its limit of memory, running out of it, and contexts that are broken.
+"""GPUs in a worker: the limit of memory, running out of it, broken contexts.
 
-- PyTorch reads no variable for the limit that all its releases know, and asking it to set
-  the limit would begin CUDA, which costs memory and half a second, also where the task
-  never needs it. So the limit is set when CUDA begins: at once where the zygote has
-  loaded PyTorch, else when it has been imported. Other frameworks read variables, of
-  which the driver knows.
-- That memory has run out reaches Python as texts of many exception classes; `MemoryError`
-  by itself is none of them, for it is the main memory's. No framework is imported here:
-  what is not loaded has used nothing.
+- PyTorch reads no variable for the limit that all its releases know, and asking it to
+  set the limit would begin CUDA, which costs memory and half a second, also where the
+  task never needs it. So the limit is set when CUDA begins: at once where the zygote
+  has loaded PyTorch, else when it has been imported. Other frameworks read variables,
+  of which the driver knows.
+- That memory has run out reaches Python as texts of many exception classes;
+  `MemoryError` by itself is none of them, for it is the main memory's. No framework is
+  imported here: what is not loaded has used nothing.
 - Some CUDA errors stick: every later call in the process fails likewise, until it ends.
-  NVIDIA says which in the descriptions of `cudaError_t` ("the process must be terminated
-  and relaunched", CUDA Runtime API). Running out of memory is not among them.
+  NVIDIA says which in the descriptions of `cudaError_t` ("the process must be
+  terminated and relaunched", CUDA Runtime API). Running out of memory is not among
+  them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What every call needs around it: its arguments, its payload, and what its error holds.
+"""What a call needs around it: arguments, payloads, what its error holds.
 
 - `arguments_in` and `packed` open and make payloads.
-- `Retrying` says whether a failure is one after which the task is to be tried again. That
-  is decided here, where the user's classes are, and only once something has failed.
-- `let_go` clears the frames of an error that was told. A traceback keeps the frames that
-  an error has passed, with all that their variables refer to. Where one of these refers
-  to the error, as a failed handle does, nothing of it would be freed before the collector
-  runs, which in a process without work is never: a task that fails would keep actors and
-  values from ending.
+- `Retrying` says whether a failure is one after which the task is to be tried again.
+  That is decided here, where the user's classes are, and only once something has
+  failed.
+- `let_go` clears the frames of an error that was told. A traceback keeps the frames
+  that an error has passed, with all that their variables refer to. Where one of these
+  refers to the error, as a failed handle does, nothing of it would be freed before the
+  collector runs, which in a process without work is never: a task that fails would keep
+  actors and values from ending.
 - `explain_quit` says why a debugger found no terminal.
 """
 

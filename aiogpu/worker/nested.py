@@ -2,9 +2,9 @@
 
 Whoever waits for one reads the socket himself: the worker has no other thread. What
 comes for the worker meanwhile stays on the channel until the task has ended. Actors to
-which a child's result has handles are held until somebody looks at that result. A module
-that a worker imports must not begin the module's program: each worker would start
-another one, without end (`refuse_to_begin_anew`).
+which a child's result has handles are held until somebody looks at that result. A
+module that a worker imports must not begin the module's program: each worker would
+start another one, without end (`refuse_to_begin_anew`).
 """
 
 from __future__ import annotations

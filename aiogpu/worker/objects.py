@@ -1,12 +1,12 @@
 """Values and segments of this process: what it was lent, writes, and gives to others.
 
 Each payload that comes and names things counts as a loan of them. A loan ends when no
-payload, no handle and no mapping in this process needs it any more; the driver is told so
-at the next opportunity. A segment that the worker has written is written again when the
-driver says that nobody reads it any more. Descriptors of segments have a socket of their
-own, which is connected when it is first needed; each is matched by the id of its segment,
-since it comes before or after the message that names that. `Shares` are the values that
-this process gives to others: what it puts, and its children's results.
+payload, no handle and no mapping in this process needs it any more; the driver is told
+so at the next opportunity. A segment that the worker has written is written again when
+the driver says that nobody reads it any more. Descriptors of segments have a socket of
+their own, which is connected when it is first needed; each is matched by the id of its
+segment, since it comes before or after the message that names that. `Shares` are the
+values that this process gives to others: what it puts, and its children's results.
 """
 
 from __future__ import annotations

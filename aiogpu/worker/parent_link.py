@@ -1,10 +1,10 @@
 """How zygotes and keepers see the driver's death, and what they clear up after it.
 
-`Watch` waits for a message, a child's end or the driver's death, whichever is first. The
-driver's death shows on a pidfd that was opened before anything else, not on the socket,
-whose other end a fork of the driver may hold open. `guarded` covers imports: an import
-may never return, and the zygote hears nothing meanwhile, so a fork of it waits for the
-driver's death in its place, and clears up.
+`Watch` waits for a message, a child's end or the driver's death, whichever is first.
+The driver's death shows on a pidfd that was opened before anything else, not on the
+socket, whose other end a fork of the driver may hold open. `watched_over` covers
+imports: one may never return, and the zygote hears nothing meanwhile, so a fork of it
+waits for the driver's death in its place, and clears up.
 """
 
 from __future__ import annotations

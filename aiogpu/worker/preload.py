@@ -1,10 +1,10 @@
 """What a zygote imports before it forks, and whether it may be forked then.
 
-The user names modules, and others were learnt. Learnt modules are imported in a throw-away
-fork first: one child imports all of them in order; after one that is unfit, another child
-imports the rest. A process is fit to be forked with one thread, no device file open and
-no CUDA begun. Noted besides: which environment variables are read while modules are
-imported, and whether their files were edited since.
+The user names modules, and others were learnt. Learnt modules are imported in a
+throw-away fork first: one child imports all of them in order; after one that is unfit,
+another child imports the rest. A process is fit to be forked with one thread, no device
+file open and no CUDA begun. Noted besides: which environment variables are read while
+modules are imported, and whether their files were edited since.
 """
 
 from __future__ import annotations
