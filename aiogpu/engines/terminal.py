@@ -45,7 +45,9 @@ class Terminal:
         """Whether it takes a message: to show it, or to pass it on later."""
         if type(message) is Printed:
             console, stream = self._console, message.stream
-            self._number = console.write(stream, message.text, self._source)
+            self._number = console.write(
+                stream, message.text, self._source, message.worker
+            )
             return True
         if self._number <= self._console.written:
             return False

@@ -73,13 +73,16 @@ class Console:
         self._paused: set[Source] = set()
         self._order = count()
         self._after: list[tuple[int, int, Callable[[], None]]] = []
-        self._lines: SimpleQueue[tuple[int, int, str] | None] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[int, int, int, str] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._drained: asyncio.Future[None] | None = None
         self._progress_line = ProgressLine()
 
-    def write(self, stream: int, line: str, source: Source) -> int:
-        """Write a line to stdout (1) or stderr (2) soon; gives its number."""
+    def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
+        """Write a line to stdout (1) or stderr (2) soon; gives its number.
+
+        `worker`: whose progress on that stream the line replaces; 0 for nobody's.
+        """
         if not self._is_shown:
             return self._last
         if self._thread is None:
@@ -89,7 +92,7 @@ class Console:
             self._thread.start()
         self._last += 1
         self._waiting += len(line)
-        self._lines.put((self._last, stream, line))
+        self._lines.put((self._last, stream, worker, line))
         if self._waiting > FULL and source not in self._paused:
             self._paused.add(source)
             source.pause()
@@ -141,16 +144,16 @@ class Console:
         """The thread: write whatever has come, then report it in one go."""
         for lines in batches(self._lines):
             for stream in (1, 2):
-                if texts := [line for _, of, line in lines if of == stream]:
+                if texts := [(by, line) for _, of, by, line in lines if of == stream]:
                     self._write(stream, texts)
             if lines:
-                self._report(lines[-1][0], sum(len(line) for _, _, line in lines))
+                self._report(lines[-1][0], sum(len(line) for *_, line in lines))
 
-    def _write(self, stream: int, lines: list[str]) -> None:
+    def _write(self, stream: int, lines: list[tuple[int, str]]) -> None:
         """Write to what `sys.stdout` or `sys.stderr` is now; a notebook changes it."""
         file = sys.stdout if stream == 1 else sys.stderr
         try:
-            text = self._progress_line.over(file, lines)
+            text = self._progress_line.over(stream, file, lines)
             raw = getattr(file, "buffer", None)
             if not text:
                 pass
@@ -175,47 +178,90 @@ class Console:
 class ProgressLine:
     """The last line of a screen, where tasks show progress; nowhere else is it shown.
 
-    The cursor stands at its beginning, so whatever is printed goes over it.
+    The cursor stands at its beginning, so whatever is printed goes over it. Each worker
+    has one state for each of its streams, until it says otherwise. What is shown is the
+    state that changed last, again below each line that takes its place.
     """
 
     def __init__(self) -> None:
+        self._states: dict[tuple[int, int], str] = {}
         self._file: TextIO | None = None
         self._length = 0
 
-    def over(self, file: TextIO, lines: list[str]) -> str:
-        """The text that shows lines, or progress, in place of what is there."""
-        parts: list[str] = []
-        for line in lines:
+    def over(self, stream: int, file: TextIO, lines: list[tuple[int, str]]) -> str:
+        """The text that shows lines, each of a worker, with the progress below them.
+
+        A line of worker 0 belongs to nobody and leaves all states as they are.
+        """
+        is_screen = _is_screen(file)
+        ended: list[str] = []
+        for worker, line in lines:
+            self._states.pop((worker, stream), None)
             if not line.endswith(PROGRESS):
-                parts += (self._blank(file), line, "\n")
-            elif _is_screen(file):
-                parts.append(self._blank(file))
-                state = line[: min(len(line), _columns(file)) - 1]
-                if state:
-                    parts += (state, "\r")
-                    self._file, self._length = file, len(state)
-        return "".join(parts)
+                ended += (line, "\n")
+            elif is_screen and line != PROGRESS:
+                self._states[worker, stream] = line
+        if not is_screen:
+            # What is not on a disk may end up on the screen all the same, by `tee`, and
+            # then after what is written here: the next state is shown, not this one.
+            blank = self._blank(file) if ended and not _is_on_disk(file) else ""
+            return "".join((blank, *ended))
+        return "".join((self._blank(file), *ended, self._newest(file)))
+
+    def _newest(self, file: TextIO) -> str:
+        """The state that changed last, as much of it as has room in the line."""
+        if not self._states:
+            return ""
+        line = next(reversed(self._states.values()))
+        state = line[: min(len(line), _columns(file)) - 1]
+        self._file, self._length = file, len(state)
+        return f"{state}\r"
 
     def _blank(self, file: TextIO) -> str:
-        """What takes away the state that is shown; done already on another stream."""
+        """What takes away the state that is shown; done already on another screen."""
         shown_on, self._file = self._file, None
         if shown_on is None:
             return ""
         blank = f"{' ' * self._length}\r"
-        if shown_on is file:
-            return blank
         with suppress(OSError, ValueError):  # it may be closed by now
+            if _is_same(shown_on, file):
+                return blank
             _print(shown_on, blank)
         return ""
 
 
 def _is_screen(file: TextIO) -> bool:
     """Whether a carriage return goes back there: on a terminal, and in a notebook."""
-    return file.isatty() or type(file).__module__.startswith("ipykernel.")
+    isatty = getattr(file, "isatty", None)  # a program's own stream may have none
+    if isatty is not None and isatty():
+        return True
+    return type(file).__module__.startswith("ipykernel.")
+
+
+def _is_same(one: TextIO, other: TextIO) -> bool:
+    """Whether both are the same screen: stdout and stderr of one terminal are."""
+    return one is other or (
+        one.isatty()
+        and other.isatty()
+        and os.path.sameopenfile(one.fileno(), other.fileno())
+    )
+
+
+def _is_on_disk(file: TextIO) -> bool:
+    """Whether what is written there is on no screen."""
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def _columns(file: TextIO) -> int:
-    return os.get_terminal_size(file.fileno()).columns if file.isatty() else WIDE
+    if not file.isatty():
+        return WIDE
+    try:
+        return os.get_terminal_size(file.fileno()).columns
+    except (OSError, ValueError):  # not one of the kernel's, as in IDLE
+        return WIDE
 
 
 def _print(file: TextIO, text: str) -> None:

@@ -43,7 +43,7 @@ class Output:
         self.worker = 0
         self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.number = 0
-        self._state: tuple[int, str, bytes, int] | None = None
+        self._states: dict[int, tuple[str, bytes, tuple[int, str]]] = {}
         self.peer: Peer | None = None
         self._console = console
         self._paths = paths
@@ -85,31 +85,42 @@ class Output:
                 os.unlink(path)
 
     def show(self, stream: int, label: str, line: bytes, task: int = 0) -> None:
-        """Show a line with the prefix `(label)`, to whom it concerns.
+        """Show a line of the worker with the prefix `(label)`, to whom it concerns.
+
+        It comes by the connection, and replaces the worker's progress on that stream.
 
         `task`: has printed it; 0 for whichever the worker runs.
         """
         text = line.decode("utf-8", "backslashreplace")
-        if self._state is not None and self.last and self.last[-1][0] == task:
+        entry = task, text.removesuffix(PROGRESS)
+        state = self._states.pop(stream, None)
+        if state is not None and self.last and self.last[-1] is state[2]:
             self.last.pop()
-        self._state = None
-        if text.endswith(PROGRESS):
-            self._state = stream, label, line[:-1], task
         if text != PROGRESS:
-            self.last.append((task, text.removesuffix(PROGRESS)))
+            self.last.append(entry)
+            if text.endswith(PROGRESS):
+                self._states[stream] = label, line[:-1], entry
+        self._pass_on(stream, label, text, task, self.worker)
+
+    def _pass_on(
+        self, stream: int, label: str, text: str, task: int, replaces: int
+    ) -> None:
         routes = self._console.routes
         if routes is None or not routes.take(
-            stream, label, text, self, self.worker, task
+            stream, label, text, self, self.worker, task, replaces
         ):
             shown = text if text == PROGRESS else f"({label}) {text}"
-            self.number = self._console.write(stream, shown, self)
+            self.number = self._console.write(stream, shown, self, replaces)
 
     def forget(self, task: int) -> None:
         """Keep no line any more that this task has printed: it has ended."""
         self.last = deque((one for one in self.last if one[0] != task), KEPT)
 
     def _show_raw(self, stream: int, line: bytes) -> None:
-        self.show(stream, self.label, visible(line))
+        """Show a line of a pipe, which leaves the worker's progress as it is."""
+        text = visible(line).decode("utf-8", "backslashreplace")
+        self.last.append((0, text))
+        self._pass_on(stream, self.label, text, 0, 0)
 
     def catch_up(self) -> None:
         """Show all that has been written to the pipes, unfinished lines too."""
@@ -121,9 +132,9 @@ class Output:
                 pipe.end_line()
 
     def end_progress(self) -> None:
-        """Show as a line what was shown as progress last: nothing replaces it now."""
-        if self._state is not None and self._state[2]:
-            self.show(*self._state)
+        """Show as lines what was shown as progress last: nothing replaces it now."""
+        for stream, (label, line, (task, _)) in list(self._states.items()):
+            self.show(stream, label, line, task)
 
     def pause(self) -> None:
         """Read no more for now, neither from the pipes nor from the worker."""

@@ -68,7 +68,14 @@ class Routes:
         return f"<Routes {len(self._readers)}>"
 
     def take(
-        self, stream: int, label: str, text: str, source: Source, worker: int, task: int
+        self,
+        stream: int,
+        label: str,
+        text: str,
+        source: Source,
+        worker: int,
+        task: int,
+        replaces: int = 0,
     ) -> bool:
         """Send a line to its owner; False if that is the node itself.
 
@@ -79,6 +86,7 @@ class Routes:
             source: where it comes from; made to wait while its owner is slow.
             worker: the process.
             task: the task that has printed it; 0 for whichever runs there.
+            replaces: the worker whose progress it replaces; 0 for none.
         """
         record = self._record(worker, task)
         if record is None or not record.client:
@@ -90,7 +98,7 @@ class Routes:
         if reader is None or reader.peer is None or not reader.shows:
             return True
         shown = text if text == PROGRESS else f"({label}) {text}"
-        reader.peer.send_one(Printed(stream, shown))
+        reader.peer.send_one(Printed(stream, shown, replaces))
         if reader.is_slow:
             self._paused.setdefault(client, set()).add(source)
             source.pause()

@@ -544,11 +544,13 @@ class Printed(NamedTuple):
     """Node to client: a line that one of its tasks printed; `stream` is 1 or 2.
 
     `text` is as its terminal is to show it, with who has printed it before it. It may
-    end with `PROGRESS`.
+    end with `PROGRESS`. It replaces the progress of `worker` on that stream; 0 stands
+    for no worker.
     """
 
     stream: int
     text: str
+    worker: int = 0
 
 
 class Warned(NamedTuple):
@@ -557,7 +559,7 @@ class Warned(NamedTuple):
     text: str
 
 
-VERSION: Final = 10
+VERSION: Final = 11
 """Of the protocol; the greeting carries it and both ends must agree."""
 
 

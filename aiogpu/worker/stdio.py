@@ -92,11 +92,15 @@ class LineSender(io.BufferedIOBase):
             self._send(b"\r")
 
     def _show(self, state: bytes) -> None:
-        """Send the state of a line that has not ended, if it is time."""
+        """Send the state of a line that has not ended, if it is time.
+
+        One that takes away what is shown is sent at once: it may be the last one.
+        """
         before, self._asked_at = self._asked_at, time.monotonic()
         self._allowed = min(BURST, self._allowed + (self._asked_at - before) / OFTEN)
-        if state != self._shown and self._allowed >= 1:
-            self._allowed -= 1
+        if state != self._shown and (self._allowed >= 1 or not state):
+            if state:
+                self._allowed -= 1
             self._shown = state
             self._send(state + b"\r")
 

@@ -112,7 +112,7 @@ class PaperConsole:
         self.lines: list[tuple[int, str]] = []
         self._after: list[tuple[int, Callable[[], None]]] = []
 
-    def write(self, stream: int, line: str, source: Source) -> int:
+    def write(self, stream: int, line: str, source: Source, worker: int = 0) -> int:
         self.lines.append((stream, line))
         return len(self.lines)
 

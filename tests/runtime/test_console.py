@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from typing import TextIO, cast
 
 import pytest
 
@@ -213,22 +214,91 @@ class Notebook(io.StringIO):
 Notebook.__module__ = "ipykernel.iostream"
 
 
-async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    notebook, errors = Notebook(), Notebook()
-    monkeypatch.setattr(sys, "stdout", notebook)
-    monkeypatch.setattr(sys, "stderr", errors)
+async def shown(
+    lines: list[tuple[int, int, str]],
+    out: TextIO,
+    err: TextIO,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """Write lines one after the other: to which stream, of which worker."""
+    patch.setattr(sys, "stdout", out)
+    patch.setattr(sys, "stderr", err)
     console, source = console_of_this_loop(), PaperSource()
-    for stream, line in (
-        (1, "10%\r"),
-        (1, "20%\r"),
-        (1, "done"),
-        (1, "30%\r"),
-        (1, "\r"),
-        (1, "40%\r"),
-        (2, "an error"),
-    ):
-        console.write(stream, line, source)
+    for stream, worker, line in lines:
+        console.write(stream, line, source, worker)
         await console.drain(20)
     await end(console)
-    assert notebook.getvalue() == ("10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \r")
-    assert errors.getvalue() == "an error\n"
+
+
+async def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook, errors = Notebook(), Notebook()
+    lines = [
+        (1, 7, "10%\r"),
+        (1, 7, "20%\r"),
+        (1, 7, "done"),
+        (1, 7, "30%\r"),
+        (1, 7, "\r"),
+        (1, 7, "40%\r"),
+        (2, 7, "an error"),
+        (1, 7, "end"),
+    ]
+    await shown(lines, notebook, errors, monkeypatch)
+    assert notebook.getvalue() == (
+        "10%\r   \r20%\r   \rdone\n30%\r   \r40%\r   \rend\n"
+    )
+    assert errors.getvalue() == "an error\n40%\r   \r"
+
+
+async def test_progress_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that moved last is shown, below the lines of others and of nobody."""
+    notebook = Notebook()
+    lines = [
+        (1, 7, "a1\r"),
+        (1, 8, "b1\r"),
+        (1, 9, "line"),
+        (1, 0, "of nobody"),
+        (1, 8, "b done"),
+        (1, 7, "\r"),
+        (1, 9, "line"),
+    ]
+    await shown(lines, notebook, notebook, monkeypatch)
+    blank = "  \r"
+    assert notebook.getvalue() == (
+        f"a1\r{blank}b1\r{blank}line\nb1\r{blank}of nobody\nb1\r"
+        f"{blank}b done\na1\r{blank}line\n"
+    )
+
+
+async def test_progress_beside_lines_that_go_through_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `tee` they come later, and would be written over the progress."""
+    pipe, notebook = io.StringIO(), Notebook()
+    lines = [(2, 7, "1\r"), (1, 8, "line"), (1, 8, "line"), (2, 7, "2\r")]
+    await shown(lines, pipe, notebook, monkeypatch)
+    assert pipe.getvalue() == "line\nline\n"
+    assert notebook.getvalue() == "1\r \r2\r"
+
+
+class BareStream:
+    """As programs put in place of `sys.stdout`: it can be written to, no more."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Has nothing to do."""
+
+
+async def test_a_stream_that_can_only_be_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare, notebook = BareStream(), Notebook()
+    lines = [(1, 7, "line"), (1, 7, "1\r"), (2, 7, "1\r"), (1, 8, "line")]
+    await shown(lines, cast("TextIO", bare), notebook, monkeypatch)
+    assert bare.text == "line\nline\n"
+    assert notebook.getvalue() == "1\r \r"

@@ -79,6 +79,32 @@ async def test_the_last_lines_are_kept(tmp_path: Path) -> None:
     output.close()
 
 
+async def test_progress_ends_with_its_process(tmp_path: Path) -> None:
+    """Of each stream, whatever came between by the other one or by the pipes."""
+    output, console, paths = make(tmp_path)
+    output.name(3, 4)
+    output.show(1, "a", b"out 1\r", task=5)
+    output.show(2, "a", b"err 1\r", task=5)
+    output.show(2, "a", b"err 2\r", task=5)
+    out = writer(paths[0])
+    os.write(out, b"raw\n")
+    output.catch_up()
+    console.lines.clear()
+    output.end_progress()
+    output.end_progress()
+    assert console.lines == [(1, "(a) out 1"), (2, "(a) err 2")]
+    os.close(out)
+    output.close()
+
+
+async def test_the_last_lines_have_progress_once(tmp_path: Path) -> None:
+    output, _, _ = make(tmp_path)
+    for line in (b"before", b"1\r", b"2\r", b"\r", b"3\r", b"3", b"behind"):
+        output.show(2, "a", line, task=5)
+    assert [text for _, text in output.last] == ["before", "3", "behind"]
+    output.close()
+
+
 async def test_the_worker_waits_with_its_pipes(tmp_path: Path) -> None:
     output, console, paths = make(tmp_path)
     peer = PaperPeer()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,9 @@ def train(paths, how):
             sys.stderr.flush()
         with open(path):  # a fifo: until the test goes on
             pass
-    if how == "dies":
+        if how == "aside":
+            print("a line of its own")
+    if how in {"dies", "aside"}:
         os._exit(1)
     if how == "vanishes":
         sys.stderr.write("\\r" + " " * 30 + "\\r")
@@ -42,16 +46,20 @@ def quick(steps):
     sys.stderr.write("\\n")
 
 @aiogpu.remote
-def talk(text):
+def talk(text, path):
+    with open(path):  # as above
+        pass
     print(text)
 
 async def main(how, *paths):
+    paths, gates = (paths[1:], paths[:1]) if how == "beside" else (paths, ())
     async with aiogpu.init(**OPTIONS):
         if how == "quick":
             await quick.remote(200_000)
             return
         training = train.remote(paths, how)
-        await asyncio.gather(training, return_exceptions=True)
+        talking = [talk.remote("another task", gate) for gate in gates]
+        await asyncio.gather(training, *talking, return_exceptions=True)
         print("all done")
 
 if __name__ == "__main__":
@@ -100,6 +108,86 @@ def test_progress_is_seen_while_it_moves(
         assert len(bars) == 1, lines
         assert re.fullmatch(r"\(train pid=\d+\) step 3/3", bars[0].rstrip())
     assert lines[-1].startswith(PROMPT) or terminal.has(PROMPT)
+
+
+def redrawn(screen: Screen, line: str, state: str) -> list[str]:
+    """The screen once a state of progress is right below a line."""
+
+    def is_below(lines: list[str]) -> bool:
+        pairs = pairwise(lines)
+        return any(line in above and state in below for above, below in pairs)
+
+    return screen.until(is_below)
+
+
+@pytest.mark.parametrize("options", ["num_cpus=2", "address"])
+def test_progress_is_shown_again_below_the_line_of_another_task(
+    options: str, terminal: Screen, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        if options == "address":
+            here = stack.enter_context(box())
+            here.run("start", "--head", "--num-cpus=2")
+            options = f"address={here.place.socket!r}"
+        program = PROGRAM.replace("OPTIONS", f"dict({options})")
+        (tmp_path / "program.py").write_text(program)
+        gate, *paths = fifos(tmp_path, 3)
+        arguments = " ".join(
+            map(str, [tmp_path / "program.py", "beside", gate, *paths])
+        )
+        terminal.send(f"clear; $python {arguments}", "Enter")
+        terminal.has("step 1/2")
+        release(gate)
+        # The bar does not move meanwhile: its task waits.
+        lines = redrawn(terminal, "another task", "step 1/2")
+        assert sum("step" in line for line in lines) == 1, lines
+        release(paths[0])
+        lines = redrawn(terminal, "another task", "step 2/2")
+        assert sum("step" in line for line in lines) == 1, lines
+        release(paths[1])
+        lines = [line.rstrip() for line in terminal.has("all done")]
+    shown = [line for line in lines if "pid=" in line]
+    assert len(shown) == 2, lines
+    assert re.fullmatch(r"\(talk pid=\d+\) another task", shown[0])
+    assert re.fullmatch(r"\(train pid=\d+\) step 2/2", shown[1])
+    assert "all done" in lines
+
+
+def test_progress_on_stderr_stays_beside_lines_of_the_same_task_on_stdout(
+    terminal: Screen, tmp_path: Path
+) -> None:
+    """And is not lost when its process ends."""
+    (tmp_path / "program.py").write_text(ALONE)
+    paths = fifos(tmp_path, 2)
+    arguments = " ".join(map(str, [tmp_path / "program.py", "aside", *paths]))
+    terminal.send(f"clear; $python {arguments}", "Enter")
+    terminal.has("step 1/2")
+    release(paths[0])
+    redrawn(terminal, "a line of its own", "step 2/2")
+    release(paths[1])
+    lines = terminal.has("all done")
+    shown = [line.rstrip() for line in lines if "pid=" in line]
+    assert [line.partition(") ")[2] for line in shown] == [
+        "a line of its own",
+        "a line of its own",
+        "step 2/2",
+    ]
+
+
+def test_progress_stays_while_stdout_goes_to_a_file(
+    terminal: Screen, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(ALONE)
+    gate, path = fifos(tmp_path, 2)
+    arguments = " ".join(map(str, [tmp_path / "program.py", "beside", gate, path]))
+    terminal.send(f"clear; $python {arguments} >{tmp_path / 'out'}", "Enter")
+    terminal.has("step 1/1")
+    release(gate)
+    terminal.until(lambda _: "another task" in (tmp_path / "out").read_text())
+    lines = terminal.lines()
+    assert any("step 1/1" in line for line in lines), lines
+    release(path)
+    terminal.until(lambda lines: lines[-1].startswith(PROMPT))
 
 
 def test_progress_wider_than_the_terminal_takes_one_line(

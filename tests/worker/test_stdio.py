@@ -113,6 +113,16 @@ def test_many_states_are_few_lines_and_the_last_one_ends_it() -> None:
     assert sender.partial == b""
 
 
+def test_progress_that_goes_away_does_so_at_once() -> None:
+    """It would be shown until the next line otherwise, however many states came."""
+    channel = PaperChannel()
+    sender = LineSender(channel, 2)
+    for number in range(10 * BURST):
+        sender.write(b"\r%d" % number)
+    sender.write(b"\r   \r")
+    assert channel.lines[-1] == b"\r"
+
+
 def test_threads_do_not_tear_each_others_lines() -> None:
     channel = PaperChannel()
     sender = LineSender(channel, 1)
