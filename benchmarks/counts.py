@@ -31,8 +31,8 @@ from typing import Any, Final, NamedTuple, cast
 import click
 
 import aiogpu
-from aiogpu.runtime import burst
-from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.workers import replies as burst
 from benchmarks import tasks
 
 KEPT: Final = Path(__file__).with_name("counts.json")

@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from aiogpu.runtime import launch
+from aiogpu.runtime.zygote import launch
 from tests.drawing import CHANGE, Value, covering, values
 from tests.forked_zygotes import Forker
 from tests.gate import Gate

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import aiogpu
-from aiogpu.runtime import launch
-from aiogpu.runtime.process import start_interpreter
+from aiogpu.runtime.zygote import launch
+from aiogpu.runtime.zygote.launch import start_interpreter
 from tests.forked_zygotes import Forked, Forker, handed_down
 from tests.zygote_forker import SYS_CLONE
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from aiogpu.api.late_face import LateFace
     from aiogpu.api.method import Link
     from aiogpu.api.pool import ActorPool
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -164,7 +164,7 @@ class RemoteClass(Decorated, Generic[P, A]):
 
     def _prepare(self) -> Site:
         """All that is done once per class: checks, pickling, the request."""
-        from aiogpu.runtime.call import ActorTerms, Site, new_site_id
+        from aiogpu.runtime.calls import ActorTerms, Site, new_site_id
 
         options, definition, face = self._options, self._definition, self._face
         function = definition.sent()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiogpu.api.face import Face
     from aiogpu.api.several import Several
     from aiogpu.engines.nested import LoopLink
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 _links: Final[WeakValueDictionary[int, FarLink]] = WeakValueDictionary()
 

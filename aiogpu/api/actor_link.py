@@ -25,7 +25,7 @@ from aiogpu.errors import (
     NodeClosedError,
 )
 from aiogpu.observe.why import Why
-from aiogpu.runtime.child import Carrying, Then
+from aiogpu.runtime.callers.caller import Carrying, Then
 from aiogpu.worker.context import note_passed, passing, take_kept
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session
     from aiogpu.engines.base import ActorPort, ActorsPort, Engine, Room
     from aiogpu.engines.family import Host
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 _get_running_loop: Final = asyncio._get_running_loop
 UNCHECKED: Final = 1 << 20

@@ -25,7 +25,7 @@ from aiogpu.worker.context import passing
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.engines.family import Family, Host
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 T = TypeVar("T")
 

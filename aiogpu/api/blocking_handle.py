@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aiogpu.api.several import Several
     from aiogpu.engines.family import Family
-    from aiogpu.runtime.values import Value
+    from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
     from aiogpu.worker.objects import Loan
 

@@ -20,7 +20,7 @@ from aiogpu.worker.context import passing
 
 if TYPE_CHECKING:
     from aiogpu.engines.family import Family, Host
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.worker.nested import Children
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiogpu.api.blocking import handle_for
 from aiogpu.api.blocking_handle import BlockingHandle, Borrowed
 from aiogpu.errors import TaskCancelledError
-from aiogpu.runtime.values import Value, known
+from aiogpu.runtime.objects.values import Value, known
 from aiogpu.worker.services import services
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from aiogpu.api.options import LARGEST_COUNT
 from aiogpu.api.parameters import Parameters
 from aiogpu.api.task import RemoteFunction
 from aiogpu.errors import OptionError
-from aiogpu.runtime.call import Function, new_function_id
+from aiogpu.runtime.calls import Function, new_function_id
 from aiogpu.serialization.exceptions import RAISED, Outcome, unpack_failure
 from aiogpu.serialization.serializer import dump_function
 from aiogpu.wire.messages import Failed

@@ -20,7 +20,7 @@ from aiogpu.serialization.serializer import (
 
 if TYPE_CHECKING:
     from aiogpu.api.parameters import Parameters
-    from aiogpu.runtime.call import Function
+    from aiogpu.runtime.calls import Function
 
 _MAIN: Final = ("__main__", "__mp_main__")
 
@@ -63,7 +63,7 @@ class Definition:
             SerializationError: with the path to what cannot be pickled.
         """
         if self._sent is None:
-            from aiogpu.runtime.call import Function, new_function_id
+            from aiogpu.runtime.calls import Function, new_function_id
 
             reference = self.reference()
             payload = (

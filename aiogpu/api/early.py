@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from aiogpu.runtime.receiver import Receiver
+from aiogpu.runtime.calls import Receiver
 
 if TYPE_CHECKING:
     from aiogpu.engines.base import Engine
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 
 class Awaited(Receiver, Protocol):

@@ -14,7 +14,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP
 from aiogpu.worker.chunk import CHUNKED, IN_GROUP
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.call import ActorTerms
+    from aiogpu.runtime.calls import ActorTerms
 
 
 def stranger(name: str) -> MisuseError:

@@ -21,7 +21,7 @@ from aiogpu.worker.services import services
 if TYPE_CHECKING:
     from aiogpu.api.keywords import Options
     from aiogpu.api.stream import Stream
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 P = ParamSpec("P")
 T = TypeVar("T")

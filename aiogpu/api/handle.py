@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.values import Value
+    from aiogpu.runtime.objects.values import Value
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 

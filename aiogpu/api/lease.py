@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiogpu.api.session import Session
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import Failed
 
 

@@ -10,7 +10,7 @@ from aiogpu.api.options import CHECKS, TaskOptions, unknown_option
 from aiogpu.api.resource_options import check_kinds
 from aiogpu.core.model.request import Shape, TaskSpec
 from aiogpu.errors import OptionError
-from aiogpu.runtime.call import Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.calls import Function, Site, new_function_id, new_site_id
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec

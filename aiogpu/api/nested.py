@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiogpu.api.handle import Owner
     from aiogpu.engines.base import Waits
     from aiogpu.engines.far import Far, ValueLink
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.serialization.references import Reference
     from aiogpu.wire.messages import Failed
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.base import Engine
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import Failed
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
 _GIVEN_UP: Final = "this node was given up before it was open."

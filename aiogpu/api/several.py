@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.family import Host
     from aiogpu.engines.nested import LoopLink
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import Failed
 
 

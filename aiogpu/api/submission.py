@@ -13,7 +13,7 @@ from aiogpu.api.sessions import session_of
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.stream import Stream
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 _get_running_loop: Final = asyncio._get_running_loop
 

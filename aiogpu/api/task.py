@@ -37,7 +37,7 @@ from aiogpu.worker.services import services
 if TYPE_CHECKING:
     from aiogpu.api.handle import Handle
     from aiogpu.api.keywords import Options
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,7 +138,7 @@ class RemoteFunction(Decorated, Mapper, Generic[P, R]):
 
     def _prepare(self) -> Site:
         """All that is done once per function: checks, pickling, the request."""
-        from aiogpu.runtime.call import Site, new_site_id
+        from aiogpu.runtime.calls import Site, new_site_id
 
         options, definition = self._options, self._definition
         function = definition.sent()

@@ -14,7 +14,7 @@ import click
 import aiogpu
 from aiogpu.api.node import Opening
 from aiogpu.engines.base import NodeOptions
-from aiogpu.runtime.meeting import check_meeting, default_socket
+from aiogpu.runtime.callers.programs import check_meeting, default_socket
 
 AUTO: Final = "auto"
 UNIX: Final = "unix:"

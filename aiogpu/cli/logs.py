@@ -14,8 +14,8 @@ import click
 
 from aiogpu.cli import joining
 from aiogpu.cli.trail import Trail
-from aiogpu.runtime.meeting import check_meeting, logs_beside
-from aiogpu.runtime.task_log import FILE
+from aiogpu.runtime.callers.programs import check_meeting, logs_beside
+from aiogpu.runtime.output.task_log import FILE
 
 NODE: Final = "node.log"
 """What the node says itself; see `aiogpu.daemon`."""

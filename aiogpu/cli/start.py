@@ -22,7 +22,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.daemon.plan import DRAIN, Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.unit import unit
-from aiogpu.runtime.meeting import default_socket
+from aiogpu.runtime.callers.programs import default_socket
 
 FOREIGN: Final = click.Choice(["ignore", "avoid", "wait"])
 SWITCH: Final = click.Choice(["auto", "off"])

@@ -16,7 +16,7 @@ from typing import Final
 from aiogpu.daemon.plan import LAST_WORDS, Plan
 from aiogpu.daemon.readiness import Ready, hear
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.process import interpreter_flags
+from aiogpu.runtime.zygote.config import interpreter_flags
 
 GIVE_UP: Final = 10.0
 """Seconds that a process gets to end before it is killed."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from aiogpu.daemon.place import Place
 from aiogpu.errors import NodeRunningError, NodeStartError
-from aiogpu.runtime.meeting import default_socket
+from aiogpu.runtime.callers.programs import default_socket
 
 LONGEST: Final = 1 << 16
 WRITTEN_WITHIN: Final = 5.0

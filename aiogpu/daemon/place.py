@@ -7,7 +7,7 @@ import stat
 from typing import Final, NamedTuple
 
 from aiogpu.errors import NodeStartError
-from aiogpu.runtime.meeting import (
+from aiogpu.runtime.callers.programs import (
     LOGS,
     SHARED,
     SOCKET,

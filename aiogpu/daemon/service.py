@@ -25,7 +25,7 @@ from aiogpu.daemon.plan import Plan
 from aiogpu.daemon.readiness import Ready
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError, NodeStartError
-from aiogpu.runtime.meeting import BACKLOG
+from aiogpu.runtime.callers.programs import BACKLOG
 
 if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits

@@ -20,7 +20,7 @@ from aiogpu.daemon.place import Place
 from aiogpu.daemon.service import remove
 from aiogpu.errors import NodeError, NodeRunningError
 from aiogpu.linux.syscalls import user
-from aiogpu.runtime.meeting import check_meeting
+from aiogpu.runtime.callers.programs import check_meeting
 
 SLACK: Final = 5.0
 """Seconds that a node is waited for beyond what it says that its end takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
-from aiogpu.runtime.call import ActorTerms, Function, Site
+from aiogpu.runtime.calls import ActorTerms, Function, Site
 from aiogpu.wire.messages import SERIAL
 
 

@@ -7,7 +7,7 @@ from aiogpu.core.model.units import GPU_MEMORY, MEMORY
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.resources.placement_group import why_infeasible
 from aiogpu.errors import InfeasibleError, SerializationError
-from aiogpu.runtime.call import Site
+from aiogpu.runtime.calls import Site
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 
 

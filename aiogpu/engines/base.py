@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from aiogpu.engines.far import Far
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Receiver, Site
-    from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aiogpu.engines.base import Engine, Waits
     from aiogpu.engines.far import Far
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 
 class Family(Protocol):

@@ -12,7 +12,7 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.joining_options import POLICIES, Policies
 from aiogpu.errors import ProtocolError
 from aiogpu.observe.status import Program
-from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain
+from aiogpu.runtime.callers.status_codec import Maybe, dump_plain, fits, load_plain
 from aiogpu.wire.messages import AVAILABLE, RESOURCES, STATUS, TIMELINE, WHY, WHY_TASK
 from aiogpu.wire.setup import descriptor_path
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from aiogpu.core.queue.fair_share import Limits
     from aiogpu.engines.base import NodeOptions
     from aiogpu.engines.local import LocalEngine
-    from aiogpu.runtime.clients import Answer, Clients
-    from aiogpu.runtime.premises import Premises
+    from aiogpu.runtime.callers.programs import Answer, Clients, Premises
 
 _TEXT: Final = str | None
 _DEVICE: Final = (
@@ -52,7 +51,7 @@ def premises_of(
     """
     from aiogpu import __version__
     from aiogpu.core.queue.fair_share import Limits
-    from aiogpu.runtime.premises import Premises
+    from aiogpu.runtime.callers.programs import Premises
 
     policies = {option: getattr(options, option) for option in POLICIES}
     policies["object_memory"] = object_memory

@@ -13,7 +13,7 @@ from aiogpu.core.model.ids import TaskId
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import NodeClosedError
 from aiogpu.linux.syscalls import keep_pages
-from aiogpu.runtime.supervisor import Supervisor
+from aiogpu.runtime.node import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.actor import Actor
-    from aiogpu.runtime.actors import Actors
-    from aiogpu.runtime.assignment import Assignment
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.actors.actor import Actor
+    from aiogpu.runtime.actors.registry import Actors
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Receiver, Site
+    from aiogpu.runtime.devices.binding import Assignment
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.leases import LeaseReceiver
-    from aiogpu.runtime.store import Store
+    from aiogpu.runtime.objects.store import Store
     from aiogpu.serialization.references import PickledValue
 
 LOOK_EVERY: Final = 0.02
@@ -102,8 +102,8 @@ class LocalEngine:
     def store(self) -> Store:
         """Its values' shared memory; made when it is first needed."""
         if self._store is None:
-            from aiogpu.runtime.object_memory import ObjectMemory
-            from aiogpu.runtime.store import Store
+            from aiogpu.runtime.objects.segments import ObjectMemory
+            from aiogpu.runtime.objects.store import Store
 
             options = self._options
             memory = ObjectMemory(options.object_memory, options.spill_directory)
@@ -200,7 +200,7 @@ class LocalEngine:
         """Who holds what, what waits and why."""
         from aiogpu.engines.hosting import drain_of, programs_of
         from aiogpu.observe.snapshot import snapshot
-        from aiogpu.runtime.actor_listing import listed_actors
+        from aiogpu.runtime.actors.listing import listed_actors
 
         supervisor, driver, now = self._supervisor, self._open_driver, self._loop.time()
         pids, telling = supervisor.pids, driver.telling
@@ -334,7 +334,7 @@ async def build_node(options: NodeOptions) -> tuple[Scheduler, Assignment]:
     from aiogpu.core.model.units import CPU, UNIT
     from aiogpu.core.scheduler.scheduler import Scheduler
     from aiogpu.engines.inventory import take_inventory
-    from aiogpu.runtime.assignment import Assignment
+    from aiogpu.runtime.devices.binding import Assignment
 
     ledger, vendors = await take_inventory(options)
     config = SchedulerConfig(

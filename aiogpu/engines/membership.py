@@ -25,7 +25,7 @@ from aiogpu.errors import (
 )
 from aiogpu.linux.syscalls import keep_pages
 from aiogpu.memory.control_page import ControlPage
-from aiogpu.runtime.meeting import check_meeting, default_socket
+from aiogpu.runtime.callers.programs import check_meeting, default_socket
 from aiogpu.serialization.exceptions import unpack_failure
 from aiogpu.wire.connection import CLIENT, greeting
 from aiogpu.wire.messages import (
@@ -50,7 +50,7 @@ from aiogpu.worker.objects import Loans, Shares
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Ledger
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
 
 _log: Final = logging.getLogger(__name__)
 

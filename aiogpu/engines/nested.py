@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.family import host_of_task
 from aiogpu.errors import MisuseError, NodeClosedError, NodeError
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.callers.requests import Terms
 from aiogpu.wire.codec import LARGEST_PAYLOAD
 from aiogpu.wire.messages import Declare, Discard
 from aiogpu.worker.context import current
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aiogpu.engines.family import Family
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
     from aiogpu.worker.nested import Children
     from aiogpu.worker.objects import Receiver
 

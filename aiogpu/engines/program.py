@@ -7,7 +7,7 @@ import sys
 
 from aiogpu.engines.base import NodeOptions
 from aiogpu.errors import OptionError
-from aiogpu.runtime.process import interpreter_flags
+from aiogpu.runtime.zygote.config import interpreter_flags
 from aiogpu.wire.messages import Join
 
 

@@ -15,9 +15,9 @@ from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
     from aiogpu.core.records import TaskRecord
-    from aiogpu.runtime.death import Death
     from aiogpu.runtime.driver import Driver
-    from aiogpu.runtime.pool import Pool
+    from aiogpu.runtime.workers.death import Death
+    from aiogpu.runtime.workers.pool import Pool
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"

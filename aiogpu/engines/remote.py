@@ -15,7 +15,7 @@ from aiogpu.engines.membership import Membership
 from aiogpu.engines.remote_leases import RemoteLeases
 from aiogpu.engines.remote_link import RemoteLink, Told
 from aiogpu.errors import NodeError
-from aiogpu.runtime.terms import Terms, load_gang
+from aiogpu.runtime.callers.requests import Terms, load_gang
 from aiogpu.wire.messages import (
     AVAILABLE,
     RESOURCES,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from aiogpu.observe.recorder import Span
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Receiver, Site
-    from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
 
 DECLARED: Final = 512

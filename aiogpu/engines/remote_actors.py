@@ -29,7 +29,7 @@ from aiogpu.wire.messages import (
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.wire.messages import Failed
 
 

@@ -8,8 +8,8 @@ from aiogpu.wire.messages import Failed, TakeLease, Withdraw
 
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
-    from aiogpu.runtime.call import Site
-    from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Site
     from aiogpu.wire.messages import ChildFailed
 
 

@@ -13,7 +13,7 @@ from aiogpu.wire.messages import Discard, Fetch
 if TYPE_CHECKING:
     from aiogpu.engines.remote import RemoteEngine
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 
@@ -89,7 +89,7 @@ class Told:
         load = self._load
         if load is None:
             # Late: who only runs tasks never needs it.
-            from aiogpu.runtime.status_codec import status_codec
+            from aiogpu.runtime.callers.status_codec import status_codec
 
             load = status_codec.load
         try:

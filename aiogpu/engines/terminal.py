@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from aiogpu.runtime.console import Console, Source
+from aiogpu.runtime.output.console import Console, Source
 from aiogpu.wire.messages import Message, Printed
 
 PATIENCE: Final = 5.0

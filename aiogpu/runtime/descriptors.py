@@ -21,12 +21,19 @@ from aiogpu.memory.control_page import SLOTS
 
 _log: Final = logging.getLogger(__name__)
 
+
 PER_SLOT: Final = 5
 """Descriptors that the driver holds for a slot: three connections and two pipes."""
+
+
 RESERVE: Final = 32
 """Descriptors for a node itself, and for a program that opens few."""
+
+
 FEW: Final = 8
 """Workers below which a program is told at once: a few actors would take them all."""
+
+
 NOFILE: Final = resource.RLIMIT_NOFILE
 
 

@@ -1,13 +1,13 @@
-"""The one place where decisions meet I/O: events to the core, effects to the pool.
+"""Calls of one function that a program makes in a row, where others wait already.
 
-Keeps what the core must not see: each task's payload, its receiver, its answer.
-Every event is carried to its end before the next is looked at: what happens while the
-effects of one event are carried out waits in a queue, so the stack stays flat.
+None of them can start, so nothing is to be decided about any: they are told to the
+core together, before anything else is, which halves what a submission costs there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
@@ -18,33 +18,286 @@ from aiogpu.core.model.ids import OWN, ClientId, TaskId, WorkerId
 from aiogpu.core.model.request import Environment
 from aiogpu.core.queue.sharded_dict import ShardedDict
 from aiogpu.core.scheduler.scheduler import Scheduler, Step
-from aiogpu.runtime.actors import Actors
-from aiogpu.runtime.answers import Answers
-from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.call import Call, Receiver, Site
-from aiogpu.runtime.cause import CROWDED, UNAVAILABLE
-from aiogpu.runtime.death import Death
-from aiogpu.runtime.gpu_shortage import Shortages
-from aiogpu.runtime.memory_guard import MemoryGuard
-from aiogpu.runtime.pool import Pool
-from aiogpu.runtime.receiver import EACH, Delay
-from aiogpu.runtime.row import Row
-from aiogpu.runtime.sending import Sending
-from aiogpu.runtime.slot import LiveWorker
-from aiogpu.runtime.streams import Streams
-from aiogpu.runtime.supply import Supply
-from aiogpu.runtime.taking_back import TakingBack
-from aiogpu.runtime.telling import Telling
+from aiogpu.runtime.actors.actor import is_complete, oversized
+from aiogpu.runtime.actors.registry import Actors
+from aiogpu.runtime.callers.caller import pass_on_all
+from aiogpu.runtime.calls import EACH, Call, Delay, Receiver, Site, tell_fault
+from aiogpu.runtime.devices.binding import Assignment
+from aiogpu.runtime.devices.memory_shortage import Shortages
+from aiogpu.runtime.memory_monitor import MemoryGuard
+from aiogpu.runtime.objects.values import unfinished_in
+from aiogpu.runtime.results import Streams, Telling
+from aiogpu.runtime.workers.commands import TakingBack
+from aiogpu.runtime.workers.death import CROWDED, UNAVAILABLE, Death
+from aiogpu.runtime.workers.dispatch import Sending
+from aiogpu.runtime.workers.pool import Pool
+from aiogpu.runtime.workers.slots import LiveWorker
+from aiogpu.serialization.payload import Payload
+from aiogpu.wire.messages import Done, Failed, Skipped
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.clearance import Clearance
-    from aiogpu.runtime.device_eyes import Key
-    from aiogpu.runtime.device_monitor import DeviceMonitor
+    from aiogpu.core.queue.ready import Bucket
+    from aiogpu.core.records import TaskRecord
+    from aiogpu.runtime.callers.leases import Leases
+    from aiogpu.runtime.devices.eyes import Key
+    from aiogpu.runtime.devices.monitor import DeviceMonitor
+    from aiogpu.runtime.devices.release import Clearance
+    from aiogpu.runtime.devices.unwatched import Unasked
     from aiogpu.runtime.faults import Faults
-    from aiogpu.runtime.leases import Leases
-    from aiogpu.runtime.slot import LiveWorker
-    from aiogpu.runtime.unasked import Unasked
+    from aiogpu.runtime.objects.values import Value
     from aiogpu.wire.messages import Message
+
+
+class Row:
+    """See above.
+
+    Attributes:
+        site: what is called; None where the next call is to be told by itself.
+        calls: those that the core does not know yet.
+    """
+
+    __slots__ = ("_before", "_bucket", "_loop", "_tell", "calls", "site")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[Site, list[Call]], object],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            loop: has what is left told at the end of a turn.
+            tell: tells the core of calls of one site.
+        """
+        self.site: Site | None = None
+        self.calls: list[Call] = []
+        self._before = 0
+        self._bucket: Bucket
+        self._loop = loop
+        self._tell = tell
+
+    def __repr__(self) -> str:
+        return f"<Row of {len(self.calls)}>"
+
+    def begin(self, site: Site, bucket: Bucket | None, before: int) -> None:
+        """The next calls of this site may come together, if they are plain tasks.
+
+        Args:
+            site: theirs.
+            bucket: where others like them wait; while any does, they must as well.
+            before: the id of the task before them.
+        """
+        spec = site.spec
+        is_plain = not (site.actor or spec.is_lease or spec.is_grouped)
+        if bucket is not None and is_plain and spec.timeout is None:
+            self.site, self._bucket, self._before = site, bucket, before
+
+    def add(self, payload: bytes, receiver: Receiver) -> int:
+        """One more call of the site; gives its id, 0 if it is to be told by itself."""
+        site, calls = self.site, self.calls
+        if site is None or not self._bucket.size:
+            return 0
+        if not calls:
+            self._loop.call_soon(self.end)
+        calls.append(Call(site, payload, receiver))
+        return self._before + len(calls)
+
+    def end(self) -> None:
+        """Tell the core of what has come; the next call is told by itself."""
+        site, self.site = self.site, None
+        if site is not None and self.calls:
+            calls, self.calls = self.calls, []
+            self._tell(site, calls)
+
+
+class Supply:
+    """What one task waits for before it may begin."""
+
+    __slots__ = ("_driver", "_missing", "_payload", "_task", "_values")
+
+    def __init__(self, driver: Driver, task: TaskId, payload: Payload) -> None:
+        self._driver = driver
+        self._task = task
+        self._payload = payload
+        self._values: dict[Value, None] = dict.fromkeys(payload.needs)
+        self._missing = len(self._values)
+
+    @classmethod
+    def of(cls, driver: Driver, task: TaskId, payload: bytes) -> Supply | None:
+        """What a task with this payload waits for; None for nothing."""
+        if type(payload) is not Payload or is_complete(payload):
+            return None
+        return cls(driver, task, payload)
+
+    @property
+    def tasks(self) -> tuple[TaskId, ...]:
+        """The tasks whose results it waits for."""
+        return tuple(TaskId(v.task) for v in self._values if v.is_pending and v.task)
+
+    def watch(self) -> None:
+        """Tell the core when all is there, or the owner if something will not be."""
+        for value in self._values:
+            value.watch(self._note)
+
+    def _note(self, value: Value) -> None:
+        self._missing -= 1
+        if value.has_failed:
+            self._refuse(value)
+        elif not self._missing:
+            too_large = oversized(self._payload)
+            if too_large is None:
+                self._driver.feed(Scheduler.supply, self._task)
+            else:
+                self._refuse(too_large)
+
+    def _refuse(self, value: Value) -> None:
+        """Fail the task as the value has failed that it needs; it never runs."""
+        call = self._driver.call_of(self._task)
+        if call is not None and call.receiver is not None:
+            receiver, call.receiver = call.receiver, None
+            value.tell(receiver)
+            self._driver.feed(Scheduler.cancel, self._task)
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Answers:
+    """Hears them.
+
+    Attributes:
+        on_end: told of an answer before the core is; None for nobody.
+        on_row: told of the tasks that a worker has ended in a row, as the core knew
+            them, and of the seconds that each took; None for nobody.
+    """
+
+    def __init__(
+        self, driver: Driver, loop: asyncio.AbstractEventLoop, calls: ShardedDict[Call]
+    ) -> None:
+        self.on_end: Callable[[int, Done | Failed], None] | None = None
+        self.on_row: Callable[[int, list[TaskRecord], list[float]], None] | None = None
+        self._driver = driver
+        self._loop = loop
+        self._scheduler = driver.scheduler
+        self._calls = calls
+        self._shortages = driver.shortages
+
+    def on_done(self, worker: int, answers: Sequence[Done]) -> None:
+        """A worker has ended some tasks, one after the other."""
+        start, last = 0, len(answers) - 1
+        while start <= last:
+            if start < last:
+                start += self._end_row(worker, answers[start:])
+            if start <= last:
+                self.on_answer(worker, answers[start])
+                start += 1
+
+    def _end_row(self, worker: int, answers: Sequence[Done]) -> int:
+        """End as many tasks as can be ended together; gives how many."""
+        tasks = [TaskId(answer.task) for answer in answers]
+        calls: list[Call] = []
+        ended: list[tuple[TaskId, float]] = []
+        found = self._calls.some(tasks)
+        for task, call, answer in zip(tasks, found, answers, strict=True):
+            if call is None or call.worker != worker:
+                break
+            if type(answer.payload) is not bytes:
+                break
+            calls.append(call)
+            ended.append((task, answer.took * 1e-6))
+        effects: list[Effect] = []
+        now, who, driver = self._loop.time(), WorkerId(worker), self._driver
+        if driver.is_busy:
+            return 0
+        driver.is_busy = True
+        records: list[TaskRecord] = []
+        try:
+            records = self._scheduler.finish_many(now, who, ended, effects)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            for task, _ in ended:
+                driver.faults.on_event(Scheduler.finish, (task, who), error)
+        if records and self.on_row is not None:
+            took = [seconds for _, seconds in ended[: len(records)]]
+            try:
+                self.on_row(worker, records, took)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the tasks go on")
+        if effects or driver.events:
+            # What the worker is to do next goes first: others only hear of it.
+            driver.carry_out(effects)
+        driver.is_busy = False
+        if not records:
+            return 0
+        self._tell(calls[: len(records)], answers)
+        self._calls.pop_some(tasks[: len(records)])
+        return len(records)
+
+    def _tell(self, calls: Sequence[Call], answers: Sequence[Done]) -> None:
+        receivers = [call.receiver for call in calls]
+        payloads = [answer.payload for answer in answers[: len(calls)]]
+        if pass_on_all(receivers, payloads):
+            return
+        # Each by itself: what one makes of it is no other's business.
+        for call, answer in zip(calls, answers, strict=False):
+            if call.receiver is not None:
+                try:
+                    call.receiver.receive(answer.payload)
+                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                    tell_fault(call.receiver, error)
+
+    def on_answer(self, worker: int, answer: Done | Failed) -> None:
+        """A worker has ended a task."""
+        task = TaskId(answer.task)
+        call = self._calls.young.get(task) or self._calls.get(task)
+        if call is None or call.worker != worker:
+            self._shortages.drop(worker, answer.task)
+            return
+        if self.on_end is not None:
+            try:
+                self.on_end(worker, answer)
+            except Exception:  # noqa: BLE001 - it only observes
+                _log.exception("! the recorder failed; the task goes on")
+        call.answer = answer
+        retry, took = False, 0.0
+        if type(answer) is Done:
+            if type(answer.payload) is not bytes:
+                self._keep_carried(answer.payload)
+            took = answer.took * 1e-6
+        elif type(answer) is Failed:
+            retry = answer.is_retried
+            if self._shortages and self._shortages.concerns(worker, answer):
+                self._shortages.replace(call, answer)
+                self._driver.feed(
+                    Scheduler.finish, task, WorkerId(worker), retry, ran_out=True
+                )
+                return
+        driver = self._driver
+        if driver.is_busy:
+            driver.feed(Scheduler.finish, task, WorkerId(worker), retry, took)
+            return
+        now, finish = self._loop.time(), self._scheduler.finish
+        driver.is_busy = True
+        wanted: Sequence[Effect] = NOTHING
+        try:
+            wanted = finish(now, task, WorkerId(worker), retry, took)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            args = (task, WorkerId(worker), retry, took)
+            driver.faults.on_event(Scheduler.finish, args, error)
+        driver.carry_out(wanted)
+
+    def _keep_carried(self, payload: bytes) -> None:
+        """What a result has handles to goes on, though who has started it ends."""
+        for task in unfinished_in(payload):
+            self._driver.feed(Scheduler.detach, TaskId(task))
+
+    def on_skipped(self, worker: int, skipped: Skipped) -> None:
+        """A worker was sent a task that was taken back as it came up."""
+        call = self._calls.get(TaskId(skipped.task))
+        if call is not None and call.number == skipped.number:
+            self._driver.feed(
+                Scheduler.task_skipped, TaskId(skipped.task), WorkerId(worker)
+            )
+
 
 P = ParamSpec("P")
 
@@ -68,6 +321,7 @@ class Driver:
     ) -> None:
         self.scheduler = scheduler
         self.burst = pool.hearing.burst
+        self.shortages: Shortages = Shortages(scheduler)
         self.actors = Actors(loop, self, pool)
         self.is_busy = False
         self.events: Final[deque[tuple[Step, Any, Any]]] = deque()
@@ -76,7 +330,6 @@ class Driver:
         self._clearance = clearance
         self.guard = MemoryGuard(loop, scheduler, lambda: pool.pids, self.feed)
         clearance.tell(self.feed)
-        self.shortages = Shortages(scheduler)
         self._calls: ShardedDict[Call] = ShardedDict()
         self.streams = Streams(self._calls, pool.orders)
         self._taking_back = TakingBack(
@@ -134,7 +387,7 @@ class Driver:
     def leases(self) -> Leases:
         """What others hold; loaded once somebody asks for a lease or a placement."""
         if self._leases is None:
-            from aiogpu.runtime.leases import Leases
+            from aiogpu.runtime.callers.leases import Leases
 
             self._leases = Leases(
                 *(self._loop, self._calls, self._assignment, self._clearance),

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from aiogpu.core import effects
 from aiogpu.core.model.ids import TaskId, WorkerId
 from aiogpu.core.scheduler.scheduler import Feed, Scheduler, Step
-from aiogpu.runtime.child import Child
-from aiogpu.runtime.receiver import internal_error, tell_safely
+from aiogpu.runtime.callers.caller import Child
+from aiogpu.runtime.calls import internal_error, tell_safely
 from aiogpu.serialization.exceptions import pack_told
 from aiogpu.wire.messages import (
     Ask,
@@ -32,13 +32,16 @@ from aiogpu.wire.messages import (
 if TYPE_CHECKING:
     from aiogpu.core.effects import Effect
     from aiogpu.core.queue.sharded_dict import ShardedDict
-    from aiogpu.runtime.call import Call
-    from aiogpu.runtime.caller import Caller
-    from aiogpu.runtime.pool import Pool
-    from aiogpu.runtime.sending import Sending
-    from aiogpu.runtime.slot import LiveWorker
+    from aiogpu.runtime.callers.caller import Caller
+    from aiogpu.runtime.calls import Call
+    from aiogpu.runtime.workers.dispatch import Sending
+    from aiogpu.runtime.workers.pool import Pool
+    from aiogpu.runtime.workers.slots import LiveWorker
+
 
 _log: Final = logging.getLogger(__name__)
+
+
 _QUESTIONS: Final = (Submit, Ask, Find, Fetch, Inquire, TakeLease, FindPlacement)
 """The messages that are answered, under the number `child`."""
 

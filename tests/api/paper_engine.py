@@ -9,7 +9,7 @@ from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
 from aiogpu.errors import InfeasibleError
 from aiogpu.observe.why import Why
-from aiogpu.runtime.call import Function, Receiver, Site, new_function_id, new_site_id
+from aiogpu.runtime.calls import Function, Receiver, Site, new_function_id, new_site_id
 
 
 def site(name: str = "train") -> Site:

@@ -16,7 +16,7 @@ from aiogpu.api.chunks import CALLS, GROWTH, LONGEST, MOST, TARGET, Sizes
 from aiogpu.api.map import Results
 from aiogpu.api.session import Session
 from aiogpu.errors import MisuseError, NodeClosedError, OptionError, SerializationError
-from aiogpu.runtime.call import Receiver, Site
+from aiogpu.runtime.calls import Receiver, Site
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, Outcome, pack_failure
 from aiogpu.serialization.serializer import dump_result, load_arguments
 from tests.api.paper_engine import PaperEngine

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from aiogpu.runtime.transport import Peer
+from aiogpu.runtime.connection import Peer
 from aiogpu.wire.connection import Connection
 from aiogpu.wire.messages import Hello, Message
 

@@ -124,7 +124,7 @@ def test_each_step(life: str, stride: int) -> None:
 STILLBORN = """
     import os, signal
     import aiogpu
-    from aiogpu.runtime import launch
+    from aiogpu.runtime.zygote import launch
     from tests.engines import tasks
 
     start = launch.start_interpreter

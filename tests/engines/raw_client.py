@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 import aiogpu
 from aiogpu.engines.base import NodeOptions
 from aiogpu.engines.program import join_of
-from aiogpu.runtime.call import Site
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.callers.requests import Terms
+from aiogpu.runtime.calls import Site
 from aiogpu.wire.codec import encode
 from aiogpu.wire.connection import CLIENT, Connection, greeting
 from aiogpu.wire.messages import FIRST_CLIENT, Declare, Join, Message, Welcome

@@ -295,7 +295,7 @@ async def test_what_an_actor_does_at_its_end(
 async def test_an_endless_end_is_bounded(
     how: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.actors.LEAVE_LIMIT", 0.1)
+    monkeypatch.setattr("aiogpu.runtime.actors.registry.LEAVE_LIMIT", 0.1)
     async with aiogpu.init(num_cpus=1, num_gpus=1):
         actor = Closing.options(num_gpus=1, name="a", max_restarts=3).remote(
             gate.path, "it", "endless"
@@ -318,7 +318,7 @@ async def test_an_endless_end_is_bounded(
 async def test_a_call_that_nobody_waits_for_keeps_no_actor(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.actors.LEAVE_LIMIT", 0.1)
+    monkeypatch.setattr("aiogpu.runtime.actors.registry.LEAVE_LIMIT", 0.1)
     async with aiogpu.init(num_cpus=1):
         for kind in (Counter, Threads):
             actor = kind.remote()

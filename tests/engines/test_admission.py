@@ -8,7 +8,7 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.engines.admission import check_site
 from aiogpu.errors import InfeasibleError
-from aiogpu.runtime.call import Function, Site
+from aiogpu.runtime.calls import Function, Site
 
 GIB = 1 << 30
 CARDS = [Device(number, "A100", memory=80 * GIB) for number in range(2)]

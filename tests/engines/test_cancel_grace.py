@@ -75,7 +75,7 @@ async def test_a_closing_node_waits_for_the_longest(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own patience with a shutdown would end before."""
-    monkeypatch.setattr("aiogpu.runtime.supervisor.SLACK", -5.0)
+    monkeypatch.setattr("aiogpu.runtime.node.SLACK", -5.0)
     async with aiogpu.init(num_cpus=1, cancel_grace=SHORT):
         handle = clean_up.options(cancel_grace=LONG).remote(gate.path, 1.0)
         await gate.entered("in")

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import aiogpu
+from aiogpu.runtime.connection import Peer
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.transport import Peer
 from tests.engines import phase_tasks, tasks
 from tests.engines.phase_tasks import BEGUN, INTERRUPTED, KILLED, PHASES, STOPPED
 from tests.gate import Gate

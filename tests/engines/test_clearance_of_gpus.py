@@ -20,7 +20,8 @@ pytestmark = [
 
 BEGINNING = """
     import asyncio, os, sys, threading, aiogpu
-    from aiogpu.runtime import clearance, inspection, rounds
+    from aiogpu.runtime.devices import inspection, probe_thread as rounds
+    from aiogpu.runtime.devices import release as clearance
     from tests.engines.settling import leave_behind, put, visible
 
     rounds.EACH = 3600.0  # what is seen between two ends is not the matter here

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 BEGINNING = """
-    from aiogpu.runtime import device_health
+    from aiogpu.runtime.devices import monitor as device_health
     from tests.engines.watched_tasks import list_on_first
 
     rounds.EACH = 0.01

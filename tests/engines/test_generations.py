@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime.zygote import Zygote
+from aiogpu.runtime.zygote.process import Zygote
 from aiogpu.wire.messages import Stale
 from tests.engines import tasks
 from tests.engines.zygote_tasks import flags

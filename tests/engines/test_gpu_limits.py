@@ -11,7 +11,8 @@ import pytest
 import aiogpu
 from aiogpu.accelerators.nvidia import Nvidia
 from aiogpu.core.model.request import Device
-from aiogpu.runtime import affinity, mps
+from aiogpu.runtime.devices import binding as affinity
+from aiogpu.runtime.devices import binding as mps
 from tests.engines import gpu_limit_tasks as tasks
 from tests.worker.test_gpu_memory import TORCH
 

@@ -17,7 +17,7 @@ from aiogpu.api.lease_options import placement_site
 from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.queue.fair_share import Limits
-from aiogpu.runtime.status_codec import status_codec
+from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import MARK, Contents, pack
 from aiogpu.serialization.serializer import NO_ARGUMENTS
 from aiogpu.wire.codec import encode

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import aiogpu
-from aiogpu.runtime import zygote as zygote_module
+from aiogpu.runtime.zygote import process as zygote_module
 from tests.engines.zygote_tasks import load, value_of
 from tests.engines.zygote_watch import learnt, next_generation, zygotes_of
 

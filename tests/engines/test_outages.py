@@ -149,7 +149,7 @@ async def test_a_worker_waits_for_as_long_as_its_zygote_imports(
 ) -> None:
     """The import has a limit of its own, which is longer than that of a start."""
     limit = 0.2
-    monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", limit)
+    monkeypatch.setattr("aiogpu.runtime.workers.pool.START_LIMIT", limit)
     held = tasks.add.options(runtime_env={"env_vars": {"HOLD": gate.path}})
     preload = ["tests.engines.held_zygote"]
     async with aiogpu.init(num_cpus=1, num_gpus=0, preload=preload):
@@ -157,6 +157,6 @@ async def test_a_worker_waits_for_as_long_as_its_zygote_imports(
         await gate.entered("import")
         done, _ = await asyncio.wait({waiting}, timeout=5 * limit)
         assert not done
-        monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", 60.0)
+        monkeypatch.setattr("aiogpu.runtime.workers.pool.START_LIMIT", 60.0)
         gate.release("import")
         assert await waiting == 2

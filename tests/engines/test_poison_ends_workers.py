@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import aiogpu
-from aiogpu.runtime.actors import SPOILT
+from aiogpu.runtime.actors.registry import SPOILT
 from tests.engines import tasks
 from tests.engines.backlog_tasks import break_context
 from tests.engines.let_go_tasks import Fragile

@@ -76,7 +76,7 @@ async def test_two_processes_of_one_program_share_workers(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another program, by a variable, it has others; none is known for long."""
-    monkeypatch.setattr("aiogpu.runtime.zygotes.UNUSED", 0.05)
+    monkeypatch.setattr("aiogpu.runtime.zygote.generations.UNUSED", 0.05)
     source = program(here.path, OWN_WORKER)
     first = begin(source)
     worker = await said(first)

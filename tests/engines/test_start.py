@@ -148,7 +148,7 @@ async def test_a_module_that_opens_a_device_is_left_out(
     device = tmp_path / "nvidia0"
     device.touch()
     (tmp_path / "with_device.py").write_text(
-        "from aiogpu.worker import fitness\n"
+        "from aiogpu.worker import preload as fitness\n"
         f"fitness.DEVICE_FILES = ({str(device)!r},)\n"
         f"file = open({str(device)!r})\n"
     )
@@ -172,7 +172,7 @@ async def test_a_module_whose_import_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Traces.take()
-    monkeypatch.setattr("aiogpu.runtime.zygote.IMPORT_LIMIT", 0.2)
+    monkeypatch.setattr("aiogpu.runtime.zygote.process.IMPORT_LIMIT", 0.2)
     (tmp_path / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(aiogpu.PreloadError, match=r"names 'endless', .* did not end"):

@@ -18,7 +18,7 @@ import pytest
 
 from aiogpu.engines.line import Line
 from aiogpu.memory.fd_passing import DescriptorSender
-from aiogpu.runtime.status_codec import status_codec
+from aiogpu.runtime.callers.status_codec import status_codec
 from aiogpu.serialization.payload import Contents, pack
 from aiogpu.wire.codec import encode
 from aiogpu.wire.messages import (
@@ -70,7 +70,7 @@ async def test_who_does_not_say_which_program_he_is_is_sent_away(
 ) -> None:
     with RawClient(Service(here.path, os.getpid())) as known:
         await asyncio.to_thread(known.joined, only_looks=True)
-        monkeypatch.setattr("aiogpu.runtime.strangers.WITHIN", SOON)
+        monkeypatch.setattr("aiogpu.runtime.callers.programs.WITHIN", SOON)
         with RawClient(Service(here.path, os.getpid()), greets=greets) as silent:
             (told,) = await asyncio.to_thread(silent.hear_all)
             assert isinstance(told, Refused)
@@ -104,7 +104,7 @@ async def test_a_program_says_at_once_which_it_is(tmp_path: Path) -> None:
 async def test_who_says_nothing_gets_no_memory(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.passage.WITHIN", SOON)
+    monkeypatch.setattr("aiogpu.runtime.objects.store.WITHIN", SOON)
     with connected(memory_of(here)) as silent:
         assert await asyncio.to_thread(silent.recv, 1) == b""
 

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 BEGINNING = """
-    from aiogpu.runtime import device_health
+    from aiogpu.runtime.devices import monitor as device_health
     from tests.engines.watched_tasks import let_go, list_on_first, stay
 
     rounds.EACH, device_health.CALM = 0.01, 3600.0

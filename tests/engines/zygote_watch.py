@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import aiogpu
-from aiogpu.runtime.lineage import Lineage
-from aiogpu.runtime.zygotes import Zygotes
+from aiogpu.runtime.zygote.generations import Lineage, Zygotes
 
 
 def zygotes_of(session: aiogpu.Session) -> Zygotes:

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import aiogpu
-from aiogpu.runtime import gpu_limits, mps
+from aiogpu.runtime.devices import binding as gpu_limits
+from aiogpu.runtime.devices import binding as mps
 from tests.house.programs import printed_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu-memory.md").read_text()

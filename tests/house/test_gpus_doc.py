@@ -11,12 +11,10 @@ from aiogpu.accelerators.nvml.health import APPLICATION, xid_in_words
 from aiogpu.accelerators.visible import NONE, Inventory, resolve
 from aiogpu.core.model.request import Device
 from aiogpu.observe.status import DeviceStatus, Holder, NodeStatus, OtherProcess, report
-from aiogpu.runtime.device_health import CALM
-from aiogpu.runtime.device_monitor import SILENT
-from aiogpu.runtime.gpu_memory_guard import LEFT
-from aiogpu.runtime.outgrowth import OVERHEAD, outgrowth_told
-from aiogpu.runtime.owners import THIS_PROGRAM, Use
-from aiogpu.runtime.rounds import EACH, SOONEST
+from aiogpu.runtime.devices.memory_guard import LEFT, OVERHEAD, outgrowth_told
+from aiogpu.runtime.devices.monitor import CALM, SILENT
+from aiogpu.runtime.devices.owners import THIS_PROGRAM, Use
+from aiogpu.runtime.devices.probe_thread import EACH, SOONEST
 from tests.accelerators.stub_fixtures import nvml, stub_library
 from tests.accelerators.stub_nvml import GIB, StubNvml, gpus
 from tests.cli.test_gpus import on_stub

@@ -11,8 +11,8 @@ from aiogpu.api.lease_options import OPTIONS
 from aiogpu.api.node_options import FOREIGN
 from aiogpu.cli.command import NOT_EXECUTABLE, NOT_FOUND, SENT_ON
 from aiogpu.cli.run import FAILED, KILLED_AFTER, NOT_IN_TIME, run
-from aiogpu.runtime.clearance import LIMIT
-from aiogpu.runtime.rounds import EACH
+from aiogpu.runtime.devices.probe_thread import EACH
+from aiogpu.runtime.devices.release import LIMIT
 from aiogpu.wire.grant import MARK
 from tests.house.programs import printed_by
 

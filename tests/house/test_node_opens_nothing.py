@@ -20,8 +20,8 @@ OPENERS = {
 }
 """What unpickles."""
 ALLOWED = {
-    ("process.py", "marshal"),  # writes code of its own
-    ("far.py", "unpack_failure"),  # of a refusal that the node itself has packed
+    ("launch.py", "marshal"),  # writes code of its own
+    ("requests.py", "unpack_failure"),  # of a refusal that the node itself has packed
 }
 
 

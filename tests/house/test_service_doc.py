@@ -13,7 +13,7 @@ from aiogpu.daemon import journal, plan
 from aiogpu.daemon.place import LONGEST, Place
 from aiogpu.daemon.readiness import Ready
 from aiogpu.daemon.unit import CARRIED, NAME
-from aiogpu.runtime import task_log
+from aiogpu.runtime.output import task_log
 
 PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
 WORDS = " ".join(PAGE.split())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime.object_memory import PART
-from aiogpu.runtime.store import WARM
+from aiogpu.runtime.objects.segments import PART
+from aiogpu.runtime.objects.store import WARM
 from aiogpu.serialization.references import APART
 from aiogpu.wire.messages import WARM as WARM_OF_WORKERS
 from tests.house.programs import printed_by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiogpu.core.model.request import Request, Shape, TaskSpec
 from aiogpu.core.model.units import UNIT
-from aiogpu.runtime.call import Call, Function, Site, new_function_id, new_site_id
+from aiogpu.runtime.calls import Call, Function, Site, new_function_id, new_site_id
 
 
 def function() -> Function:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import ActorDiedError, NodeClosedError
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.actor_state import ActorState
-from aiogpu.runtime.call import ActorTerms
+from aiogpu.runtime.actors.actor import Actor, ActorState
+from aiogpu.runtime.calls import ActorTerms
 from aiogpu.serialization.exceptions import LEFT, RAISED
 from aiogpu.wire.messages import (
     ASYNC,

@@ -21,9 +21,8 @@ from hypothesis.stateful import (
 )
 
 from aiogpu.errors import ActorDiedError
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.actor_state import ActorState
-from aiogpu.runtime.call import ActorTerms
+from aiogpu.runtime.actors.actor import Actor, ActorState
+from aiogpu.runtime.calls import ActorTerms
 from aiogpu.serialization.exceptions import RAISED
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, SERIAL, Done, Failed, Invoke
 from tests.drawing import examples

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aiogpu.core.model.request import Device
-from aiogpu.runtime.affinity import Affinity
+from aiogpu.runtime.devices.binding import Affinity
 
 FIRST = Device(0, pci="00000000:3B:00.0")
 SECOND = Device(1, pci="0001:af:00.0")

@@ -13,9 +13,9 @@ from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import BY_SHARE, UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
-from aiogpu.runtime import affinity, mps
-from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.gpu_limits import variables_of
+from aiogpu.runtime.devices import binding as affinity
+from aiogpu.runtime.devices import binding as mps
+from aiogpu.runtime.devices.binding import Assignment, variables_of
 from aiogpu.wire.messages import Bind
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.runtime import burst as module
-from aiogpu.runtime.burst import EVERY, FEW, HEARING, LONGEST, SHARE, Burst
+from aiogpu.runtime.workers import replies as module
+from aiogpu.runtime.workers.replies import EVERY, FEW, HEARING, LONGEST, SHARE, Burst
 
 
 class Speaker:

@@ -9,8 +9,8 @@ import pytest
 
 from aiogpu.errors import WorkerDiedError
 from aiogpu.linux.procfs import Findings
-from aiogpu.runtime import cause
-from aiogpu.runtime.cause import find_cause, is_kernels, tell
+from aiogpu.runtime.workers import death as cause
+from aiogpu.runtime.workers.death import find_cause, is_kernels, tell
 
 NOTHING = Findings()
 IN_GROUP = Findings(1, 1)

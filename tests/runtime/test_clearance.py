@@ -16,10 +16,11 @@ from aiogpu.core.model.request import Device, Request
 from aiogpu.core.model.units import UNIT
 from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease
-from aiogpu.runtime import clearance as module
-from aiogpu.runtime import device_thread, inspection
-from aiogpu.runtime.clearance import Clearance
-from aiogpu.runtime.device_thread import Desk, DeviceThread
+from aiogpu.runtime.devices import inspection
+from aiogpu.runtime.devices import probe_thread as device_thread
+from aiogpu.runtime.devices import release as module
+from aiogpu.runtime.devices.probe_thread import Desk, DeviceThread
+from aiogpu.runtime.devices.release import Clearance
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
 from tests.until import until
 
@@ -146,7 +147,7 @@ async def test_a_busy_device_settles_when_it_is_free() -> None:
 async def test_past_the_limit_it_is_set_aside_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.inspection.ASIDE", 0.01)
+    monkeypatch.setattr("aiogpu.runtime.devices.inspection.ASIDE", 0.01)
     watch = PaperWatch(BUSY, IDLE)
     heard = listen(watch, limit=0.05)
     assert heard.clearance.end(ONE, PART, [PID])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from aiogpu.linux.procfs import Findings
-from aiogpu.runtime.death import Death, describe_death, describe_out_of_memory
+from aiogpu.runtime.workers.death import Death, describe_death, describe_out_of_memory
 
 
 def status_of(end: Callable[[], object]) -> int:

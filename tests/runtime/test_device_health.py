@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.accelerators.base import Health, Sample
-from aiogpu.runtime.device_health import CALM, DeviceHealth
+from aiogpu.runtime.devices.monitor import CALM, DeviceHealth
 
 FINE = Sample({}, used=0)
 LOST = Sample(problem="GPU is lost", is_lost=True)

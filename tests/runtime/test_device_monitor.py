@@ -18,13 +18,12 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.linux.procfs import Origin
 from aiogpu.observe.status import OtherProcess
-from aiogpu.runtime import device_monitor as module
-from aiogpu.runtime.device_eyes import Key
-from aiogpu.runtime.device_health import CALM
-from aiogpu.runtime.device_monitor import DeviceMonitor
-from aiogpu.runtime.gpu_memory_guard import GpuMemoryGuard
-from aiogpu.runtime.inspection import Report
-from aiogpu.runtime.rounds import Round
+from aiogpu.runtime.devices import monitor as module
+from aiogpu.runtime.devices.eyes import Key
+from aiogpu.runtime.devices.inspection import Report
+from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
+from aiogpu.runtime.devices.monitor import CALM, DeviceMonitor
+from aiogpu.runtime.devices.probe_thread import Round
 from tests.until import until
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)

@@ -10,10 +10,9 @@ import pytest
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.core.resources.devices import DeviceSet
-from aiogpu.runtime import device_thread
-from aiogpu.runtime import rounds as rounds_module
-from aiogpu.runtime.device_thread import DeviceThread
-from aiogpu.runtime.rounds import Round
+from aiogpu.runtime.devices import probe_thread as device_thread
+from aiogpu.runtime.devices import probe_thread as rounds_module
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Round
 from tests.runtime.paper_watch import PaperVendor, PaperWatch
 from tests.until import until
 

@@ -17,8 +17,8 @@ from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.core.scheduler.timers import AlarmKind
 from aiogpu.errors import TaskTimeoutError
-from aiogpu.runtime.burst import Burst
 from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.workers.replies import Burst
 from aiogpu.wire.codec import LARGE
 from tests.runtime import sites
 

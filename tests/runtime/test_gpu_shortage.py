@@ -14,8 +14,8 @@ from aiogpu.core.resources.devices import DeviceSet
 from aiogpu.core.resources.ledger import Lease, Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import GpuOutOfMemoryError, RemoteTraceback
-from aiogpu.runtime.gpu_limits import limits_of
-from aiogpu.runtime.gpu_shortage import Shortages, gpu_out_of_memory
+from aiogpu.runtime.devices.binding import limits_of
+from aiogpu.runtime.devices.memory_shortage import Shortages, gpu_out_of_memory
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.wire.messages import Failed, RanOut
 from tests.runtime import sites

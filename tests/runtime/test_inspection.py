@@ -8,8 +8,8 @@ import pytest
 
 from aiogpu.accelerators.base import Sample
 from aiogpu.core.model.request import Device
-from aiogpu.runtime.device_eyes import DeviceEyes
-from aiogpu.runtime.inspection import (
+from aiogpu.runtime.devices.eyes import DeviceEyes
+from aiogpu.runtime.devices.inspection import (
     ASIDE,
     LATE,
     PAUSES,

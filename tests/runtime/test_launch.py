@@ -10,7 +10,7 @@ import pytest
 
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.cgroup_hierarchy import NodeCgroup
-from aiogpu.runtime.launch import Ground
+from aiogpu.runtime.zygote.launch import Ground
 from tests.program import run
 
 pytestmark = pytest.mark.usefixtures("runtime_directory")
@@ -36,7 +36,7 @@ LATE = (
         "aiogpu.core.scheduler.scheduler",
         "aiogpu.runtime.driver",
     ),
-    *("aiogpu.runtime.pool", "aiogpu.wire.codec", "msgpack"),
+    *("aiogpu.runtime.workers.pool", "aiogpu.wire.codec", "msgpack"),
 )
 
 FIRST = """
@@ -55,8 +55,12 @@ FOR_OTHERS = (
     "aiogpu.core.scheduler.reservation",
     "aiogpu.core.scheduler.invariants",
     "aiogpu.observe.snapshot",
-    *("aiogpu.runtime.clearance", "aiogpu.runtime.device_monitor"),
-    *("aiogpu.runtime.leases", "aiogpu.runtime.nest", "aiogpu.accelerators.base"),
+    *("aiogpu.runtime.devices.release", "aiogpu.runtime.devices.monitor"),
+    *(
+        "aiogpu.runtime.callers.leases",
+        "aiogpu.runtime.callers.requests",
+        "aiogpu.accelerators.base",
+    ),
 )
 """Of devices, placement groups, leases, status, and of tasks that start tasks."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiogpu.runtime.learning import (
+from aiogpu.runtime.zygote.generations import (
     DEAR,
     DEVICE_MODULES,
     MOST,

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import NodeStartError, PreloadError
-from aiogpu.runtime.crowd import UnavailableError
-from aiogpu.runtime.learning import DEAR
-from aiogpu.runtime.lineage import INTENSITY, Lineage
+from aiogpu.runtime.workers.death import UnavailableError
+from aiogpu.runtime.zygote.generations import DEAR, INTENSITY, Lineage
 from aiogpu.wire.messages import Imported, LeftOut, Ready, Stale, Unfit
 
 SLOW = Imported(("slow",), (DEAR,))
@@ -112,7 +111,7 @@ class Family:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiogpu.runtime.lineage.DEBOUNCE", 0.01)
+    monkeypatch.setattr("aiogpu.runtime.zygote.generations.DEBOUNCE", 0.01)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from aiogpu.linux.procfs import Usage
-from aiogpu.runtime.memory_watch import (
+from aiogpu.runtime.memory_monitor import (
     DEAREST,
     LATEST,
     PATIENCE,
@@ -213,7 +213,9 @@ def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
         now[0] += 0.05
         return 0
 
-    monkeypatch.setattr("aiogpu.runtime.memory_watch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "aiogpu.runtime.memory_monitor.time.perf_counter", lambda: now[0]
+    )
     monkeypatch.setattr(house.bounds, "used_by", used_by)
     house.start(1, 5)
     house.bounds.used = 2000
@@ -235,7 +237,9 @@ def crowded(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
         now[0] += COST
         return PaperBounds.used_by(house.bounds, pids)
 
-    monkeypatch.setattr("aiogpu.runtime.memory_watch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "aiogpu.runtime.memory_monitor.time.perf_counter", lambda: now[0]
+    )
     monkeypatch.setattr(house.bounds, "used_by", used_by)
     for worker in range(1000):
         house.start(worker, 20 + worker)

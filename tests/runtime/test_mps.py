@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aiogpu.runtime import mps
+from aiogpu.runtime.devices import binding as mps
 
 GIB = 1 << 30
 PID = "nvidia-cuda-mps-control.pid"
@@ -74,9 +74,10 @@ def test_its_pipe_is_there(tmp_path: Path) -> None:
 def test_what_a_worker_may_use(
     parts: int, limits: tuple[int, ...], told: dict[str, str]
 ) -> None:
-    assert mps.variables(parts, limits, {}) == told
+    assert mps.mps_variables(parts, limits, {}) == told
 
 
 def test_what_the_user_has_set_stays() -> None:
-    assert mps.variables(2500, (GIB,), {mps.THREADS: "9"}) == {mps.MEMORY: "0=1024M"}
-    assert mps.variables(2500, (GIB,), {mps.MEMORY: ""}) == {mps.THREADS: "25"}
+    told = mps.mps_variables(2500, (GIB,), {mps.THREADS: "9"})
+    assert told == {mps.MEMORY: "0=1024M"}
+    assert mps.mps_variables(2500, (GIB,), {mps.MEMORY: ""}) == {mps.THREADS: "25"}

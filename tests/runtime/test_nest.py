@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import AiogpuError, InfeasibleError, InternalError
-from aiogpu.runtime.call import Receiver, Site
-from aiogpu.runtime.nest import Nest
-from aiogpu.runtime.slot import LiveWorker
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.callers.requests import Nest, Terms
+from aiogpu.runtime.calls import Receiver, Site
+from aiogpu.runtime.workers.slots import LiveWorker
 from aiogpu.wire.messages import (
     ChildDone,
     ChildFailed,
@@ -215,7 +214,7 @@ def test_what_was_never_declared_is_told(house: House) -> None:
 def test_only_so_much_is_remembered(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.nest.KEPT", 4)
+    monkeypatch.setattr("aiogpu.runtime.callers.requests.KEPT", 4)
     worker, peer = house.worker()
     for site in range(1, 20):
         house.hear(worker, declaration(site, b"%d" % site), Submit(3, site, site, b""))

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.plain import Maybe, dump_plain, fits, load_plain, plain
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.callers.requests import Terms
+from aiogpu.runtime.callers.status_codec import (
+    Maybe,
+    dump_plain,
+    fits,
+    load_plain,
+    plain,
+)
 from aiogpu.wire.codec import pack
 from tests.runtime import sites
 

@@ -14,12 +14,12 @@ import pytest
 from aiogpu.core.model.ids import TaskId
 from aiogpu.errors import NodeStartError
 from aiogpu.linux.procfs import Findings
-from aiogpu.runtime import cause, pool
-from aiogpu.runtime.death import Death
-from aiogpu.runtime.pool import Pool
-from aiogpu.runtime.receiver import EACH
-from aiogpu.runtime.slot import SITES_KEPT
-from aiogpu.runtime.slots import SPARE_SLOTS
+from aiogpu.runtime.calls import EACH
+from aiogpu.runtime.workers import death as cause
+from aiogpu.runtime.workers import pool
+from aiogpu.runtime.workers.death import Death
+from aiogpu.runtime.workers.pool import Pool
+from aiogpu.runtime.workers.slots import SITES_KEPT, SPARE_SLOTS
 from aiogpu.wire.connection import KEEPER, WORKER, ZYGOTE
 from aiogpu.wire.messages import (
     Bind,
@@ -569,7 +569,7 @@ async def test_where_the_kernel_has_no_descriptor_left(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("aiogpu.runtime.output.os.open", fail)
+        patch.setattr("aiogpu.runtime.output.pipes.os.open", fail)
         house.pool.spawn(1)
     await asyncio.sleep(0)
     death = house.told[-1][2]
@@ -616,7 +616,7 @@ async def test_only_so_many_keepers_wait_for_work(house: House) -> None:
 async def test_a_worker_that_does_not_connect_in_time(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiogpu.runtime.pool.START_LIMIT", 0.0)
+    monkeypatch.setattr("aiogpu.runtime.workers.pool.START_LIMIT", 0.0)
     house.pool.spawn(1)
     async with asyncio.timeout(60):
         while not house.told:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
-from aiogpu.runtime.remains import Remains, find_marked
+from aiogpu.runtime.callers.leases import Remains, find_marked
 from tests.until import until
 
 
@@ -58,7 +58,7 @@ async def test_where_an_end_cannot_be_seen_it_is_looked_again(
         raise OSError(24, "too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    monkeypatch.setattr("aiogpu.runtime.remains.AGAIN", 0.0)
+    monkeypatch.setattr("aiogpu.runtime.callers.leases.AGAIN", 0.0)
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
     rounds: list[tuple[int, ...]] = [(), (4711,)]
     Remains(loop, "A=1", told.append, lambda _: rounds.pop())
@@ -79,7 +79,7 @@ async def test_where_it_cannot_be_looked_it_is_tried_again(
         return rounds.pop()
 
     told_off: list[str] = []
-    monkeypatch.setattr("aiogpu.runtime.remains.AGAIN", 0.0)
+    monkeypatch.setattr("aiogpu.runtime.callers.leases.AGAIN", 0.0)
     loop, told = asyncio.get_running_loop(), list[Collection[int]]()
     Remains(loop, "A=1", told.append, find)
     await until(lambda: told)

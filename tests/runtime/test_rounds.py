@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from aiogpu.accelerators.base import Health, Sample
 from aiogpu.core.model.request import Device
 from aiogpu.linux.procfs import Origin
-from aiogpu.runtime.device_eyes import DeviceEyes
-from aiogpu.runtime.rounds import DEAREST, EACH, SOONEST, Round, Rounds
+from aiogpu.runtime.devices.eyes import DeviceEyes
+from aiogpu.runtime.devices.probe_thread import DEAREST, EACH, SOONEST, Round, Rounds
 from tests.runtime.paper_watch import PaperWatch
 
 ZERO, ONE = ("GPU", 0), ("GPU", 1)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiogpu.runtime.call import Call, Site
-from aiogpu.runtime.row import Row
+from aiogpu.runtime.calls import Call, Site
+from aiogpu.runtime.driver import Row
 from tests.runtime import sites
 
 SITE = sites.site()

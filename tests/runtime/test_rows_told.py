@@ -17,12 +17,10 @@ from aiogpu.core.records import TaskRecord
 from aiogpu.core.resources.ledger import Ledger
 from aiogpu.core.scheduler.scheduler import Scheduler
 from aiogpu.errors import InternalError, ProtocolError
-from aiogpu.runtime.burst import Burst
-from aiogpu.runtime.child import Child
-from aiogpu.runtime.client import Client
+from aiogpu.runtime.callers.caller import Child, Client
+from aiogpu.runtime.callers.requests import Nest, Terms
 from aiogpu.runtime.driver import Driver
-from aiogpu.runtime.nest import Nest
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.workers.replies import Burst
 from aiogpu.serialization.payload import Contents, Payload
 from aiogpu.wire.codec import LARGE
 from aiogpu.wire.messages import ChildDone, Declare, Done, Submit

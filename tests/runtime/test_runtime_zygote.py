@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import aiogpu
-from aiogpu.runtime.lineage import INTENSITY, Lineage
-from aiogpu.runtime.supervisor import Supervisor
+from aiogpu.runtime.node import Supervisor
+from aiogpu.runtime.zygote.generations import INTENSITY, Lineage
 from tests.engines import tasks
 from tests.gate import Gate
 

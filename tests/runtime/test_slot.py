@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 from aiogpu.linux.procfs import Findings
-from aiogpu.runtime.death import Death
-from aiogpu.runtime.slot import SITES_KEPT, LiveWorker, Slot
+from aiogpu.runtime.workers.death import Death
+from aiogpu.runtime.workers.slots import SITES_KEPT, LiveWorker, Slot
 from aiogpu.wire.messages import Define, Forget
 from tests.runtime import sites
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from aiogpu.memory.control_page import SLOTS
-from aiogpu.runtime.crowd import CrowdedError
-from aiogpu.runtime.output import Output
-from aiogpu.runtime.slots import MARGIN, SPARE_SLOTS, Slots
+from aiogpu.runtime.output.pipes import Output
+from aiogpu.runtime.workers.death import CrowdedError
+from aiogpu.runtime.workers.slots import MARGIN, SPARE_SLOTS, Slots
 from aiogpu.wire.messages import Close
 from tests.runtime.paper import PaperConsole, PaperPeer, PaperZygote
 
@@ -150,13 +150,13 @@ async def test_descriptors_are_left_for_connections_to_come(
     first = slots.take(ZYGOTE)
     # Up to number 100 all are taken; the connections of two slots are to come.
     enough = 101 + 4 + MARGIN
-    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough - 1)
+    monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough - 1)
     with pytest.raises(CrowdedError, match=rf"{enough - 1} descriptors may"):
         slots.take(ZYGOTE)
-    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough)
+    monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough)
     second = slots.take(ZYGOTE)
     assert second.index == 1, "the place of the one that failed"
-    monkeypatch.setattr("aiogpu.runtime.slots.soft_limit", lambda: enough + 1)
+    monkeypatch.setattr("aiogpu.runtime.workers.slots.soft_limit", lambda: enough + 1)
     with pytest.raises(CrowdedError):
         slots.take(ZYGOTE)
     first.keeper = PaperPeer()  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from aiogpu.errors import (
     PlacementNameError,
     PlacementRemovedError,
 )
-from aiogpu.runtime.standing import REMEMBERED, StandingPlacements
+from aiogpu.runtime.callers.leases import REMEMBERED, StandingPlacements
 from aiogpu.serialization.exceptions import RAISED, pack_failure
 
 

@@ -15,8 +15,8 @@ from aiogpu.api.placement import Placement
 from aiogpu.api.placement_options import gang_of
 from aiogpu.core.model.request import BundleRef
 from aiogpu.errors import ProtocolError
-from aiogpu.runtime.call import ActorTerms, Site, new_site_id
-from aiogpu.runtime.terms import Terms, new_function
+from aiogpu.runtime.callers.requests import Terms, new_function
+from aiogpu.runtime.calls import ActorTerms, Site, new_site_id
 from aiogpu.serialization.serializer import dump_retried, load_result
 from aiogpu.wire.codec import unpack
 from aiogpu.wire.messages import DEFAULT_GROUP, SERIAL
@@ -115,7 +115,7 @@ def test_a_placement_that_nobody_can_ask_for(wrong: dict[str, Any]) -> None:
 ELSEWHERE = """
 import sys
 from tests.runtime.test_terms import OPTIONS, site_of
-from aiogpu.runtime.terms import Terms
+from aiogpu.runtime.callers.requests import Terms
 for options in OPTIONS:
     site = site_of(**options)
     print(hash(site.spec.shape), Terms.of(site).pack().hex())

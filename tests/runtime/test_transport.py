@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from aiogpu.runtime.transport import AT_ONCE, Peer, peer_uid
+from aiogpu.runtime.connection import AT_ONCE, Peer, peer_uid
 from aiogpu.wire.codec import LARGE, encode
 from aiogpu.wire.connection import CLIENT, KEEPER, WORKER, Connection, greeting
 from aiogpu.wire.messages import (

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from aiogpu.accelerators.base import Sample
-from aiogpu.runtime.verdict import FREE, TOLERANCE, UNVERIFIED, State, verdict
+from aiogpu.runtime.devices.inspection import (
+    FREE,
+    TOLERANCE,
+    UNVERIFIED,
+    State,
+    verdict,
+)
 
 MINE, CHILD, OTHER = 100, 101, 200
 """The worker, a descendant that nobody knows by name, and somebody who lives."""

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from aiogpu.runtime import wakefulness
-from aiogpu.runtime.wakefulness import AWAKE, SHORT, Wakefulness
+from aiogpu.runtime import node as wakefulness
+from aiogpu.runtime.node import AWAKE, SHORT, Wakefulness
 
 
 class Hand:

@@ -25,7 +25,7 @@ from aiogpu.engines.cluster.telling import telling
 from aiogpu.engines.cluster.terms import CALLS
 from aiogpu.engines.cluster.turns import Numbers
 from aiogpu.errors import ActorDiedError, MisuseError
-from aiogpu.runtime.actor_end import ActorEnd, leaving, not_made
+from aiogpu.runtime.actors.actor import ActorEnd, leaving, not_made
 from aiogpu.serialization.references import attach
 from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms
     from aiogpu.engines.cluster.shared import Shared
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.wire.messages import Failed
 
 _Way = tuple[bytes, Callable[..., Any]]

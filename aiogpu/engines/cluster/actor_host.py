@@ -30,7 +30,7 @@ from aiogpu.engines.cluster.work import (
     take_place,
 )
 from aiogpu.engines.family import host_of_task
-from aiogpu.runtime.actor_end import not_made
+from aiogpu.runtime.actors.actor import not_made
 from aiogpu.serialization.exceptions import RAISED, STOPPED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.serializer import load_arguments, load_function, several
 from aiogpu.wire.messages import DEFAULT_GROUP
@@ -38,7 +38,7 @@ from aiogpu.worker.actor import Methods
 from aiogpu.worker.context import ActorExit, current, has_exited, method_called
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 Place = tuple[str, int]
 """The node and the process of an actor."""

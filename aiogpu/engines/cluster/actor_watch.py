@@ -11,12 +11,12 @@ from weakref import ref
 
 from aiogpu.engines import ray
 from aiogpu.errors import ActorDiedError, NodeError
-from aiogpu.runtime.actor_end import ActorEnd, died
+from aiogpu.runtime.actors.actor import ActorEnd, died
 from aiogpu.serialization.serializer import dump_whole
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.actor import ClusterActor
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 NONE: Final = dump_whole(None)

@@ -20,9 +20,9 @@ from aiogpu.engines.cluster.shared import met, terms_met
 from aiogpu.engines.cluster.soft_host import SoftHost
 from aiogpu.engines.cluster.terms import options_of_actor, request_of_actor, terms_of
 from aiogpu.errors import ActorDiedError
-from aiogpu.runtime.actor_end import name_taken
-from aiogpu.runtime.call import Site
-from aiogpu.runtime.placements import removed
+from aiogpu.runtime.actors.actor import name_taken
+from aiogpu.runtime.callers.leases import removed
+from aiogpu.runtime.calls import Site
 from aiogpu.serialization.exceptions import pack_told
 from aiogpu.serialization.serializer import dump_whole, load_result
 from aiogpu.wire.messages import ASYNC
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.payload import Terms
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 _sites: Final[WeakKeyDictionary[Any, Site]] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiogpu.core.model.request import Request
     from aiogpu.engines.cluster.shared import Shared
     from aiogpu.engines.ray import Ref
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
     from aiogpu.wire.messages import Failed
 
 _numbers: Final = count(1)

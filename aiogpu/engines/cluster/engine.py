@@ -29,15 +29,15 @@ from aiogpu.engines.cluster.streams import Inflow
 from aiogpu.engines.cluster.terms import check_possible
 from aiogpu.engines.cluster.values import ClusterValues
 from aiogpu.errors import MisuseError, NodeClosedError, NodeDiedError
-from aiogpu.runtime.call import Call
+from aiogpu.runtime.calls import Call
 from aiogpu.serialization.exceptions import RAISED
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import PlacementGroupSpec
     from aiogpu.engines.cluster.actors import ClusterActors
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Receiver, Site
-    from aiogpu.runtime.leases import LeaseReceiver
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Receiver, Site
     from aiogpu.serialization.references import PickledValue
     from aiogpu.wire.messages import Failed
 

@@ -23,8 +23,8 @@ from aiogpu.errors import (
     TaskCancelledError,
     WorkerDiedError,
 )
-from aiogpu.runtime.actor_end import died
-from aiogpu.runtime.placements import removed
+from aiogpu.runtime.actors.actor import died
+from aiogpu.runtime.callers.leases import removed
 from aiogpu.serialization.exceptions import STOPPED, pack_failure, pack_told
 from aiogpu.wire.messages import Failed
 

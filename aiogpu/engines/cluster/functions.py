@@ -11,7 +11,7 @@ from aiogpu.engines.cluster.work import Work, runner, streamer
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.overview import Overview
     from aiogpu.engines.cluster.placements import Placements
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 SITES: Final = 1024
 """Functions that are kept ready; beyond, Ray is told of the oldest anew."""

@@ -21,7 +21,7 @@ from aiogpu.worker.execute import is_coroutine
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
     from aiogpu.engines.cluster.values import ClusterValues
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 _engines: Final[dict[asyncio.AbstractEventLoop, RayEngine]] = {}
 

@@ -11,7 +11,7 @@ from typing import Final, cast
 
 from aiogpu.core.model.request import PlacementGroupSpec
 from aiogpu.engines import ray
-from aiogpu.runtime.standing import name_taken, no_such_name
+from aiogpu.runtime.callers.leases import name_taken, no_such_name
 
 PREFIX: Final = "placement "
 """Of the names of these notes."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.cluster.census import Node
     from aiogpu.observe.status import NodeStatus
     from aiogpu.observe.why import Why
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 AT_ONCE: Final = 1.0
 """Seconds for which `.remote()` in a plain task waits to learn what nodes there are."""

@@ -33,11 +33,11 @@ from aiogpu.errors import (
     PlacementRemovedError,
 )
 from aiogpu.observe.why import Why
-from aiogpu.runtime.placements import removed
+from aiogpu.runtime.callers.leases import removed
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.engine import RayEngine
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 KNOWN: Final = 1024
 """Groups that were found by their names and are remembered."""

@@ -30,7 +30,7 @@ from aiogpu.engines.cluster.spoken import understood
 from aiogpu.engines.cluster.turns import Turns
 from aiogpu.engines.cluster.work import returned_item
 from aiogpu.engines.family import host_of_task
-from aiogpu.runtime.actor_end import died
+from aiogpu.runtime.actors.actor import died
 from aiogpu.serialization.exceptions import RAISED, UNSENDABLE, pack_told
 from aiogpu.wire.messages import DEFAULT_GROUP
 from aiogpu.worker.context import ActorExit

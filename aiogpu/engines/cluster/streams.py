@@ -15,7 +15,7 @@ from aiogpu.engines.cluster.shared import arrived
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.calls import Calls, Live
-    from aiogpu.runtime.call import ItemReceiver
+    from aiogpu.runtime.calls import ItemReceiver
 
 
 class Inflow:

@@ -20,7 +20,7 @@ from aiogpu.wire.messages import ASYNC, DEFAULT_GROUP, THREADED
 if TYPE_CHECKING:
     from aiogpu.core.model.request import Bundle, Request, TaskSpec
     from aiogpu.engines.cluster.payload import Terms
-    from aiogpu.runtime.call import ActorTerms, Site
+    from aiogpu.runtime.calls import ActorTerms, Site
 
 NAMESPACE: Final = "aiogpu"
 """In which names of actors are that were given without a namespace."""

@@ -39,7 +39,7 @@ from aiogpu.worker.invoke import Retrying
 
 if TYPE_CHECKING:
     from aiogpu.engines.cluster.loops import TaskLoop
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 HIDDEN: Final = {
     "GPU": "CUDA_VISIBLE_DEVICES",

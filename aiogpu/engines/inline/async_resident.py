@@ -21,9 +21,8 @@ from aiogpu.engines.inline.job import acting_job
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.resident import Resident
 from aiogpu.errors import NodeClosedError
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.actor_state import ActorState
-from aiogpu.runtime.actors import LEAVE_LIMIT
+from aiogpu.runtime.actors.actor import Actor, ActorState
+from aiogpu.runtime.actors.registry import LEAVE_LIMIT
 from aiogpu.wire.messages import Invoke, Leave, Message
 from aiogpu.worker.context import method_called
 

@@ -14,7 +14,7 @@ from aiogpu.errors import DeadlockError
 if TYPE_CHECKING:
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.residents import Residents
-    from aiogpu.runtime.actor import Actor
+    from aiogpu.runtime.actors.actor import Actor
 
 
 class CallWaits:

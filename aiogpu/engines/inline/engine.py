@@ -27,11 +27,11 @@ from aiogpu.engines.inventory import take_inventory
 from aiogpu.errors import NodeClosedError, PreloadError
 from aiogpu.observe.status import NodeStatus
 from aiogpu.observe.why import Why
-from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.call import Receiver, Site
-from aiogpu.runtime.leases import LeaseReceiver
-from aiogpu.runtime.object_memory import ObjectMemory
-from aiogpu.runtime.store import Store
+from aiogpu.runtime.callers.leases import LeaseReceiver
+from aiogpu.runtime.calls import Receiver, Site
+from aiogpu.runtime.devices.binding import Assignment
+from aiogpu.runtime.objects.segments import ObjectMemory
+from aiogpu.runtime.objects.store import Store
 from aiogpu.serialization.references import PickledValue
 
 _numbers: Final = count(1)

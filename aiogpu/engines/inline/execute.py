@@ -23,7 +23,7 @@ from aiogpu.engines.inline.shortage import with_shortage
 from aiogpu.engines.inline.silence import silence
 from aiogpu.engines.inline.streaming import begin_stream
 from aiogpu.engines.inline.supplies import supplied
-from aiogpu.runtime.call import Site
+from aiogpu.runtime.calls import Site
 from aiogpu.serialization.exceptions import LEFT, RAISED, UNREADABLE, UNSENDABLE
 from aiogpu.serialization.payload import has_handles
 from aiogpu.serialization.references import PickledValue

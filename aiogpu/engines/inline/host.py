@@ -17,13 +17,13 @@ from aiogpu.engines.base import error_inside_task
 from aiogpu.engines.inline.job import Job
 from aiogpu.engines.inline.supplies import needed_by
 from aiogpu.errors import MisuseError, NodeError
-from aiogpu.runtime.actors import FIRST_CALL
+from aiogpu.runtime.actors.registry import FIRST_CALL
 from aiogpu.wire.messages import ASYNC
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 
 class TaskHost:

@@ -17,8 +17,8 @@ from aiogpu.core.scheduler.recovery import may_retry
 from aiogpu.engines.family import Host, host_of_task
 from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.surroundings import Surroundings
-from aiogpu.runtime.call import Call, pass_on
-from aiogpu.runtime.values import unfinished_in
+from aiogpu.runtime.calls import Call, pass_on
+from aiogpu.runtime.objects.values import unfinished_in
 from aiogpu.serialization.exceptions import RAISED, unpack_failure
 from aiogpu.serialization.serializer import is_one_of
 from aiogpu.wire.messages import Done, Failed

@@ -23,15 +23,14 @@ from aiogpu.engines.inline.placements import InlinePlacements
 from aiogpu.errors import NodeClosedError
 from aiogpu.observe.status import PlacementStatus, placement_status
 from aiogpu.observe.why import Why, find_shortages, tell_lacks
-from aiogpu.runtime.leases import LeaseReceiver
-from aiogpu.runtime.standing import StandingPlacements
+from aiogpu.runtime.callers.leases import LeaseReceiver, StandingPlacements
 from aiogpu.wire.grant import MARK, Grant
 
 if TYPE_CHECKING:
     from aiogpu.core.resources.ledger import Lease
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.observe.status import Holdings
-    from aiogpu.runtime.call import Site
+    from aiogpu.runtime.calls import Site
 
 FIRST_HOLDER = 1 << 24
 """Ids of those who hold leases begin here; what stands for workers is below."""

@@ -22,9 +22,9 @@ from aiogpu.engines.inline.leases import InlineLeases
 from aiogpu.engines.inline.surroundings import Surroundings
 from aiogpu.engines.inline.turns import Turns
 from aiogpu.errors import AiogpuError, NodeClosedError
-from aiogpu.runtime.actors import FIRST_CALL
-from aiogpu.runtime.assignment import Assignment
-from aiogpu.runtime.call import Call, Site
+from aiogpu.runtime.actors.registry import FIRST_CALL
+from aiogpu.runtime.calls import Call, Site
+from aiogpu.runtime.devices.binding import Assignment
 from aiogpu.serialization.references import PickledValue
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiogpu.runtime.child import Carrying
+from aiogpu.runtime.callers.caller import Carrying
 from aiogpu.serialization.exceptions import pack_failure
 from aiogpu.wire.messages import Done, Failed
 
 if TYPE_CHECKING:
-    from aiogpu.runtime.call import Receiver
+    from aiogpu.runtime.calls import Receiver
 
 OWN_FRAMES: Final = "/aiogpu/engines/inline/"
 """Marks this package's own frames, which a user's traceback leaves out."""

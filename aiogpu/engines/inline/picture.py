@@ -14,8 +14,8 @@ from aiogpu.engines.inline.node import InlineNode
 from aiogpu.observe.snapshot import LISTED, picture
 from aiogpu.observe.status import Holdings, NodeStatus, Queue, ShapeStatus, shape_status
 from aiogpu.observe.why import Why, awaited_gang, find_shortages, tell_lacks
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.actor_listing import listed_actors
+from aiogpu.runtime.actors.actor import Actor
+from aiogpu.runtime.actors.listing import listed_actors
 
 
 def picture_inline(node: InlineNode, now: float) -> NodeStatus:

@@ -13,7 +13,7 @@ from aiogpu.core.resources.placement_group import (
 )
 from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
 from aiogpu.errors import AiogpuError
-from aiogpu.runtime.placements import misfit, removed
+from aiogpu.runtime.callers.leases import misfit, removed
 
 if TYPE_CHECKING:
     from aiogpu.core.model.request import TaskSpec

@@ -20,14 +20,14 @@ from aiogpu.engines.inline.outcome import Outcome, hold_for
 from aiogpu.engines.inline.raising import Raising
 from aiogpu.engines.inline.supplies import supplied
 from aiogpu.engines.inline.surroundings import Surroundings
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.call import Call
+from aiogpu.runtime.actors.actor import Actor
+from aiogpu.runtime.calls import Call
 from aiogpu.serialization.exceptions import LEFT, STOPPED, unpack_failure
 from aiogpu.wire.messages import Demand, Failed, Invoke, Leave, Message
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.residents import Residents
-    from aiogpu.runtime.slot import LiveWorker
+    from aiogpu.runtime.workers.slots import LiveWorker
 
 
 class Resident:

@@ -21,13 +21,10 @@ from aiogpu.errors import (
     NodeClosedError,
     NodeError,
 )
-from aiogpu.runtime.actor import Actor
-from aiogpu.runtime.actor_end import died
-from aiogpu.runtime.actor_state import ActorState
-from aiogpu.runtime.actors import FIRST_CALL
-from aiogpu.runtime.call import Call
-from aiogpu.runtime.death import describe_loss
-from aiogpu.runtime.register import Register
+from aiogpu.runtime.actors.actor import Actor, ActorState, died
+from aiogpu.runtime.actors.registry import FIRST_CALL, Register
+from aiogpu.runtime.calls import Call
+from aiogpu.runtime.workers.death import describe_loss
 from aiogpu.serialization.serializer import dump_whole
 from aiogpu.wire.messages import ASYNC, THREADED
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from aiogpu.engines.base import Room
     from aiogpu.engines.inline.node import InlineNode
     from aiogpu.engines.inline.runner import Runner
-    from aiogpu.runtime.call import Receiver, Site
+    from aiogpu.runtime.calls import Receiver, Site
 
 FIRST_WORKER: Final = 1000
 """Number of the first of them in `status()`: tasks never lie as deep as that."""

@@ -23,7 +23,7 @@ from aiogpu.engines.inline.node import InlineNode
 from aiogpu.engines.inline.offspring import Offspring
 from aiogpu.engines.inline.outcome import Outcome
 from aiogpu.engines.inline.supplies import Expected, expect, expected
-from aiogpu.runtime.call import Call, Receiver, Site
+from aiogpu.runtime.calls import Call, Receiver, Site
 
 _log: Final = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiogpu.engines.inline.outcome import Outcome
-from aiogpu.runtime.gpu_shortage import told_instead
+from aiogpu.runtime.devices.memory_shortage import told_instead
 from aiogpu.worker.gpu import has_run_out, peak_memory
 
 if TYPE_CHECKING:

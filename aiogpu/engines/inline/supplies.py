@@ -5,13 +5,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from aiogpu.runtime.line import is_complete
-from aiogpu.runtime.store import filled
+from aiogpu.runtime.actors.actor import is_complete
+from aiogpu.runtime.objects.store import filled
 from aiogpu.serialization.payload import Payload
 
 if TYPE_CHECKING:
     from aiogpu.engines.inline.job import Job
-    from aiogpu.runtime.values import Value
+    from aiogpu.runtime.objects.values import Value
 
 
 class Expected(Enum):

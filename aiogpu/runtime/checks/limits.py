@@ -21,8 +21,8 @@ from aiogpu.runtime.descriptors import (
     slots_within,
     used_descriptors,
 )
-from aiogpu.runtime.paths import create_directory, remove_directory
-from aiogpu.runtime.slots import most_workers
+from aiogpu.runtime.node_directory import create_directory, remove_directory
+from aiogpu.runtime.workers.slots import most_workers
 
 FEW: Final = 64
 """Workers below which a limit is worth a word."""

@@ -1,0 +1,1 @@
+"""The actors of a node: calls, restarts, names, ends."""

@@ -1,0 +1,624 @@
+"""Where an actor is, as the driver knows it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from aiogpu.core.mailbox import CallId, Mailbox
+from aiogpu.errors import (
+    ActorDiedError,
+    ActorNameError,
+    NodeClosedError,
+    SerializationError,
+)
+from aiogpu.runtime.calls import (
+    EACH,
+    Borrower,
+    Delay,
+    Receiver,
+    Site,
+    internal_error,
+    tell_safely,
+)
+from aiogpu.runtime.objects.values import Value
+from aiogpu.serialization.exceptions import DIED, LEFT, STOPPED
+from aiogpu.serialization.payload import Payload
+from aiogpu.serialization.serializer import NOTHING
+from aiogpu.wire.codec import LARGEST_PAYLOAD
+from aiogpu.wire.messages import (
+    DEFAULT_GROUP,
+    SERIAL,
+    Demand,
+    Done,
+    Failed,
+    Invoke,
+    Leave,
+)
+
+
+class ActorState(Enum):
+    """Where an actor is."""
+
+    PENDING = "pending"
+    """It waits for its place, or its constructor runs; maybe not for the first time."""
+    ALIVE = "alive"
+    LEAVING = "leaving"
+    """It was told to end after what it was sent."""
+    DEAD = "dead"
+
+
+@dataclass(slots=True, eq=False)
+class ActorCall:
+    """See above.
+
+    Attributes:
+        receiver: None once nobody waits for it.
+        retries_left: how often it is tried again whose process has died; -1 is
+            without end.
+        limit: of a stream, how many items it may yield in all; 0 for other calls.
+        passed: how many have come.
+        known_as: the number under which its caller knows it, if that is another one.
+    """
+
+    method: str
+    payload: bytes
+    receiver: Receiver | None
+    retries_left: int
+    mailbox: Mailbox
+    limit: int = 0
+    passed: int = 0
+    known_as: CallId = 0
+
+    def order(self, number: CallId, worker: Borrower) -> Invoke:
+        """What its process is told; what its payload refers to is lent to that."""
+        payload = self.payload
+        if type(payload) is not bytes:
+            payload = worker.borrow(payload)
+        return Invoke(number, self.method, payload, self.limit, self.passed)
+
+
+class ActorEnd:
+    """An error of ours, or what its process has told of its constructor's.
+
+    That is the user's, and is unpickled only by who asks.
+    """
+
+    def __init__(self, why: Exception | Failed) -> None:
+        self._why = why
+
+    def tell(self, receiver: Receiver) -> None:
+        """Tell one more who asks."""
+        if isinstance(self._why, Exception):
+            receiver.fail(_again(self._why))
+        else:
+            receiver.reject(self._why)
+
+
+def died(name: str, why: str) -> ActorDiedError:
+    """The error of an actor that is dead."""
+    return ActorDiedError(f"{name} is dead: {why}", name)
+
+
+def leaving(name: str) -> ActorDiedError:
+    """The error of a call to an actor that ends after those before it."""
+    return ActorDiedError(
+        f"{name} takes no more calls: it ends when it has answered those that it was "
+        f"sent.",
+        name,
+    )
+
+
+def name_taken(name: str) -> ActorNameError:
+    """The error for a name that a living actor has."""
+    return ActorNameError(
+        f"an actor named {name!r} lives already. Give another name, or say "
+        f"get_if_exists=True to have that one."
+    )
+
+
+def not_made(name: str, failed: Failed) -> Failed:
+    """What is told of an actor whose constructor has failed so."""
+    return failed._replace(task=0, kind=f"{DIED}:{failed.kind}:{name}")
+
+
+def _again(end: Exception) -> Exception:
+    """The same error once more: raised twice, one would grow."""
+    if not isinstance(end, ActorDiedError):
+        return NodeClosedError(str(end))
+    told = ActorDiedError(str(end), end.actor)
+    told.__cause__ = end.__cause__
+    return told
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A call in line.
+
+    Attributes:
+        number: by which its caller knows it.
+        payload: its arguments.
+        missing: how many of its arguments are not there.
+        failed: an argument that never will be, None without.
+    """
+
+    number: CallId
+    payload: bytes
+    missing: int = 0
+    failed: Value | None = None
+
+
+class Lines:
+    """The lines of one actor's callers.
+
+    Attributes:
+        callers: by caller, his calls that wait.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.callers: dict[int, deque[Held]] = {}
+        self._actor = actor
+        self._later: dict[CallId, CallId] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lines of {len(self.callers)} callers>"
+
+    def number_of(self, known_as: CallId) -> CallId:
+        """The number of a call now, by that under which its caller knows it."""
+        return self._later.get(known_as, known_as)
+
+    def forget(self, known_as: CallId) -> None:
+        """A call was answered that its caller knows under another number."""
+        self._later.pop(known_as, None)
+
+    def holds_back(self, caller: int, payload: bytes) -> bool:
+        """Whether a call of that caller's with this payload has to wait."""
+        return caller in self.callers or not is_complete(payload)
+
+    def join(self, caller: int, number: CallId, payload: bytes) -> None:
+        """Have a call wait in its caller's line."""
+        held = Held(number, payload)
+        self.callers.setdefault(caller, deque()).append(held)
+        if type(payload) is Payload:
+            values = dict.fromkeys(payload.needs)
+            held.missing = len(values) + 1
+            for value in values:
+                value.watch(lambda value: self._note(caller, held, value))
+            held.missing -= 1
+        self._go_on(caller)
+
+    def _note(self, caller: int, held: Held, value: Value) -> None:
+        held.missing -= 1
+        if value.has_failed:
+            held.failed = held.failed or value
+        self._go_on(caller)
+
+    def _go_on(self, caller: int) -> None:
+        line = self.callers.get(caller)
+        while line and (not line[0].missing or line[0].failed):
+            held = line.popleft()
+            failed = held.failed or oversized(held.payload)
+            if failed is not None:
+                self._refuse(held.number, failed)
+            else:
+                self._post(held.number)
+        if line is not None and not line:
+            self.callers.pop(caller, None)
+
+    def _post(self, number: CallId) -> None:
+        """A call is on its way; its place is behind those that were sent."""
+        calls = self._actor.calls
+        call = calls.pop(number, None)
+        if call is None:
+            return  # it was cancelled, or the actor has died
+        call.known_as = number
+        later = self._later[number] = self._actor.new_number()
+        calls[later] = call
+        self._actor.post(later, call.mailbox)
+
+    def _refuse(self, number: CallId, value: Value) -> None:
+        """An argument of a call has failed; so it never runs."""
+        call = self._actor.calls.pop(number, None)
+        if call is not None and call.receiver is not None:
+            value.tell(call.receiver)
+            self._actor.look_if_idle()
+
+
+def is_complete(payload: bytes) -> bool:
+    """Whether all arguments are there, and no more than a call carries."""
+    if type(payload) is not Payload:
+        return True
+    if any(value.is_pending or value.has_failed for value in payload.needs):
+        return False
+    return size_of(payload) <= LARGEST_PAYLOAD
+
+
+def size_of(payload: Payload) -> int:
+    """Bytes of the arguments that are there, as far as they are in no segment."""
+    return len(payload) + sum(len(value.payload or b"") for value in payload.needs)
+
+
+def oversized(payload: bytes) -> Value | None:
+    """A value that has failed, if the arguments are more than a call carries."""
+    if type(payload) is not Payload or (size := size_of(payload)) <= LARGEST_PAYLOAD:
+        return None
+    value = Value("its arguments")
+    value.fail(
+        SerializationError(
+            f"the values that are arguments of one call have {size} bytes in all; a "
+            f"call carries {LARGEST_PAYLOAD}, beside what lies in shared memory. Give "
+            f"it fewer, or have another task gather them."
+        )
+    )
+    return value
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+AHEAD: Final = 256
+"""Calls that a process which runs one at a time may have before it."""
+
+
+NO_HANDLE: Final = "nobody had a handle to it any more."
+
+
+class Actor:
+    """See above.
+
+    Attributes:
+        id: of the task that it is to the core; 0 before it was submitted.
+        aliases: other ids, by which workers call it who have had it made.
+        site: its class.
+        key: namespace and name under which it can be found, None without.
+        holders: how many hold a handle.
+        is_ending: it ends after what it was sent, whoever holds a handle.
+        is_serial: its process runs one call at a time.
+        state: where it is.
+        is_gone: it is dead, and its process has ended.
+        has_lived: its constructor has returned once.
+        worker: its process, None while there is none.
+        drops: how many calls were dropped that this process had been sent.
+        is_killed: `kill` has ended this process, and another takes its place.
+        calls: those that were not answered, by number.
+        mailboxes: by concurrency group.
+        new_number: gives the next call's.
+        lines: calls that wait for their arguments.
+        caller_here: tells the callers of this process apart.
+        on_idle: told when nobody can call it any more and all was answered.
+        on_leaving: told when it was told to end.
+        on_dead: told when it is dead.
+    """
+
+    def __init__(
+        self, site: Site, new_number: Callable[[], CallId], key: tuple[str, str] | None
+    ) -> None:
+        assert site.actor is not None, site
+        self.id = 0
+        self.aliases: list[int] = []
+        self.site = site
+        self.key = key
+        self.holders = 1
+        self.is_ending = False
+        self.state = ActorState.PENDING
+        self.worker: Borrower | None = None
+        self.drops = 0
+        self.is_killed = False
+        self.has_lived = False
+        self.is_gone = False
+        self.calls: dict[CallId, ActorCall] = {}
+        terms = site.actor
+        self.is_serial = terms.mode == SERIAL
+        self.mailboxes = {
+            group: Mailbox(AHEAD if self.is_serial else limit, self.is_serial)
+            for group, limit in terms.limits.items()
+        }
+        self.caller_here: Callable[[], int] = int
+        self.on_idle: Callable[[Actor], None]
+        self.on_leaving: Callable[[Actor], None]
+        self.on_dead: Callable[[Actor], None]
+        self._unwanted = 0
+        self.lines = Lines(self)
+        self._terms = terms
+        self.new_number = new_number
+        self._awaited_by: list[Receiver] = []
+        self._end_awaited_by: list[Receiver] = []
+        self._end: ActorEnd | None = None
+        self._why_left = NO_HANDLE
+
+    def __repr__(self) -> str:
+        return f"<Actor {self.name} {self.id} {self.state.value}>"
+
+    @property
+    def name(self) -> str:
+        """How logs and errors call it."""
+        return self.site.spec.name
+
+    def pass_on(self) -> None:
+        """A handle to it is being pickled: its id says enough; see `ActorPort`."""
+
+    def call(
+        self,
+        method: str,
+        payload: bytes,
+        receiver: Receiver,
+        caller: int | None = None,
+    ) -> CallId:
+        """Call a method; gives the call's number, 0 if it takes no more calls.
+
+        `caller` is the worker from which it comes; None for code of this process.
+        """
+        if self._end is not None or self.is_ending:
+            self._refuse(receiver)
+            return 0
+        terms = self._terms
+        groups = terms.groups
+        mailbox = self.mailboxes[
+            groups.get(method, DEFAULT_GROUP) if groups else DEFAULT_GROUP
+        ]
+        number = self.new_number()
+        limit = terms.windows.get(method, 0) if terms.windows else 0
+        self.calls[number] = ActorCall(
+            method, payload, receiver, terms.max_task_retries, mailbox, limit
+        )
+        if self.lines.callers or type(payload) is not bytes:
+            if caller is None:
+                caller = self.caller_here()
+            if self.lines.holds_back(caller, payload):
+                self.lines.join(caller, number, payload)
+                return number
+        self.post(number, mailbox)
+        return number
+
+    def post(self, number: CallId, mailbox: Mailbox) -> None:
+        """Send a call, or have it wait for its process."""
+        if self.worker is None or self.worker.peer is None:
+            # It waits for a process; it may not count as lost with the last one.
+            mailbox.is_open = False
+            mailbox.post(number)
+        elif mailbox.post(number):
+            try:
+                self.worker.peer.post(self.calls[number].order(number, self.worker))
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                self._fail_call(number, error)
+                self._send(mailbox.take())
+
+    def demand(self, number: CallId, limit: int) -> None:
+        """A call that is a stream may yield so many items in all."""
+        number = self.lines.number_of(number)
+        call = self.calls.get(number)
+        if call is None or not call.limit:
+            return
+        call.limit = limit
+        if number in call.mailbox.sent and self.worker and self.worker.peer:
+            self.worker.peer.post(Demand(number, limit))
+
+    def await_ready(self, receiver: Receiver) -> None:
+        """Tell it when the constructor has returned, or why it never will."""
+        if self._end is not None:
+            self._end.tell(receiver)
+        elif self.state is ActorState.PENDING:
+            self._awaited_by.append(receiver)
+        else:
+            receiver.receive(NOTHING)
+
+    def await_end(self, receiver: Receiver) -> None:
+        """Tell it when the process has ended."""
+        if self.is_gone:
+            receiver.receive(NOTHING)
+        else:
+            self._end_awaited_by.append(receiver)
+
+    def note_gone(self) -> None:
+        """No process of it is left, and none will come."""
+        self.is_gone = True
+        waiting, self._end_awaited_by = self._end_awaited_by, []
+        for receiver in waiting:
+            receiver.receive(NOTHING)
+
+    def delay(self, number: CallId, delay: Delay) -> None:
+        """Have who waits for a call told later, or all who wait for the actor."""
+        calls = [self.calls[number]] if number in self.calls else []
+        is_for_all = number in (self.id, EACH)
+        for call in self.calls.values() if is_for_all else calls:
+            if call.receiver is not None:
+                call.receiver = delay(call.receiver)
+        if is_for_all:
+            self._awaited_by = [*map(delay, self._awaited_by)]
+            self._end_awaited_by = [*map(delay, self._end_awaited_by)]
+
+    def on_created(self) -> None:
+        """The constructor has returned."""
+        if self.state is not ActorState.PENDING:
+            return  # it was killed meanwhile
+        self.has_lived = True
+        self.state = ActorState.ALIVE
+        waiting, self._awaited_by = self._awaited_by, []
+        for receiver in waiting:
+            receiver.receive(NOTHING)
+        for mailbox in self.mailboxes.values():
+            self._send(mailbox.open())
+        self.look_if_idle()
+
+    def on_answer(self, answer: Done | Failed) -> None:
+        """A call was answered."""
+        call = self.calls.pop(answer.task, None)
+        if call is None:
+            return
+        if call.known_as:
+            self.lines.forget(call.known_as)
+        mailbox, receiver = call.mailbox, call.receiver
+        mailbox.sent.pop(answer.task, None)
+        if receiver is None:
+            self._unwanted -= 1
+        if mailbox.waiting and len(mailbox.sent) <= mailbox.low:
+            self._send(mailbox.take())
+        if type(answer) is Done:
+            if receiver is not None:
+                receiver.receive(answer.payload)
+        elif type(answer) is Failed:
+            self._reject(receiver, answer)
+        if not self.holders or self.is_ending:
+            self.look_if_idle()
+
+    def _reject(self, receiver: Receiver | None, failed: Failed) -> None:
+        if failed.kind == LEFT:
+            self.leave("it was ended by exit_actor().")
+        if receiver is None:
+            return
+        if failed.kind == LEFT:
+            receiver.fail(died(self.name, "this call has ended it by exit_actor()."))
+        elif failed.kind == STOPPED and self.state is ActorState.LEAVING:
+            # It was stopped with its process, and not by its caller.
+            receiver.fail(died(self.name, self._why_left))
+        else:
+            receiver.reject(failed)
+
+    def _send(self, numbers: list[CallId]) -> None:
+        while numbers and self.worker is not None and self.worker.peer is not None:
+            worker, post = self.worker, self.worker.peer.post
+            failed: list[Mailbox] = []
+            for number in numbers:
+                try:
+                    post(self.calls[number].order(number, worker))
+                except Exception as error:  # noqa: BLE001 - it is told to who waits
+                    failed.append(self.calls[number].mailbox)
+                    self._fail_call(number, error)
+            # Others may go in their place, which no answer will call for.
+            numbers = [number for mailbox in failed for number in mailbox.take()]
+
+    def _fail_call(self, number: CallId, error: Exception) -> None:
+        """A call could not be sent, for no fault of its process; so it never runs."""
+        call = self.calls.pop(number)
+        call.mailbox.sent.pop(number, None)
+        self.lines.forget(call.known_as)
+        _log.error("! failed to send %s.%s", self.name, call.method, exc_info=error)
+        if call.receiver is not None:
+            told = internal_error(f"sent a call of {self.name}.{call.method}", error)
+            tell_safely(call.receiver, told)
+        self.look_if_idle()
+
+    def cancel(self, number: CallId) -> bool:
+        """Nobody wants a call's answer any more; True if its process must be told."""
+        call = self.calls.get(number)
+        if call is None or call.receiver is None:
+            return False
+        call.receiver = None
+        if call.mailbox.cancel(number):
+            self._unwanted += 1
+            return True
+        del self.calls[number]
+        return False
+
+    def release(self) -> None:
+        """One who held a handle has gone."""
+        self.holders -= 1
+        self.look_if_idle()
+
+    def look_if_idle(self) -> None:
+        """See whether nobody can call it any more, and nobody waits for an answer."""
+        if (self.holders and not self.is_ending) or len(self.calls) > self._unwanted:
+            return
+        # One whose first constructor has begun ends after it.
+        is_waiting = self.state is ActorState.PENDING and (
+            self.has_lived or self.worker is None
+        )
+        if self.state is ActorState.ALIVE or is_waiting:
+            self.on_idle(self)
+
+    @property
+    def why_idle(self) -> str:
+        """Why nobody can call it any more."""
+        return "its `async with` block was left." if self.holders else NO_HANDLE
+
+    def leave(self, why: str) -> None:
+        """Have it end after what it was sent."""
+        if self.state is not ActorState.ALIVE:
+            return
+        self.state, self._why_left = ActorState.LEAVING, why
+        if self.worker is not None and self.worker.peer is not None:
+            self.worker.peer.send(Leave())
+        self.on_leaving(self)
+
+    def lose(self, begun: CallId) -> list[Receiver]:
+        """Its process has gone; gives who waits for the calls that went with it.
+
+        Args:
+            begun: the highest number that it had begun.
+        """
+        self.worker = None
+        if self.state is not ActorState.DEAD:
+            self.state = ActorState.PENDING
+        receivers: list[Receiver] = []
+        for mailbox in self.mailboxes.values():
+            again = set()
+            for number, is_wanted in mailbox.sent.items():
+                call = self.calls[number]
+                has_begun = not mailbox.is_serial or number <= begun
+                if not is_wanted:
+                    del self.calls[number]
+                    self._unwanted -= 1
+                elif has_begun and call.retries_left:
+                    call.retries_left -= call.retries_left > 0
+                    again.add(number)
+            for number in mailbox.lose(begun, again):
+                receiver = self.calls.pop(number).receiver
+                if receiver is not None:
+                    receivers.append(receiver)
+        return receivers
+
+    # What follows is said of the task that it is to the core.
+
+    def receive(self, _payload: bytes) -> None:
+        """It has ended in an orderly way."""
+        self.die(died(self.name, self._why_left))
+
+    def reject(self, failed: Failed) -> None:
+        """Its constructor has failed."""
+        self.die(not_made(self.name, failed))
+
+    def break_down(self, failed: Failed, cause: Exception) -> None:
+        """Its constructor has failed with this exception, in this process."""
+        error = died(
+            self.name, f"its constructor raised {failed.type_name}: {failed.message}"
+        )
+        error.__cause__ = cause
+        self.die(error)
+
+    def fail(self, error: Exception) -> None:
+        """It is dead for good."""
+        if not isinstance(error, NodeClosedError):
+            notes = getattr(error, "__notes__", [])
+            why = " ".join([str(error), *notes])
+            if self.is_killed:
+                why = "it was killed, without restarts left."
+            told = died(self.name, why)
+            told.__cause__ = error
+            error = told
+        self.die(error)
+
+    def die(self, why: Exception | Failed) -> None:
+        """Tell all who wait, and whoever comes later."""
+        if self._end is not None:
+            return
+        end = self._end = ActorEnd(why)
+        self.state = ActorState.DEAD
+        calls, self.calls = self.calls, {}
+        waiting, self._awaited_by = self._awaited_by, []
+        for mailbox in self.mailboxes.values():
+            mailbox.close()
+        self.on_dead(self)
+        receivers = [call.receiver for call in calls.values()]
+        for receiver in (*receivers, *waiting):
+            if receiver is not None:
+                end.tell(receiver)
+
+    def _refuse(self, receiver: Receiver) -> None:
+        if self._end is None:
+            receiver.fail(leaving(self.name))
+        else:
+            self._end.tell(receiver)

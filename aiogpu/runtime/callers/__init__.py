@@ -1,0 +1,1 @@
+"""Who asks a node for something: its tasks, and programs that have joined it."""

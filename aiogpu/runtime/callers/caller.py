@@ -1,0 +1,356 @@
+"""Who starts tasks over a socket: a worker for its task, or a client for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from aiogpu.core.model.ids import OWN, ClientId, TaskId
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.errors import (
+    AiogpuError,
+    ProtocolError,
+    TaskCancelledError,
+    WorkerDiedError,
+)
+from aiogpu.runtime.calls import pass_on
+from aiogpu.serialization.exceptions import pack_told
+from aiogpu.serialization.payload import part_of
+from aiogpu.wire.codec import LARGE
+from aiogpu.wire.messages import (
+    NUMBERS,
+    Ask,
+    ChildDone,
+    ChildFailed,
+    ChildItems,
+    Failed,
+    Fetch,
+    Find,
+    FindPlacement,
+    Inquire,
+    Make,
+    Message,
+    Put,
+    PutFailed,
+    Share,
+    Submit,
+    TakeLease,
+)
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.actors.actor import Actor
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+    from aiogpu.runtime.calls import Receiver, Site
+    from aiogpu.runtime.connection import Peer
+    from aiogpu.runtime.objects.segments import Lending
+    from aiogpu.runtime.objects.values import Value
+
+
+class Lender(Protocol):
+    """Lends values to callers: the node's store."""
+
+    def dispatch(self, caller: Caller, payload: bytes) -> bytes:
+        """Give the payload that a caller is sent, and lend it what that refers to."""
+        ...
+
+    def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
+        """A caller has ended: it has nothing any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """One connection by which tasks are started and values are lent.
+
+    Attributes:
+        id: no worker and no client has the same.
+        pid: its process, 0 where that is not known.
+        client: whose its tasks are that nobody else has started.
+        program: what the workers of its tasks begin with; "" for the node's own.
+        peer: its connection, None before and after.
+        declared: what the tasks that it starts are, by its own numbers.
+        children: those of them that have not ended, by its own numbers.
+        asked: its unanswered calls of actors and their numbers, by its own.
+        waits_for: for which of both a worker's task waits.
+        waits_elsewhere: those of them that are no tasks of its own and have not come:
+            calls of actors, and values.
+        bound: for which of these its main thread waits; see `wire.messages.Wait`.
+        holds: how often it counts as a holder of an actor, by the actor's id.
+        carried: actors to which what it says next holds handles.
+        store: lends it what its payloads refer to.
+        lending: what it was lent, None for nothing so far.
+        fetched: values that it has asked for and that have not come.
+        actor: what it is, None for what is no actor.
+    """
+
+    id: int
+    pid: int = field(default=0, kw_only=True)
+    client: ClientId = field(default=OWN, kw_only=True)
+    program: str = field(default="", kw_only=True)
+    peer: Peer | None = field(default=None, kw_only=True)
+    declared: dict[int, Site | Failed] = field(default_factory=dict, kw_only=True)
+    children: dict[int, int] = field(default_factory=dict, kw_only=True)
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict, kw_only=True)
+    waits_for: tuple[int, ...] = field(default=(), kw_only=True)
+    waits_elsewhere: set[int] = field(default_factory=set, kw_only=True)
+    bound: tuple[int, ...] = field(default=(), kw_only=True)
+    holds: dict[int, int] = field(default_factory=dict, kw_only=True)
+    carried: tuple[int, ...] = field(default=(), kw_only=True)
+    store: Lender | None = field(default=None, kw_only=True)
+    lending: Lending | None = field(default=None, kw_only=True)
+    fetched: dict[int, Value] = field(default_factory=dict, kw_only=True)
+    actor: Actor | None = field(default=None, kw_only=True)
+
+    def borrow(self, payload: bytes) -> bytes:
+        """The payload that it is sent; what that refers to is lent to it."""
+        return payload if self.store is None else self.store.dispatch(self, payload)
+
+    def return_loans(self) -> None:
+        """It has ended, and has nothing any more."""
+        if self.lending is None or self.store is None:
+            return
+        if self.client:
+            # All its tasks are cancelled, and of a cancelled task nobody is told.
+            error: AiogpuError = TaskCancelledError(
+                "the task was stopped, since the program that had started it has ended."
+            )
+        else:
+            error = WorkerDiedError(
+                f"the result is lost: the worker (pid {self.pid}) that had started the "
+                f"task ended before it had passed on what it was told. Let tasks that "
+                f"hand on handles end by themselves.",
+                self.pid,
+            )
+        self.store.forget(self.lending, error, is_all=bool(self.client))
+
+
+class Child:
+    """Waits for a child in its parent's stead, and passes on how it ends.
+
+    Attributes:
+        caller: the parent's worker, or a client.
+        number: of the child, by which the caller knows it.
+        values: tell others the same, or that part of it; None for nobody.
+    """
+
+    __slots__ = ("caller", "number", "values")
+
+    def __init__(self, caller: Caller, number: int) -> None:
+        self.caller = caller
+        self.values: list[tuple[Value, int]] | None = None
+        self.number = number
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        for value, part in self.values or ():
+            try:
+                value.receive(part_of(payload, part))
+            except IndexError:
+                value.fail(ProtocolError(f"a result has no part {part}"))
+        caller, number = self.caller, self.number
+        if type(payload) is not bytes:
+            payload = caller.borrow(payload)
+        # As `_send` does; of all that is told to programs, nearly all is this.
+        caller.children.pop(number, None)
+        if caller.fetched:
+            caller.fetched.pop(number, None)
+        if caller.peer is not None:
+            caller.peer.post(ChildDone(number, payload))
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items of its stream."""
+        if self.caller.peer is not None:
+            lent = tuple(map(self.caller.borrow, payloads))
+            self.caller.peer.post(ChildItems(self.number, lent))
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on what the child's worker said of its failure."""
+        for value, _ in self.values or ():
+            value.reject(failed)
+        if self.number in self.caller.bound:
+            self.caller.bound = ()  # the failure ends the wait
+        self._send(ChildFailed(self.number, *failed.why))
+
+    def fail(self, error: Exception) -> None:
+        """Pass on an error of aiogpu's own."""
+        self.reject(pack_told(error))
+
+    def _send(self, message: Message) -> None:
+        caller = self.caller
+        caller.children.pop(self.number, None)
+        if caller.fetched:
+            caller.fetched.pop(self.number, None)
+        if caller.peer is not None:
+            caller.peer.post(message)
+
+
+def pass_on_all(
+    receivers: Sequence[Receiver | None], payloads: Sequence[bytes]
+) -> bool:
+    """Pass on plain results that one caller waits for, all at once.
+
+    Returns:
+        False where each is to be told by itself; then nobody was.
+    """
+    first = receivers[0]
+    if type(first) is not Child or first.caller.fetched:
+        return False
+    caller, answers = first.caller, []
+    for child, payload in zip(receivers, payloads, strict=True):
+        if type(child) is not Child or child.caller is not caller:
+            return False
+        if child.values is not None or len(payload) >= LARGE:
+            return False
+        answers.append(ChildDone(child.number, payload))
+    for number, _ in answers:
+        caller.children.pop(number, None)
+    if caller.peer is not None:
+        caller.peer.post_all(answers)
+    return True
+
+
+class Carrying:
+    """Passes on an answer, and lets go of what the question has carried.
+
+    It lets go as well when it is dropped, since nobody wants the answer any more.
+
+    Attributes:
+        receiver: who waits.
+    """
+
+    __slots__ = ("_let_go", "receiver")
+
+    def __init__(self, receiver: Receiver, let_go: Callable[[], object]) -> None:
+        self.receiver = receiver
+        self._let_go: Callable[[], object] | None = let_go
+
+    def receive(self, payload: bytes) -> None:
+        """Pass on the result."""
+        self.receiver.receive(payload)
+        self._end()
+
+    def receive_items(self, payloads: tuple[bytes, ...]) -> None:
+        """Pass on items; what was carried may still be asked for."""
+        pass_on(self.receiver, payloads)
+
+    def reject(self, failed: Failed) -> None:
+        """Pass on the failure."""
+        self.receiver.reject(failed)
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Pass on the error."""
+        self.receiver.fail(error)
+        self._end()
+
+    def _end(self) -> None:
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go()
+
+    __del__ = _end
+
+
+class Then:
+    """Calls back, whatever the answer is."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def receive(self, _payload: bytes) -> None:
+        """It came."""
+        self._call()
+
+    def reject(self, _failed: Failed) -> None:
+        """It failed."""
+        self._call()
+
+    def fail(self, _error: Exception) -> None:
+        """It will not come."""
+        self._call()
+
+
+@dataclass(slots=True, eq=False)
+class Client(Caller):
+    """One program that has joined.
+
+    Attributes:
+        name: how people know it.
+        shows: whether it is sent what its tasks print.
+        only_looks: whether it runs nothing, and is listed nowhere.
+        is_joined: whether it has said what its workers begin with.
+        wish: what the core is told of it with its first lease, if it looks so far.
+        pidfd: tells its end, whoever else has its connection open; -1 for none.
+        is_slow: it has not read what it was sent.
+        is_behind: so much that nothing more of it is started.
+        leases: those that it has asked for and not given back, by its own numbers.
+        standing: placements that outlive programs: their tasks, and who is told.
+        last: the highest number that it has given to anything.
+        departing: tasks whose code has not stopped, since it says that it leaves.
+    """
+
+    name: str = ""
+    shows: bool = True
+    only_looks: bool = False
+    is_joined: bool = False
+    is_slow: bool = False
+    is_behind: bool = False
+    wish: tuple[ClientId, float, Limits] | None = None
+    pidfd: int = -1
+    last: int = 0
+    departing: set[TaskId] = field(default_factory=set)
+    leases: dict[int, int] = field(default_factory=dict)
+    standing: dict[int, tuple[TaskId, LeaseReceiver]] = field(default_factory=dict)
+
+
+_ASKING: Final = frozenset(
+    {Submit, Ask, Find, Fetch, TakeLease, FindPlacement, Inquire}
+)
+
+
+_OF_VALUES: Final = frozenset({Put, PutFailed, Share})
+
+
+def check_claims(client: Client, message: Message) -> None:
+    """Check the numbers and ids that a message gives to what it begins.
+
+    Raises:
+        ProtocolError: one was given before, or is another's.
+    """
+    kind = type(message)
+    if kind in _ASKING:
+        _count(client, message.child)  # type: ignore[union-attr]
+    elif kind in _OF_VALUES:
+        _number(client, message.value)  # type: ignore[union-attr]
+    elif kind is Make:
+        _count(client, _number(client, message.actor))  # type: ignore[union-attr]
+
+
+def count_fresh(client: Client, submits: Sequence[Submit]) -> int:
+    """How many of the first of these have numbers of their own; they are given now."""
+    last = client.last
+    for place, submit in enumerate(submits):
+        if submit.child <= last:
+            client.last = last
+            return place
+        last = submit.child
+    client.last = last
+    return len(submits)
+
+
+def _count(client: Client, number: int) -> None:
+    """Numbers go up, so that none comes twice."""
+    if number <= client.last:
+        raise ProtocolError(f"the number {number} after {client.last}")
+    client.last = number
+
+
+def _number(client: Client, identity: int) -> int:
+    """By which a client knows what it has given an id."""
+    number = -identity - (client.id << NUMBERS)
+    if not 0 < number < 1 << NUMBERS:
+        raise ProtocolError(f"the id {identity}, which is not one of its own")
+    return number

@@ -1,0 +1,503 @@
+"""Processes that a lease was for: found by the variable that they inherit, awaited.
+
+They are nobody's children here, and who has started them may have been killed. So they
+are looked up in /proc by what the lease's environment has marked them with, their ends
+are seen on pidfds, and then it is looked again, until there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from aiogpu.core import effects
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.model.request import PlacementGroupSpec
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.resources.ledger import Lease
+from aiogpu.core.scheduler.placement_groups import REMOVED, UNKNOWN
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
+from aiogpu.errors import InfeasibleError, PlacementNameError, PlacementRemovedError
+from aiogpu.linux.cgroup_hierarchy import PROC
+from aiogpu.runtime.calls import Call, Receiver
+from aiogpu.wire.grant import MARK, Grant
+
+if TYPE_CHECKING:
+    from aiogpu.core.effects import Effect, Granted
+    from aiogpu.core.model.request import TaskSpec
+    from aiogpu.runtime.calls import Site
+    from aiogpu.runtime.devices.binding import Assignment
+    from aiogpu.runtime.devices.eyes import Key
+    from aiogpu.runtime.devices.release import Clearance
+    from aiogpu.runtime.devices.unwatched import Unasked
+    from aiogpu.wire.messages import Failed
+
+
+AGAIN: Final = 1.0
+"""Seconds until it is looked again where it cannot be, or no pidfd can be had."""
+
+
+def find_marked(mark: str, proc: Path = PROC) -> tuple[int, ...]:
+    """The live processes of this user with that `NAME=value` among their variables.
+
+    A variable of which the mark is one of several values, parted by commas, counts.
+    Processes that have thrown their variables away are not found.
+    """
+    name, _, value = mark.partition("=")
+    found = []
+    user = os.getuid()
+    for entry in os.scandir(proc):
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            if entry.stat().st_uid != user:
+                continue
+            variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+            begin = name.encode() + b"="
+            marks = [each[len(begin) :] for each in variables if each.startswith(begin)]
+            if any(value.encode() in each.split(b",") for each in marks):
+                found.append(int(entry.name))
+    return tuple(found)
+
+
+class Remains:
+    """What is left of the processes of one lease.
+
+    Attributes:
+        pids: all that were found, those included that have ended.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        mark: str,
+        on_gone: Callable[[Collection[int]], None],
+        find: Callable[[str], Collection[int]] = find_marked,
+    ) -> None:
+        """Begin to look.
+
+        Args:
+            loop: calls what is told.
+            mark: the variable that they inherit, `NAME=value`.
+            on_gone: told once that none is left, and which there were.
+            find: looks them up, in a thread: there may be thousands of processes.
+        """
+        self.pids: set[int] = set()
+        self._loop = loop
+        self._mark = mark
+        self._on_gone: Callable[[Collection[int]], None] | None = on_gone
+        self._find = find
+        self._pidfds: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._look()
+
+    def __repr__(self) -> str:
+        return f"<Remains of {self._mark}: {len(self._pidfds)} processes>"
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        self._on_gone = None
+        if self._timer is not None:
+            self._timer.cancel()
+        for pidfd in list(self._pidfds):
+            self._forget(pidfd)
+
+    def _look(self) -> None:
+        self._timer = None
+        Thread(target=self._run, name="aiogpu-remains", daemon=True).start()
+
+    def _run(self) -> None:
+        found: Collection[int] | None = None
+        with suppress(OSError):  # there are too many open files
+            found = self._find(self._mark)
+        with suppress(RuntimeError):  # the loop may be closed meanwhile
+            self._loop.call_soon_threadsafe(self._note, found)
+
+    def _note(self, found: Collection[int] | None) -> None:
+        if self._on_gone is None:
+            return
+        if found is None:
+            self._timer = self._loop.call_later(AGAIN, self._look)
+            return
+        self.pids.update(found)
+        unseen = [pid for pid in found if not self._watch(pid)]
+        if self._pidfds:
+            return
+        if unseen:
+            self._timer = self._loop.call_later(AGAIN, self._look)
+            return
+        if found:
+            self._look()  # they have ended since; who knows what they have started
+            return
+        on_gone, self._on_gone = self._on_gone, None
+        on_gone(self.pids)
+
+    def _watch(self, pid: int) -> bool:
+        """Have the end of a process seen; False where that cannot be."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        self._pidfds.add(pidfd)
+        self._loop.add_reader(pidfd, self._on_end, pidfd)
+        return True
+
+    def _on_end(self, pidfd: int) -> None:
+        self._forget(pidfd)
+        if not self._pidfds:
+            self._look()
+
+    def _forget(self, pidfd: int) -> None:
+        self._pidfds.discard(pidfd)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+class Placements:
+    """See above."""
+
+    def __init__(self, calls: ShardedDict[Call]) -> None:
+        self._calls = calls
+        self._held: dict[TaskId, tuple[WorkerId, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Placements {len(self.pids)} held>"
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the programs that have asked for them, by holder."""
+        for task in list(self._held):
+            if task not in self._calls:
+                del self._held[task]
+        return {int(holder): pid for holder, pid in self._held.values()}
+
+    def grant(self, effect: Granted) -> None:
+        """Tell who has asked for a placement that all its bundles are held."""
+        receiver = cast("LeaseReceiver", self._calls[effect.task].receiver)
+        self._held[effect.task] = effect.holder, receiver.pid
+        receiver.receive(b"")
+
+
+def removed(placement: str, name: str, reason: str) -> PlacementRemovedError:
+    """The error of what was to run in a placement, or did."""
+    return PlacementRemovedError(
+        f"{placement}, the placement of {name}, {reason}; {name} ends with it.",
+        placement,
+    )
+
+
+def misfit(spec: TaskSpec, reason: str) -> InfeasibleError:
+    """The error of what can never run in the bundles of its placement."""
+    return InfeasibleError(
+        f"{spec.name} asks for {spec.shape.request}, and can never run there: "
+        f"{reason}. Ask for less, or for a placement that has it."
+    )
+
+
+REMEMBERED: Final = 4096
+"""Keys of those that are no more, so that none is asked for a second time."""
+
+
+class Standing:
+    """One of them, as its node tells of it; see `LeaseReceiver`.
+
+    Attributes:
+        task: its number on the node.
+        pid: 0, as it is no program's.
+    """
+
+    pid = 0
+
+    def __init__(
+        self, placements: StandingPlacements, gang: PlacementGroupSpec
+    ) -> None:
+        self.task = 0
+        self.gang = gang
+        self._placements = placements
+        self._watchers: list[LeaseReceiver] = []
+        self._is_granted = False
+
+    def __repr__(self) -> str:
+        return f"<Standing {self.gang.name}>"
+
+    def watch(self, receiver: LeaseReceiver) -> None:
+        """Have one more told of it."""
+        self._watchers.append(receiver)
+        if self._is_granted:
+            receiver.receive(b"")
+
+    def unwatch(self, receiver: LeaseReceiver) -> None:
+        """Tell him no more."""
+        if receiver in self._watchers:
+            self._watchers.remove(receiver)
+
+    def receive(self, _: bytes) -> None:
+        """It is granted."""
+        self._is_granted = True
+        for watcher in self._watchers:
+            watcher.receive(b"")
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused."""
+        for watcher in self._end():
+            watcher.reject(failed)
+
+    def fail(self, error: Exception) -> None:
+        """It is refused, or no more."""
+        for watcher in self._end():
+            watcher.fail(error)
+
+    def _end(self) -> list[LeaseReceiver]:
+        """Forget it; gives those who are to be told."""
+        self._placements.forget(self)
+        watchers, self._watchers = self._watchers, []
+        return watchers
+
+
+class StandingPlacements:
+    """Those of one node."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Standing] = {}
+        self._by_task: dict[int, Standing] = {}
+        self._gone: dict[str, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<StandingPlacements {sorted(self._by_name)}>"
+
+    def take(
+        self,
+        site: Site,
+        receiver: LeaseReceiver,
+        submit: Callable[[Site, LeaseReceiver], int],
+    ) -> int:
+        """Ask for one, or have one more told of it that there is; gives its number.
+
+        Raises:
+            PlacementNameError: another one has its name.
+            PlacementRemovedError: it was removed meanwhile.
+            InfeasibleError: there will never be enough for it.
+        """
+        gang = cast("PlacementGroupSpec", site.spec.shape.request.gang)
+        known = self._by_name.get(gang.name)
+        if known is not None and known.gang.key == gang.key:
+            known.watch(receiver)
+            return known.task
+        if gang.key in self._gone:
+            raise PlacementRemovedError(f"{gang.name} {UNKNOWN}.", gang.name)
+        if known is not None:
+            raise name_taken(gang.name)
+        standing = self._by_name[gang.name] = Standing(self, gang)
+        standing.watch(receiver)
+        try:
+            standing.task = submit(site, standing)
+        except BaseException:
+            self.forget(standing)
+            raise
+        if self._by_name.get(gang.name) is standing:
+            self._by_task[standing.task] = standing
+        return standing.task
+
+    def find(self, name: str) -> PlacementGroupSpec:
+        """The one of that name.
+
+        Raises:
+            PlacementNameError: there is none.
+        """
+        found = self._by_name.get(name)
+        if found is None:
+            raise no_such_name(name)
+        return found.gang
+
+    def remove(
+        self,
+        task: int,
+        cancel: Callable[[int], object],
+        receiver: LeaseReceiver | None = None,
+    ) -> bool:
+        """End one, and tell all who know it but the one who has asked for that.
+
+        Args:
+            task: its number.
+            cancel: ends it on the node.
+            receiver: of who has asked, None for nobody's.
+
+        Returns:
+            False if there is none of that number.
+        """
+        standing = self._by_task.get(task)
+        if standing is None:
+            return False
+        if receiver is not None:
+            standing.unwatch(receiver)
+        cancel(task)
+        name = standing.gang.name
+        standing.fail(PlacementRemovedError(f"{name} {REMOVED}.", name))
+        return True
+
+    def leave(self, task: int, receiver: LeaseReceiver) -> None:
+        """A program that knows one has gone."""
+        standing = self._by_task.get(task)
+        if standing is not None:
+            standing.unwatch(receiver)
+
+    def forget(self, standing: Standing) -> None:
+        """One is no more; its name is free."""
+        if self._by_name.get(standing.gang.name) is standing:
+            del self._by_name[standing.gang.name]
+        self._by_task.pop(standing.task, None)
+        self._gone[standing.gang.key] = None
+        if len(self._gone) > REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+
+
+def name_taken(name: str) -> PlacementNameError:
+    """The error of who wants a name that another placement has."""
+    return PlacementNameError(
+        f"a placement named {name!r} is there already. Give another name, or have that "
+        f"one by aiogpu.get_placement({name!r})."
+    )
+
+
+def no_such_name(name: str) -> PlacementNameError:
+    """The error of who asks for a placement that is not there."""
+    return PlacementNameError(
+        f"no placement named {name!r} outlives its program on this node. Ask for one "
+        f'by aiogpu.placement(..., name={name!r}, lifetime="detached").'
+    )
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+class LeaseReceiver(Receiver, Protocol):
+    """Who waits for a lease.
+
+    He is told a `Grant`, packed; afterwards he may be told, by `fail`, that it is gone,
+    since its node is.
+    """
+
+    @property
+    def pid(self) -> int:
+        """Process id of the program that asks."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One lease that somebody has.
+
+    Attributes:
+        pid: process id of the program that has asked for it.
+        name: of the lease.
+        mark: what the processes have inherited that it is for.
+        remains: what is left of these, once it is to be given back.
+    """
+
+    pid: int
+    name: str
+    mark: str
+    lease: Lease
+    remains: Remains | None = None
+
+
+class Leases:
+    """All leases that others hold.
+
+    Attributes:
+        ways: how each effect of the core that concerns leases is carried out.
+        standing: placements that outlive the programs that have asked for them.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        calls: ShardedDict[Call],
+        assignment: Assignment,
+        clearance: Clearance | Unasked,
+        feed: Feed,
+    ) -> None:
+        self._loop = loop
+        self._calls = calls
+        self._assignment = assignment
+        self._clearance = clearance
+        self._feed = feed
+        self._held: dict[WorkerId, Held] = {}
+        self._placements = Placements(calls)
+        self.standing = StandingPlacements()
+        self._token = os.urandom(8).hex()
+        self.ways: Final[dict[type[Effect], Callable[..., None]]] = {
+            effects.Granted: self._grant,
+            effects.Reclaim: self._reclaim,
+        }
+
+    def __repr__(self) -> str:
+        return f"<Leases {len(self._held)} held>"
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the programs that have asked for leases, by holder.
+
+        Those of placements as well.
+        """
+        held = {int(holder): held.pid for holder, held in self._held.items()}
+        return held | self._placements.pids
+
+    def roots_of(self, key: Key) -> Mapping[int, int]:
+        """The programs that have a lease of a device, each with the holder's id."""
+        kind, index = key
+        return {
+            held.pid: int(holder)
+            for holder, held in self._held.items()
+            for (its, _), shares in zip(
+                held.lease.request.devices, held.lease.shares, strict=True
+            )
+            if its == kind and any(index == share[0] for share in shares)
+        }
+
+    def _grant(self, effect: effects.Granted) -> None:
+        call = self._calls[effect.task]
+        if call.site.spec.is_grouped:
+            self._placements.grant(effect)
+            return
+        site, receiver = call.site, cast("LeaseReceiver", call.receiver)
+        mark = f"{self._token}.{effect.task}"
+        bind = self._assignment.bind(effect.lease, {})
+        self._held[effect.holder] = Held(
+            receiver.pid, site.spec.name, f"{MARK}={mark}", effect.lease
+        )
+        self._clearance.begin(effect.holder, effect.lease)
+        environ = {**bind.environ, MARK: mark}
+        grant = Grant(environ, bind.accelerators, bind.gpu_memory, bind.cpus)
+        receiver.receive(grant.pack())
+
+    def _reclaim(self, effect: effects.Reclaim) -> None:
+        held, holder = self._held.get(effect.holder), effect.holder
+        if held is None:
+            # It was never told that it has it.
+            self._feed(Scheduler.lease_returned, holder)
+            return
+        held.remains = Remains(
+            self._loop, held.mark, lambda pids: self._give_back(holder, pids)
+        )
+
+    def _give_back(self, holder: WorkerId, pids: Collection[int]) -> None:
+        held = self._held.pop(holder)
+        settles = self._clearance.end(holder, held.lease, (held.pid, *pids))
+        self._feed(Scheduler.lease_returned, holder, settles)
+
+    def close(self) -> None:
+        """The node ends; what its leases were for goes on, and nobody waits for it."""
+        for held in self._held.values():
+            if held.remains is not None:
+                held.remains.close()
+        self._held.clear()

@@ -1,0 +1,840 @@
+"""What the programs that join a node find there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from aiogpu.core.model.ids import ClientId, TaskId
+from aiogpu.core.model.text import in_words
+from aiogpu.core.queue.fair_share import Limits
+from aiogpu.core.scheduler.scheduler import Scheduler
+from aiogpu.errors import (
+    AiogpuError,
+    InternalError,
+    NodeClosedError,
+    NodeError,
+    ProtocolError,
+)
+from aiogpu.linux.syscalls import user
+from aiogpu.runtime.callers.caller import Child, Client, check_claims
+from aiogpu.runtime.callers.requests import Far, Nest, dump_gang
+from aiogpu.runtime.callers.status_codec import status_codec
+from aiogpu.runtime.calls import Site, internal_error
+from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.objects.store import Store
+from aiogpu.runtime.output.console import Routes
+from aiogpu.runtime.zygote.config import Program
+from aiogpu.runtime.zygote.generations import Zygotes
+from aiogpu.serialization.exceptions import RAISED, pack_failure, pack_told
+from aiogpu.serialization.payload import MARK
+from aiogpu.wire.connection import CLIENT
+from aiogpu.wire.messages import (
+    END_OF_CLIENTS,
+    FIRST_CLIENT,
+    WHY,
+    Ask,
+    Carry,
+    ChildDone,
+    ChildFailed,
+    Close,
+    Depart,
+    Departed,
+    Failed,
+    FindPlacement,
+    Hello,
+    Inquire,
+    Join,
+    Make,
+    Message,
+    Put,
+    Submit,
+    TakeLease,
+    Welcome,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.callers.leases import LeaseReceiver
+
+
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """What clients find on a node.
+
+    Attributes:
+        node: its id.
+        descriptors: path of the socket for shared memory.
+        spill: directory for values for which there is no memory, "" for the system's.
+        ledger: what it has to share out, as plain values.
+        release: the version of aiogpu.
+        limits: what each of them may have at once.
+    """
+
+    node: str
+    descriptors: str
+    spill: str
+    ledger: bytes
+    release: str
+    limits: Limits = field(default_factory=Limits)
+
+
+SOCKET: Final = "node.sock"
+
+
+PIDFILE: Final = "node.pid"
+
+
+LOGS: Final = "logs"
+
+
+BACKLOG: Final = 256
+"""Programs that may wait at the same moment to be let in; others try again."""
+
+
+SHARED: Final = 0o077
+"""Bits of a directory's mode that let others reach into it."""
+
+
+class Unfit(NamedTuple):
+    """Why a directory or a socket is not used.
+
+    Attributes:
+        problem: what is wrong with it, as a predicate.
+        remedy: what to do, the beginning of a sentence.
+    """
+
+    problem: str
+    remedy: str
+
+
+def meeting_directory() -> str:
+    """`$XDG_RUNTIME_DIR/aiogpu`, or `/tmp/aiogpu-<uid>` where there is none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isabs(runtime):
+        return f"{runtime}/aiogpu"
+    return f"/tmp/aiogpu-{os.getuid()}"
+
+
+def default_socket() -> str:
+    """The socket that `aiogpu start` listens on and `address="auto"` joins."""
+    return f"{meeting_directory()}/{SOCKET}"
+
+
+def logs_beside(socket: str) -> str:
+    """Where the node of that socket logs, unless it was told another directory.
+
+    Two nodes of one user may share a directory: `b.sock` has its logs in `b-logs`.
+    """
+    directory, name = os.path.split(os.path.abspath(socket))
+    beside = LOGS if name == SOCKET else f"{name.removesuffix('.sock')}-{LOGS}"
+    return f"{directory}/{beside}"
+
+
+def unfit_directory(path: str, forbidden: int = SHARED) -> Unfit | None:
+    """Why a node's files must not lie in a directory; None if they may.
+
+    Args:
+        path: of the directory.
+        forbidden: bits of the mode that it must not have.
+
+    Raises:
+        OSError: nothing can be learnt about it.
+    """
+    found = os.lstat(path)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        return Unfit(problem, "Make a directory of it")
+    if not stat.S_ISDIR(found.st_mode):
+        problem = f"is {kind(found)}, where a directory is needed"
+        return Unfit(problem, "Move it away")
+    if mode & stat.S_ISVTX and found.st_uid in {0, os.geteuid()}:  # /tmp and its like
+        return Unfit(
+            f"is everybody's (mode {mode:04o}); a node needs a directory of its own",
+            "Make one in it by `mkdir -m 700`",
+        )
+    if found.st_uid != os.geteuid():
+        return Unfit(
+            f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}: a "
+            f"node's files lie only in a directory of its own user",
+            "Have that user remove it",
+        )
+    if mode & forbidden:
+        return Unfit(
+            f"has mode {mode:04o}, so others can reach into it; a node needs 0700",
+            f"Run `chmod 700 {path}` if nobody else needs it",
+        )
+    return None
+
+
+def check_meeting(path: str) -> None:
+    """Refuse a node's file that another user may control, before it is used.
+
+    Args:
+        path: of its socket, its pidfile or its logs. Where there is none, nothing is
+            checked: whoever uses it finds that out.
+
+    Raises:
+        NodeError: the directory is not this user's alone, or the file is a symbolic
+            link or another user's.
+    """
+    directory = os.path.dirname(os.path.abspath(path))
+    unfit: Unfit | None = None
+    try:
+        unfit = unfit_directory(directory)
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
+        if unfit is None:
+            raise NodeError(
+                f"it cannot be determined who owns {path}: {error.strerror}. Give the "
+                f"socket of a node that {user(os.geteuid())} has started."
+            ) from error
+        raise _refused(directory, unfit) from error
+    if unfit is not None:
+        raise _refused(directory, unfit)
+    if stat.S_ISLNK(found.st_mode):
+        problem = "is a symbolic link, which is not followed here"
+        raise _refused(path, Unfit(problem, "Name the file that it leads to"))
+    if found.st_uid != os.geteuid():
+        problem = f"belongs to {user(found.st_uid)}, and this is {user(os.geteuid())}"
+        raise _refused(path, Unfit(problem, "Have that user remove it"))
+
+
+def _refused(path: str, unfit: Unfit) -> NodeError:
+    return NodeError(
+        f"{path} {unfit.problem}. Nothing there is used. {unfit.remedy}, "
+        f"or use a node elsewhere: set XDG_RUNTIME_DIR to a directory of this user, or "
+        f"give the address of the node's socket."
+    )
+
+
+def kind(found: os.stat_result) -> str:
+    """What a file is, in words."""
+    words = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return words.get(stat.S_IFMT(found.st_mode), "a device")
+
+
+WITHIN: Final = 10.0
+"""Seconds in which a program says it; it does so at once, unless it is stopped."""
+
+
+class Strangers:
+    """See above.
+
+    Args:
+        loop: the event loop.
+        on_late: told of one that has not said it in time.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_late: Callable[[Peer], object]
+    ) -> None:
+        self._loop = loop
+        self._on_late = on_late
+        self._timers: dict[Peer, asyncio.TimerHandle] = {}
+
+    def __repr__(self) -> str:
+        return f"<Strangers {len(self._timers)}>"
+
+    def come(self, peer: Peer) -> None:
+        """It has connected."""
+        self._timers[peer] = self._loop.call_later(WITHIN, self._late, peer)
+
+    def _late(self, peer: Peer) -> None:
+        del self._timers[peer]
+        self._on_late(peer)
+
+    def know(self, peer: Peer) -> None:
+        """It has said who it is, or was told to go."""
+        timer = self._timers.pop(peer, None)
+        if timer is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+
+class Lessee:
+    """Tells a client of a lease that it has asked for; see `LeaseReceiver`.
+
+    Attributes:
+        pid: its process.
+    """
+
+    __slots__ = ("_client", "_number", "pid")
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.pid = client.pid
+        self._client = client
+        self._number = number
+
+    def receive(self, payload: bytes) -> None:
+        """It is granted, and the client's until that gives it back or ends."""
+        if self._client.peer is not None:
+            self._client.peer.post(ChildDone(self._number, payload))
+
+    def reject(self, failed: Failed) -> None:
+        """It is refused."""
+        self._client.leases.pop(self._number, None)
+        self._client.standing.pop(self._number, None)
+        if self._client.peer is not None:
+            self._client.peer.post(ChildFailed(self._number, *failed.why))
+
+    def fail(self, error: Exception) -> None:
+        """It is refused, or the node closes."""
+        self.reject(pack_failure(0, RAISED, error, ""))
+
+
+def hear_of_leases(
+    client: Client, message: Message, driver: Driver, is_draining: bool
+) -> bool:
+    """Take in what a client says of its leases; False if it is something else."""
+    if isinstance(message, TakeLease):
+        _take(client, message, driver, is_draining)
+        return True
+    if isinstance(message, FindPlacement):
+        _find(client, message, driver)
+        return True
+    return isinstance(message, Withdraw) and _give_back(client, message.child, driver)
+
+
+def _take(
+    client: Client, message: TakeLease, driver: Driver, is_draining: bool
+) -> None:
+    lessee = Lessee(client, message.child)
+    site = client.declared.get(message.site)
+    if is_draining:
+        lessee.fail(NodeClosedError("the node is being stopped, and grants nothing."))
+    elif isinstance(site, Site) and site.spec.is_lease:
+        if client.wish is not None:
+            # From now on its limits and its turn are as any other program's.
+            from aiogpu.core.scheduler.scheduler import Scheduler
+
+            driver.feed(Scheduler.join, *client.wish)
+            client.wish = None
+        try:
+            if site.spec.is_detached:
+                _take_standing(client, message, site, lessee, driver)
+                return
+            task = driver.submit(site, b"", lessee, None, client.client)
+        except AiogpuError as error:
+            lessee.fail(error)
+            return
+        if driver.knows(task):
+            client.leases[message.child] = task
+    elif isinstance(site, Failed):
+        lessee.reject(site)
+    else:
+        lessee.fail(InternalError(f"{client.name} never declared this lease"))
+
+
+def _take_standing(
+    client: Client, message: TakeLease, site: Site, lessee: Lessee, driver: Driver
+) -> None:
+    def submit(site: Site, receiver: LeaseReceiver) -> int:
+        return driver.submit(site, b"", receiver, None, client.client)
+
+    task = driver.leases.standing.take(site, lessee, submit)
+    client.standing[message.child] = TaskId(task), lessee
+
+
+def _find(client: Client, message: FindPlacement, driver: Driver) -> None:
+    child = Child(client, message.child)
+    try:
+        child.receive(dump_gang(driver.leases.standing.find(message.name)))
+    except AiogpuError as error:
+        child.fail(error)
+
+
+def _give_back(client: Client, number: int, driver: Driver) -> bool:
+    if number in client.standing:
+        standing, lessee = client.standing.pop(number)
+        driver.leases.standing.remove(standing, driver.cancel, lessee)
+        return True
+    task = client.leases.pop(number, None)
+    if task is not None:
+        driver.cancel(task)
+    return task is not None
+
+
+def task_of(client: Client, number: int) -> int:
+    """The lease or placement that a client knows by a number; 0 for none."""
+    if number in client.standing:
+        return client.standing[number][0]
+    return client.leases.get(number, 0)
+
+
+def give_back_all(client: Client, driver: Driver) -> None:
+    """A client has gone, or leaves; what its leases were for may go on."""
+    for number in list(client.leases):
+        _give_back(client, number, driver)
+    standing, client.standing = list(client.standing.values()), {}
+    for task, lessee in standing:
+        driver.leases.standing.leave(task, lessee)
+
+
+AT_ONCE: Final = 1000
+"""Tasks of a client that has gone which are stopped in one turn of the loop."""
+
+
+FIRST_LOOK: Final = 1e-3
+
+
+LONGEST_LOOK: Final = 0.02
+"""Seconds between two looks at whether all of a client that leaves has stopped."""
+
+
+class Absent(NamedTuple):
+    """A program that has gone and has left something.
+
+    Attributes:
+        program: what the workers of its tasks begin with.
+        name: how people know it.
+        pid: what its process id was.
+    """
+
+    program: str
+    name: str
+    pid: int
+
+
+class Parting:
+    """See above."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, driver: Driver, far: Far
+    ) -> None:
+        self._loop = loop
+        self._driver = driver
+        self._far = far
+        self._left: dict[ClientId, Absent] = {}
+
+    def __repr__(self) -> str:
+        return f"<Parting {len(self._left)} have left something>"
+
+    def give_up(self, client: Client) -> None:
+        """Stop what is a client's own."""
+        give_back_all(client, self._driver)
+        for number in list(client.asked):
+            self._far.withdraw(client, number)
+        client.fetched.clear()
+        children, client.children = client.children, {}
+        self._stop_some([TaskId(task) for task in children.values()])
+        client.departing.update(TaskId(task) for task in children.values())
+        self._driver.actors.holding.pop(client.id, None)
+        holds = list(client.holds)
+        self._far.release_all(client)
+        for public in holds:
+            actor = self._driver.actors.get(public)
+            if actor is not None and not actor.holders:
+                client.departing.add(TaskId(actor.id))
+        why = (
+            f"the program that had started it ({client.name}, pid {client.pid}) ended."
+        )
+        client.departing.update(self._driver.actors.end_of_client(client.client, why))
+
+    def _stop_some(self, tasks: list[TaskId]) -> None:
+        for task in tasks[:AT_ONCE]:
+            self._driver.cancel(task)
+        if len(tasks) > AT_ONCE:
+            self._loop.call_soon(self._stop_some, tasks[AT_ONCE:])
+
+    def depart(self, client: Client) -> None:
+        """It says that it leaves."""
+        self.give_up(client)
+        config = self._driver.scheduler.config
+        within = config.cancel_grace + config.exit_grace
+        self._look(client, FIRST_LOOK, self._loop.time() + within)
+
+    def _look(self, client: Client, pause: float, until: float) -> None:
+        """Tell a client that nothing of it runs any more, as soon as that is so."""
+        if client.peer is None:
+            return
+        knows = self._driver.knows
+        client.departing = {task for task in client.departing if knows(task)}
+        if client.departing and self._loop.time() < until:
+            longer = min(2 * pause, LONGEST_LOOK)
+            self._loop.call_later(pause, self._look, client, longer, until)
+            return
+        client.peer.send_one(Departed())
+
+    def note_left(self, client: Client) -> None:
+        """It has gone; detached actors of it may live on, and start again."""
+        self._left[client.client] = Absent(client.program, client.name, client.pid)
+
+    def left(self) -> dict[ClientId, Absent]:
+        """The programs that have gone and of which something lives."""
+        alive = {one.id for one in self._driver.scheduler.clients or ()}
+        self._left = {id_: one for id_, one in self._left.items() if id_ in alive}
+        return self._left
+
+    def wants(self, program: str) -> bool:
+        """Whether something lives that a program has left which has gone."""
+        return any(one.program == program for one in self.left().values())
+
+
+def remains_of(clients: list[Client]) -> str:
+    """What clients have asked for that has not ended, in words; "" for nothing."""
+    counts = {
+        "task": sum(len(one.children) for one in clients),
+        "call": sum(number > 0 for one in clients for _, number in one.asked.values()),
+        "lease": sum(len(one.leases) for one in clients),
+    }
+    return in_words(
+        [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts.items() if n]
+    )
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+_CARRIERS: Final = frozenset({Submit, Ask, Make, Put})
+
+
+BACKLOG_OF_RESULTS: Final = 16 << 20
+"""Bytes that a program has not read, beyond which nothing more of it is started."""
+
+
+BACKLOG_EVERY: Final = 0.1
+"""Seconds between two looks at a program that reads too slowly."""
+
+
+Answer = Callable[[int], Coroutine[Any, Any, object]]
+
+
+class Clients:
+    """See above.
+
+    Attributes:
+        answers: what can be asked of the node, by what it is called.
+        routes: takes the lines of their tasks to them.
+        is_draining: no new work is taken.
+        by_id: the programs by number.
+        ends_at: when what runs is ended, by the loop's clock, where the node drains.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        driver: Driver,
+        nest: Nest,
+        zygotes: Zygotes,
+        store: Store,
+        premises: Premises,
+    ) -> None:
+        self.answers: Mapping[str, Answer] = {}
+        self.is_draining = False
+        self.ends_at: float | None = None
+        self.by_id: dict[int, Client] = {}
+        self.routes = Routes(driver.scheduler, self.by_id)
+        self._loop = loop
+        self._driver = driver
+        self._nest = nest
+        self._zygotes = zygotes
+        self._store = store
+        self._premises = premises
+        self._server: asyncio.AbstractServer | None = None
+        self._doing: set[asyncio.Task[None]] = set()
+        self._strangers = Strangers(loop, self._turn_away)
+        self._parting = Parting(loop, driver, nest.far)
+        zygotes.wants = self._parting.wants
+
+    def __repr__(self) -> str:
+        return f"<Clients {len(self.by_id)}>"
+
+    async def listen(
+        self, listening: socket.socket, on_heard: Callable[[int], object]
+    ) -> None:
+        """Let programs join over this socket, which is bound and listens.
+
+        `on_heard` is told whenever something has come from one of them, and how many
+        messages.
+        """
+
+        def accept() -> Peer:
+            peer = Peer(self._greeted, on_heard)
+            self._strangers.come(peer)
+            return peer
+
+        # asyncio calls listen(2) once more, with 100 unless told otherwise.
+        self._server = await self._loop.create_unix_server(
+            accept, sock=listening, backlog=BACKLOG
+        )
+
+    def _turn_away(self, peer: Peer) -> None:
+        """It has not said in time which program it is."""
+        peer.refuse(f"it was not said within {WITHIN:g} s which program this is")
+        for client in list(self.by_id.values()):
+            if client.peer is peer:
+                self._on_lost(client)
+
+    def _greeted(self, peer: Peer, hello: Hello) -> None:
+        is_client = hello.role == CLIENT and FIRST_CLIENT <= hello.id < END_OF_CLIENTS
+        if not is_client or hello.id in self.by_id:
+            self._strangers.know(peer)
+            peer.refuse("this socket is for programs, each with a number of its own")
+            return
+        client = Client(
+            hello.id,
+            pid=peer.pid,
+            client=ClientId(hello.id),
+            store=self._store,
+            peer=peer,
+        )
+        self.by_id[client.id] = self._store.clients[client.id] = client
+        peer.on_messages = partial(self._hear, client)
+        peer.on_lost = partial(self._on_lost, client)
+        peer.on_slow = partial(self._on_slow, client)
+        # A fork of it may keep the connection open; see pidfd_open(2).
+        with suppress(OSError):
+            client.pidfd = os.pidfd_open(client.pid)
+            self._loop.add_reader(client.pidfd, peer.abort)
+
+    def _on_slow(self, client: Client, is_slow: bool) -> None:
+        """It is told no more than it reads, and may not ask for more meanwhile."""
+        client.is_slow = is_slow
+        if is_slow:
+            self._watch_backlog(client)
+        else:
+            self.routes.resume(client.id)
+            self._set_behind(client, False)
+        if client.peer is None:
+            return
+        if is_slow:
+            client.peer.pause()
+        else:
+            client.peer.resume()
+
+    def _watch_backlog(self, client: Client) -> None:
+        """Look now and then how much a program has not read, while it is slow."""
+        if client.is_slow and client.peer is not None:
+            if client.peer.unsent > BACKLOG_OF_RESULTS:
+                self._set_behind(client, True)
+            else:
+                self._loop.call_later(BACKLOG_EVERY, self._watch_backlog, client)
+
+    def _set_behind(self, client: Client, is_behind: bool) -> None:
+        if client.is_behind is not is_behind:
+            client.is_behind = is_behind
+            self._driver.feed(Scheduler.set_behind, client.client, is_behind)
+
+    def _hear(self, client: Client, messages: list[Message]) -> None:
+        is_open = client.is_joined and not self.is_draining
+        row: list[Submit] = []
+        try:
+            for message in messages:
+                # By far the commonest, where programs are in a hurry.
+                if is_open and type(message) is Submit and message.payload[:1] != MARK:
+                    row.append(message)
+                    continue
+                self._nest.submit_all(client, row)
+                row = []
+                try:
+                    self._take(client, message)
+                except (AiogpuError, OSError):
+                    raise
+                except Exception as error:
+                    from aiogpu.runtime.faults import tell_asker
+
+                    what = f"took in {type(message).__name__} of a program"
+                    if not tell_asker(client, message, internal_error(what, error)):
+                        raise
+                    _log.exception("! failed to take in %s", type(message).__name__)
+            self._nest.submit_all(client, row)
+        except Exception as error:  # noqa: BLE001 - one of them harms no other
+            is_told = isinstance(error, ProtocolError | OSError | AiogpuError)
+            kind = type(error).__name__
+            _log.warning(
+                "! cut off %s (pid %d): %r",
+                client.name or client.id,
+                client.pid,
+                error,
+                exc_info=not is_told,
+            )
+            if client.peer is not None:
+                why = "it has said what it may not"
+                if not is_told:
+                    why = f"aiogpu itself has failed, please report it: {kind}"
+                client.peer.drop(f"{why}: {error}")
+
+    def _take(self, client: Client, message: Message) -> None:
+        kind = type(message)
+        check_claims(client, message)
+        if kind in _CARRIERS:
+            if message.payload[:1] == MARK:  # type: ignore[union-attr, index]
+                payload = self._store.admit(client, message.payload)  # type: ignore[union-attr, arg-type]
+                message = message._replace(payload=payload)  # type: ignore[call-arg]
+            if self.is_draining and kind is not Put:
+                self._refuse(client, message)
+                return
+        if client.is_joined is not (kind is not Join):
+            raise ProtocolError(f"{kind.__name__} where it may not be")
+        if kind is Join:
+            self._join(client, message)  # type: ignore[arg-type]
+        elif kind is Inquire:
+            self._do(self._tell(client, message))  # type: ignore[arg-type]
+        elif kind is Depart:
+            self._parting.depart(client)
+        elif isinstance(message, Carry) and message.task:
+            raise ProtocolError("a client has no task whose result carries something")
+        elif not hear_of_leases(client, message, self._driver, self.is_draining):
+            self._nest.on_message(client, message)
+
+    def _refuse(self, client: Client, message: Message) -> None:
+        error = NodeClosedError("the node is being stopped, and takes no new work.")
+        if isinstance(message, Make):
+            self._driver.actors.refuse(message.actor, error)
+        elif isinstance(message, Submit | Ask):
+            Child(client, message.child).fail(error)
+
+    def _join(self, client: Client, join: Join) -> None:
+        ours = self._premises
+        peer = client.peer
+        assert peer is not None, client
+        self._strangers.know(peer)
+        if join.release != ours.release:
+            peer.refuse(
+                f"the node runs aiogpu {ours.release}, the program {join.release}; use "
+                f"the same version in both, or start the node anew"
+            )
+            self._on_lost(client)
+            return
+        if self.is_draining and not join.only_looks:
+            peer.refuse("this node is being stopped, and takes in nobody")
+            self._on_lost(client)
+            return
+        program = Program(
+            *(join.executable, join.sys_path, join.directory, join.environ),
+            *(join.preload, join.flags),
+        )
+        client.name, client.shows = join.name, join.shows
+        client.only_looks = join.only_looks
+        joined = (client.client, join.weight, ours.limits)
+        if client.only_looks:
+            client.wish = joined
+        else:
+            client.program = program.key
+            self._zygotes.join(client.program, program)
+            self._driver.feed(Scheduler.join, *joined)
+        client.is_joined = True
+        self._do(self._welcome(client))
+
+    async def _welcome(self, client: Client) -> None:
+        """Let a program begin as soon as workers can be forked for it."""
+        ours, peer = self._premises, client.peer
+        if peer is None:
+            return  # it has gone before its turn
+        try:
+            if not client.only_looks:
+                await self._zygotes.joined(client.program)
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+            peer.send_one(ChildFailed(0, *pack_told(error).why))
+            return
+        page = f"/proc/{os.getpid()}/fd/{self._zygotes.page_descriptor}"
+        peer.send_one(
+            Welcome(ours.node, ours.descriptors, page, ours.spill, ours.ledger)
+        )
+
+    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        doing = self._loop.create_task(coroutine)
+        self._doing.add(doing)
+        doing.add_done_callback(self._doing.discard)
+
+    async def _tell(self, client: Client, inquiry: Inquire) -> None:
+        """Answer what a client asks of the node."""
+        child = Child(client, inquiry.child)
+        number = inquiry.number
+        if inquiry.what == WHY:
+            number = self._task_of(client, number)
+        answer = self.answers.get(inquiry.what)
+        if answer is None:
+            child.fail(ProtocolError(f"nothing is known of {inquiry.what[:40]!r}"))
+            return
+        try:
+            child.receive(status_codec.dump(await answer(number)))
+        except Exception as error:  # noqa: BLE001 - it is told to who has asked
+            child.fail(error)
+
+    def _task_of(self, client: Client, number: int) -> int:
+        """The task that a client means: its child's, or that of an actor."""
+        if number > 0:
+            return client.children.get(number) or task_of(client, number)
+        actor = self._driver.actors.get(number)
+        return 0 if actor is None else actor.id
+
+    def _on_lost(self, client: Client) -> None:
+        """Its connection has ended, and with it the program, as far as we know."""
+        if self.by_id.pop(client.id, None) is None:
+            return
+        self._store.clients.pop(client.id, None)
+        client.peer = None
+        if client.pidfd >= 0:
+            self._loop.remove_reader(client.pidfd)
+            os.close(client.pidfd)
+            client.pidfd = -1
+        self._parting.give_up(client)
+        self.routes.resume(client.id)
+        client.return_loans()
+        if client.is_joined and client.wish is None:
+            self._driver.feed(Scheduler.leave, client.client)
+        if client.program:
+            self._parting.note_left(client)
+            self._zygotes.leave(client.program)
+
+    @property
+    def programs(self) -> dict[int, tuple[str, int]]:
+        """Names and process ids, also of those that have gone and left something."""
+        here = {one.id: (one.name, one.pid) for one in self.by_id.values()}
+        left = self._parting.left().items()
+        return {**{number: (one.name, one.pid) for number, one in left}, **here}
+
+    @property
+    def remains(self) -> str:
+        """What they have asked for that has not ended, in words; "" for nothing."""
+        return remains_of(list(self.by_id.values()))
+
+    def drain(self, patience: float) -> None:
+        """Take no more work, and let in only who looks; see `ends_at`."""
+        self.is_draining = True
+        self.ends_at = self._loop.time() + patience
+        _log.info("no new work is taken; there is still: %s", self.remains or "nothing")
+
+    def stop_listening(self) -> None:
+        """Let nobody join any more."""
+        self.is_draining = True
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        """The node has ended all that ran: part from those that are still there."""
+        self.stop_listening()
+        self._strangers.close()
+        for doing in self._doing:
+            doing.cancel()
+        for client in list(self.by_id.values()):
+            peer = client.peer
+            self._on_lost(client)
+            if peer is not None:
+                peer.send_one(Close())
+                peer.end()

@@ -1,0 +1,746 @@
+"""What a task asks of its children's scheduler, as it travels: no hash, no class.
+
+Only plain values travel, since a worker's hashes mean nothing in the driver. What is
+the user's stays pickled on its own: its exception classes, the face of its actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from aiogpu.core.model.ids import OWN, PROGRAM, ClientId, TaskId
+from aiogpu.core.model.request import (
+    ANY,
+    MOST_BUNDLES,
+    STRATEGIES,
+    Bundle,
+    BundleRef,
+    DeviceSelector,
+    PlacementGroupSpec,
+    Request,
+    Shape,
+    TaskSpec,
+)
+from aiogpu.core.model.units import GPU, UNIT
+from aiogpu.errors import (
+    ActorNameError,
+    AiogpuError,
+    DeadlockError,
+    InternalError,
+    ProtocolError,
+)
+from aiogpu.runtime.actors.actor import Actor
+from aiogpu.runtime.actors.registry import Actors
+from aiogpu.runtime.callers.caller import (
+    Caller,
+    Carrying,
+    Child,
+    Then,
+    check_claims,
+    count_fresh,
+)
+from aiogpu.runtime.callers.status_codec import Maybe, dump_plain, fits, load_plain
+from aiogpu.runtime.calls import (
+    ActorTerms,
+    Call,
+    Function,
+    Receiver,
+    Site,
+    internal_error,
+    new_function_id,
+    new_site_id,
+    tell_safely,
+)
+from aiogpu.runtime.driver import Driver
+from aiogpu.runtime.objects.exchange import KINDS, Exchange
+from aiogpu.runtime.objects.store import Store
+from aiogpu.serialization.exceptions import RAISED, pack_failure, unpack_failure
+from aiogpu.serialization.serializer import dump_whole
+from aiogpu.wire.messages import (
+    AFTER_ALL,
+    AGAIN,
+    ENDED,
+    READY,
+    ROOM,
+    Ask,
+    Carried,
+    Carry,
+    ChildDemand,
+    Declare,
+    Failed,
+    Find,
+    Hold,
+    Make,
+    Message,
+    Release,
+    Stop,
+    Submit,
+    Wait,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.actors.wait_graph import WaitGraph
+    from aiogpu.runtime.callers.caller import Client
+
+
+_AMOUNTS: Final = [(str, int)]
+
+
+_SECONDS: Final = int | float | None
+
+
+_WHERE: Final = Maybe((int, (int, int), str))
+
+
+_ACTING: Final = Maybe(
+    (str, _AMOUNTS, [(str, str)], int, bool, bytes, _AMOUNTS),
+)
+
+
+_GANG: Final = Maybe((str, str, int, str, [(_AMOUNTS, _AMOUNTS, str | None, int)]))
+
+
+_FIELDS: Final = (
+    *(str, _AMOUNTS, _AMOUNTS, str | None, bool, _WHERE, int, [(str, str)]),
+    *(int, int, int, _SECONDS, _SECONDS, bool, bool, bytes, bool, bool, _ACTING, int),
+    *(bool, _GANG),
+)
+
+
+class Terms(NamedTuple):
+    """The fields of a site and its spec; see `TaskSpec` and `Site`."""
+
+    name: str
+    scalars: tuple[tuple[str, int], ...]
+    devices: tuple[tuple[str, int], ...]
+    accelerator_type: str | None
+    spread: bool
+    where: tuple[Any, ...] | None
+    gpu_memory: int
+    environment: tuple[tuple[str, str], ...]
+    max_calls: int
+    max_retries: int
+    priority: int
+    timeout: float | None
+    cancel_grace: float | None
+    is_detached: bool
+    is_coroutine: bool
+    retried: bytes
+    is_endless: bool = False
+    retries_oom: bool = False
+    acting: tuple[Any, ...] | None = None
+    window: int = 0
+    is_lease: bool = False
+    gang: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, site: Site) -> Terms:
+        """The terms of a site."""
+        spec, request = site.spec, site.spec.shape.request
+        return cls(
+            name=spec.name,
+            scalars=request.scalars,
+            devices=request.devices,
+            accelerator_type=request.accelerator_type,
+            spread=request.spread,
+            where=None if request.where is None else astuple(request.where),
+            gpu_memory=request.gpu_memory,
+            environment=spec.shape.environment,
+            max_calls=spec.max_calls,
+            max_retries=spec.max_retries,
+            priority=spec.priority,
+            timeout=spec.timeout,
+            cancel_grace=spec.cancel_grace,
+            is_detached=spec.is_detached,
+            is_coroutine=site.is_coroutine,
+            retried=site.retried,
+            is_endless=spec.is_endless,
+            retries_oom=spec.retries_oom,
+            acting=None if site.actor is None else _acting(site.actor),
+            window=site.window,
+            is_lease=spec.is_lease,
+            gang=None if request.gang is None else _gang(request.gang),
+        )
+
+    def pack(self) -> bytes:
+        """The terms as bytes."""
+        return dump_plain(tuple(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Terms:
+        """The terms that `pack` has made.
+
+        Raises:
+            ProtocolError: these are none.
+        """
+        fields: Any = load_plain(data)
+        if not fits(fields, _FIELDS):
+            raise ProtocolError("what a site asks for is not said as it must be")
+        terms = cls(*fields)
+        if not _may_be(terms):
+            raise ProtocolError("a site asks for what nobody can ask for")
+        return terms
+
+    def of_program(self, program: str) -> Terms:
+        """The same for the workers of that program alone."""
+        others = (pair for pair in self.environment if pair[0] != PROGRAM)
+        return self._replace(environment=tuple(sorted((*others, (PROGRAM, program)))))
+
+    def site(self, function: Function) -> Site:
+        """A site of this process with these terms."""
+        request = Request(
+            self.scalars,
+            self.devices,
+            self.accelerator_type,
+            self.spread,
+            None if self.where is None else DeviceSelector(*self.where),
+            self.gpu_memory,
+            None if self.gang is None else _gang_of(self.gang),
+        )
+        spec = TaskSpec(
+            name=self.name,
+            shape=Shape(request, self.environment),
+            function=function.id,
+            max_calls=self.max_calls,
+            max_retries=self.max_retries,
+            priority=self.priority,
+            timeout=self.timeout,
+            cancel_grace=self.cancel_grace,
+            is_detached=self.is_detached,
+            is_endless=self.is_endless,
+            retries_oom=self.retries_oom,
+            is_lease=self.is_lease,
+        )
+        return Site(
+            id=new_site_id(),
+            function=function,
+            spec=spec,
+            resources=request.as_numbers(),
+            environ=dict(self.environment),
+            is_coroutine=self.is_coroutine,
+            retried=self.retried,
+            actor=None if self.acting is None else _actor_terms(self.acting),
+            window=self.window,
+        )
+
+
+def _may_be(terms: Terms) -> bool:
+    """Whether the numbers are such as `@remote` lets through."""
+    names = [[name for name, _ in of] for of in (terms.scalars, terms.devices)]
+    amounts = [amount for _, amount in (*terms.scalars, *terms.devices)]
+    seconds = [each for each in terms[11:13] if each is not None]
+    return (
+        all(given == sorted(set(given)) for given in names)
+        and min((terms.max_calls, terms.window, *amounts)) >= 0
+        and min(terms.gpu_memory, terms.max_retries) >= -1
+        and all(0 <= each < float("inf") for each in seconds)
+        and (not terms.is_lease or (terms.is_endless and terms.acting is None))
+        and (terms.gang is None or _may_be_in(terms, _gang_of(terms.gang)))
+    )
+
+
+def _may_be_in(terms: Terms, gang: PlacementGroupSpec | BundleRef) -> bool:
+    """Whether it is a gang, and asks for what that is; or a member of one."""
+    if isinstance(gang, BundleRef):
+        return gang.bundle >= ANY and not terms.is_lease
+    scalars = [n for each in gang.bundles for _, n in each.scalars]
+    shares = [n for each in gang.bundles for _, n in each.devices]
+    asked = gang.request()
+    return (
+        terms.is_lease
+        and len(gang.bundles) <= MOST_BUNDLES
+        and not any(n > UNIT and n % UNIT for n in shares)
+        and gang.strategy in STRATEGIES
+        and (asked.scalars, asked.devices) == (terms.scalars, terms.devices)
+        and min((*scalars, *shares, 1)) >= 0
+        and all(map(_holds_something, gang.bundles))
+    )
+
+
+def _holds_something(bundle: Bundle) -> bool:
+    """Whether it has of all that it names; memory alone is of one GPU, and no share."""
+    amounts = [n for _, n in (*bundle.scalars, *bundle.devices)]
+    if bundle.gpu_memory <= 0:
+        return bundle.gpu_memory == 0 and min(amounts, default=0) > 0
+    others = [n for kind, n in (*bundle.scalars, *bundle.devices) if kind != GPU]
+    return GPU in dict(bundle.devices) and min(others, default=1) > 0
+
+
+def _gang(gang: PlacementGroupSpec | BundleRef) -> tuple[Any, ...]:
+    """A gang, or which bundle of one, as plain values."""
+    if isinstance(gang, BundleRef):
+        return gang.key, gang.name, gang.bundle, "", ()
+    return gang.key, gang.name, ANY, gang.strategy, tuple(map(tuple, gang.bundles))
+
+
+def _gang_of(told: tuple[Any, ...]) -> PlacementGroupSpec | BundleRef:
+    key, name, bundle, strategy, bundles = told
+    if not bundles:
+        return BundleRef(key, name, bundle)
+    return PlacementGroupSpec(
+        key, name, strategy, tuple(Bundle(*each) for each in bundles)
+    )
+
+
+def dump_gang(gang: PlacementGroupSpec) -> bytes:
+    """A gang as bytes, without pickle."""
+    return dump_plain(_gang(gang))
+
+
+def load_gang(data: bytes) -> PlacementGroupSpec:
+    """Undo `dump_gang`.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    told: Any = load_plain(data)
+    gang = _gang_of(told) if fits(told, _GANG) and told is not None else None
+    if not isinstance(gang, PlacementGroupSpec):
+        raise ProtocolError("what was told of a placement is not said as it must be")
+    return gang
+
+
+def _acting(terms: ActorTerms) -> tuple[Any, ...]:
+    """An actor's terms as what can be hashed."""
+    return (
+        terms.mode,
+        tuple(terms.limits.items()),
+        tuple(terms.groups.items()),
+        terms.max_task_retries,
+        terms.keeps_cpus,
+        terms.packed_face(),
+        tuple(terms.windows.items()),
+    )
+
+
+def _actor_terms(acting: tuple[Any, ...]) -> ActorTerms:
+    mode, limits, groups, retries, keeps_cpus, face, windows = acting
+    return ActorTerms(
+        mode,
+        dict(limits),
+        dict(groups),
+        retries,
+        keeps_cpus,
+        face,
+        dict(windows),
+    )
+
+
+def new_function(payload: bytes) -> Function:
+    """A function of this process that workers get as these bytes."""
+    return Function(new_function_id(), payload)
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+KEPT: Final = 1024
+"""Functions and sites that are recognised when another worker declares them."""
+
+
+Check = Callable[[Site], None]
+"""Raises if calls of a site can never be served."""
+
+
+class Nest:
+    """Hears what workers say of their tasks' children."""
+
+    def __init__(self, driver: Driver, store: Store, check: Check) -> None:
+        self._exchange = Exchange(driver, store, self._note_answer)
+        self.far = self._far = Far(
+            driver.actors, driver.receiver_of, self._note_answer, self._client_of
+        )
+        driver.actors.on_holder_gone = self._far.release_all
+        self._store = store
+        self._wait_graph: WaitGraph | None = None
+        self._driver = driver
+        self._check = check
+        self._functions: dict[bytes, Function] = {}
+        self._sites: dict[tuple[int, Terms], Site] = {}
+
+    def on_message(self, caller: Caller, message: Message) -> None:
+        """Take in one of their messages."""
+        if type(message) is Submit:
+            self.submit(caller, message)
+        elif type(message) is Wait:
+            caller.waits_for = message.children
+            if caller.actor is None:
+                self._tell_waits(caller, message.task)
+            else:
+                self._far.refuse_self_waits(caller.actor, caller)
+            caller.bound = message.children[: message.bound]
+            if caller.bound and self._driver.actors.workers:
+                self._end_deadlock(caller)
+        elif type(message) is Withdraw:
+            self._withdraw(caller, message.child)
+        elif type(message) is Declare:
+            self._note_declared(caller, message)
+        elif type(message) in KINDS:
+            self._exchange.on_message(caller, message)
+        elif type(message) is ChildDemand and message.child in caller.children:
+            child = caller.children[message.child]
+            self._driver.streams.demand(child, message.limit)
+        else:
+            self._far.on_message(caller, message)
+
+    def _end_deadlock(self, caller: Caller) -> None:
+        """Fail a call if a wait that begins now could never end."""
+        if self._wait_graph is None:
+            # Where code waits on a node that has actors.
+            from aiogpu.runtime.actors.wait_graph import WaitGraph
+
+            driver, caller_of = self._driver, self._store.caller
+            self._wait_graph = WaitGraph(driver.actors, driver.scheduler, caller_of)
+        self._wait_graph.end_deadlock(caller)
+
+    def _withdraw(self, caller: Caller, number: int) -> None:
+        child = caller.children.pop(number, None)
+        if child is not None:
+            self._driver.cancel(child)
+        elif caller.fetched.pop(number, None) is not None:
+            caller.waits_elsewhere.discard(number)
+        else:
+            self._far.withdraw(caller, number)
+
+    def _note_declared(self, caller: Caller, message: Declare) -> None:
+        declared = caller.declared
+        declared.pop(message.site, None)
+        declared[message.site] = self._declare(message, caller.program)
+        if len(declared) > KEPT:
+            # The oldest; by now the worker would declare it anew.
+            del declared[next(iter(declared))]
+
+    def _tell_waits(self, caller: Caller, task: int = 0) -> None:
+        """Tell the core for whom a task waits; what actors do it cannot see."""
+        task = task or self._driver.task_of(caller.id)
+        if caller.actor is not None or not task:
+            return  # an actor or a client holds nothing that it could lend
+        waits = caller.waits_for
+        known = map(caller.children.get, waits)
+        children = tuple(TaskId(child) for child in known if child is not None)
+        caller.waits_elsewhere = {
+            child for child in waits if child in caller.asked or child in caller.fetched
+        }
+        is_elsewhere = bool(caller.waits_elsewhere)
+        self._driver.wait(TaskId(task), children, is_elsewhere)
+
+    def _note_answer(self, caller: Caller, child: int) -> None:
+        """A call or a value has come; the core learns when it was the last one.
+
+        Not of each: a task that waits for ten thousand calls tells it once.
+        """
+        elsewhere = caller.waits_elsewhere
+        if child in elsewhere:
+            elsewhere.discard(child)
+            if not elsewhere:
+                self._tell_waits(caller)
+
+    def _declare(self, message: Declare, program: str) -> Site | Failed:
+        try:
+            site = self._find(message, program)
+            self._check(site)
+        except AiogpuError as error:
+            return pack_failure(0, RAISED, error, "")
+        return site
+
+    def _find(self, message: Declare, program: str) -> Site:
+        """The site that another one may have declared before, or a new one."""
+        if len(self._functions) + len(self._sites) > 2 * KEPT:
+            self._functions.clear()
+            self._sites.clear()
+        function = self._functions.get(message.payload)
+        if function is None:
+            function = self._functions[message.payload] = new_function(message.payload)
+        terms = Terms.unpack(message.terms)
+        if program:
+            terms = terms.of_program(program)
+        key = function.id, terms
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = terms.site(function)
+        return site
+
+    def _client_of(self, caller: Caller) -> ClientId:
+        """Whose the actors are that it has made."""
+        if caller.client:
+            return caller.client
+        record = self._driver.scheduler.tasks.get(
+            TaskId(self._driver.task_of(caller.id))
+        )
+        return OWN if record is None else record.client
+
+    def submit_all(self, client: Client, messages: Sequence[Submit]) -> None:
+        """Start tasks for a client; their payloads refer to nothing.
+
+        Raises:
+            ProtocolError: it has given one of them a number before.
+        """
+        if len(messages) < 2:
+            for message in messages:
+                check_claims(client, message)
+                self.submit(client, message)
+            return
+        fresh = count_fresh(client, messages)
+        for number, group in groupby(messages[:fresh], attrgetter("site")):
+            row, start = [*group], 0
+            site = client.declared.get(number)
+            while start < len(row):
+                rest = row[start:]
+                if len(rest) > 1 and isinstance(site, Site) and not client.carried:
+                    start += self._submit_row(client, site, rest)
+                if start < len(row):
+                    self.submit(client, row[start])
+                    start += 1
+        if fresh < len(messages):
+            check_claims(client, messages[fresh])
+
+    def _submit_row(self, client: Client, site: Site, row: Sequence[Submit]) -> int:
+        """Start tasks that wait behind others like them; gives how many."""
+        if site.actor is not None or site.spec.is_lease:
+            return 0
+        numbers = [message.child for message in row]
+        calls = [
+            Call(site, one.payload, Child(client, one.child), client.client)
+            for one in row
+        ]
+        tasks = self._driver.submit_row(site, calls, client.client)
+        client.children.update(zip(numbers, tasks, strict=False))
+        return len(tasks)
+
+    def submit(self, caller: Caller, message: Submit) -> None:
+        """Start a task for whoever asks."""
+        child = Child(caller, message.child)
+        site = caller.declared.get(message.site)
+        if isinstance(site, Site):
+            if site.actor is not None or site.spec.is_lease:
+                child.fail(InternalError(f"{site.spec.name} was declared as no task"))
+                return
+            receiver: Receiver = child
+            if caller.carried:
+                receiver = self._far.carrying(caller, child)
+            driver, client = self._driver, caller.client
+            parent = None if client else TaskId(message.task)
+            if driver.scheduler.clients is not None:
+                client = self._client_of(caller)
+            try:
+                task = driver.submit(site, message.payload, receiver, parent, client)
+            except AiogpuError as error:
+                receiver.fail(error)
+                return
+            except Exception as error:  # noqa: BLE001 - it is told to who waits
+                _log.exception("! failed to start a child")
+                tell_safely(receiver, internal_error("started the task", error))
+                return
+            if driver.knows(task):
+                caller.children[message.child] = task
+        elif site is not None:
+            child.reject(site)
+        else:
+            child.fail(InternalError(f"worker {caller.id} never declared this task"))
+
+
+class Far:
+    """Hears what workers say of actors."""
+
+    def __init__(
+        self,
+        actors: Actors,
+        receiver_of: Callable[[TaskId], Receiver | None],
+        on_answered: Callable[[Caller, int], None],
+        client_of: Callable[[Caller], ClientId],
+    ) -> None:
+        self._actors = actors
+        self._client_of = client_of
+        self._receiver_of = receiver_of
+        self._on_answered = on_answered
+        self._ways: Final[dict[type[Message], Callable[..., None]]] = {
+            Ask: self._ask,
+            Hold: self._hold,
+            Release: self._release,
+            Carry: self._carry,
+            Make: self._make,
+            Find: self._find,
+            Stop: self._stop,
+            ChildDemand: self._demand,
+        }
+
+    def on_message(self, caller: Caller, message: Message) -> None:
+        """Take in one of their messages.
+
+        Raises:
+            ProtocolError: nobody may say that, or not here.
+        """
+        way = self._ways.get(type(message))
+        if way is None:
+            raise ProtocolError(f"{type(message).__name__} where it may not be")
+        way(caller, message)
+
+    def _hold(self, caller: Caller, message: Hold) -> None:
+        self._count(caller, message.actor)
+
+    def _count(self, caller: Caller, actor: int) -> None:
+        if self._actors.hold(actor):
+            self._note_hold(caller, actor)
+
+    def _note_hold(self, caller: Caller, actor: int) -> None:
+        caller.holds[actor] = caller.holds.get(actor, 0) + 1
+        self._actors.holding[caller.id] = caller
+
+    def _release(self, caller: Caller, message: Release) -> None:
+        count = caller.holds.get(message.actor, 0)
+        if count:
+            caller.holds[message.actor] = count - 1
+            self._actors.release(message.actor)
+
+    def release_all(self, caller: Caller) -> None:
+        """A worker has gone, and with it all its handles."""
+        holds, caller.holds = caller.holds, {}
+        for actor, count in holds.items():
+            for _ in range(count):
+                self._actors.release(actor)
+
+    def _carry(self, caller: Caller, message: Carry) -> None:
+        if not message.task:
+            caller.carried = message.actors
+            return
+        receiver = self._receiver_of(TaskId(message.task))
+        while isinstance(receiver, Carrying):
+            receiver = receiver.receiver
+        if isinstance(receiver, Child):
+            # Its process holds them from here on, whether it looks or not.
+            for actor in message.actors:
+                self._count(receiver.caller, actor)
+            if receiver.caller.peer is not None:
+                receiver.caller.peer.post(Carried(receiver.number, message.actors))
+            return
+        for actor in message.actors:
+            if receiver is not None and self._actors.hold(actor):
+                # The handle whose result they are in: they live as long as it does.
+                weakref.finalize(receiver, self._actors.release_soon, actor)
+
+    def carrying(self, caller: Caller, receiver: Receiver) -> Receiver:
+        """A receiver that holds what the message before has carried, until told."""
+        held = self._take_carried(caller)
+        if not held:
+            return receiver
+        return Carrying(receiver, partial(self._release_each, held))
+
+    def _take_carried(self, caller: Caller) -> list[int]:
+        carried, caller.carried = caller.carried, ()
+        return [actor for actor in carried if self._actors.hold(actor)]
+
+    def _release_each(self, actors: list[int]) -> None:
+        for actor in actors:
+            self._actors.release_soon(actor)
+
+    def _ask(self, caller: Caller, message: Ask) -> None:
+        child = message.child
+        receiver = self.carrying(caller, Child(caller, child))
+        actor = self._actors.get(message.actor)
+        if actor is None:
+            receiver.fail(self._actors.unknown(message.actor))
+            return
+        caller.asked[child] = message.actor, 0
+        receiver = Carrying(receiver, partial(self._note_answer, caller, child))
+        if message.method == READY:
+            actor.await_ready(receiver)
+            return
+        if message.method == ENDED:
+            actor.await_end(receiver)
+            return
+        if message.method == ROOM:
+            self._actors.tell_room(actor.id, receiver)
+            return
+        number = actor.call(message.method, message.payload, receiver, caller.id)
+        if child in caller.asked:
+            caller.asked[child] = message.actor, number
+
+    def _note_answer(self, caller: Caller, child: int) -> None:
+        if caller.asked.pop(child, None) is not None:
+            self._on_answered(caller, child)
+
+    def refuse_self_waits(self, actor: Actor, caller: Caller) -> None:
+        """Fail calls for which a process waits that would have to run them itself."""
+        if not actor.is_serial:
+            return
+        for child in caller.waits_for:
+            public, number = caller.asked.get(child, (0, 0))
+            call = actor.calls.get(number)
+            if call is None or self._actors.get(public) is not actor:
+                continue
+            receiver = call.receiver
+            self._actors.cancel(public, number)
+            if receiver is not None:
+                receiver.fail(
+                    DeadlockError(
+                        f"a method of {actor.name} waits for its own {call.method}, "
+                        f"which runs one at a time. Call the method directly, by self, "
+                        f"or give the actor max_concurrency=2 or more."
+                    )
+                )
+
+    def _demand(self, caller: Caller, message: ChildDemand) -> None:
+        asked = caller.asked.get(message.child)
+        if asked is not None:
+            self._actors.demand(*asked, message.limit)
+
+    def withdraw(self, caller: Caller, child: int) -> bool:
+        """Nobody wants the answer of a call any more; False if it is none."""
+        asked = caller.asked.pop(child, None)
+        if asked is None:
+            return False
+        caller.waits_elsewhere.discard(child)
+        self._actors.cancel(*asked)
+        return True
+
+    def _make(self, caller: Caller, message: Make) -> None:
+        site = caller.declared.get(message.site)
+        key = (message.namespace, message.name) if message.name else None
+        held = self._take_carried(caller)
+        try:
+            if not isinstance(site, Site):
+                raise _refusal(site)
+            if site.actor is None:
+                raise InternalError(f"{site.spec.name} was declared as no actor")
+            actor = self._actors.create(
+                *(site, message.payload, key, message.get_if_exists, message.actor),
+                self._client_of(caller),
+            )
+            actor.await_ready(Then(partial(self._release_each, held)))
+        except AiogpuError as error:
+            self._release_each(held)
+            self._actors.refuse(message.actor, error)
+        self._note_hold(caller, message.actor)
+
+    def _find(self, caller: Caller, message: Find) -> None:
+        receiver = Child(caller, message.child)
+        actor = self._actors.find((message.namespace, message.name))
+        if actor is None:
+            receiver.fail(
+                ActorNameError(f"no actor named {message.name!r} lives on this node.")
+            )
+            return
+        self._note_hold(caller, actor.id)
+        terms = actor.site.actor
+        assert terms is not None, actor
+        receiver.receive(dump_whole((actor.id, actor.name, terms.packed_face())))
+
+    def _stop(self, _worker: Caller, message: Stop) -> None:
+        if message.how == AFTER_ALL:
+            self._actors.terminate(message.actor)
+        else:
+            self._actors.kill(message.actor, no_restart=message.how != AGAIN)
+
+
+def _refusal(site: object) -> Exception:
+    if isinstance(site, Failed):
+        return unpack_failure(site, "the actor")
+    return InternalError("the actor's class was never declared")

@@ -1,0 +1,325 @@
+"""Which CPUs are near which devices, and whether workers are to be pinned there.
+
+Sources: the kernel's "sysfs-bus-pci" (`local_cpulist`), sched_setaffinity(2), the
+kernel's cgroup-v2 (`cpuset.cpus.effective`) and cgroup-v1 (`cpuset.effective_cpus`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.model.request import Device
+from aiogpu.core.model.units import BY_SHARE, CPU, GPU, UNIT
+from aiogpu.core.resources.devices import DeviceSet
+from aiogpu.core.resources.ledger import Lease, Ledger
+from aiogpu.linux.cgroup_hierarchy import cgroup_folders
+from aiogpu.wire.messages import Bind
+
+if TYPE_CHECKING:
+    from aiogpu.accelerators.base import Accelerator
+
+
+ROOT = Path("/")
+
+
+LARGEST: Final = 1 << 16
+"""CPU numbers from here on are no such thing."""
+
+
+_CPUSETS: Final = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+
+
+class Affinity:
+    """The CPUs near each of a node's GPUs, read once.
+
+    Attributes:
+        usable: CPUs that this process may use.
+    """
+
+    def __init__(self, devices: Sequence[Device], root: Path | None = None) -> None:
+        root = root or ROOT
+        self.usable = frozenset(os.sched_getaffinity(0))
+        self._near: tuple[frozenset[int], ...] = ()
+        # Who has chosen CPUs for this process has chosen them for its workers.
+        if any(device.pci for device in devices) and self.usable >= _given(root):
+            self._near = tuple(_local(device, root) for device in devices)
+
+    def __repr__(self) -> str:
+        return f"<Affinity {len(self._near)} devices, {len(self.usable)} CPUs>"
+
+    def near(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """CPUs for a worker with these devices; empty where it may use any."""
+        if not self._near:
+            return ()
+        each = [self._near[index] for index in indices]
+        if not all(each):
+            return ()  # of one of them nobody knows
+        found = self.usable.intersection(frozenset().union(*each))
+        return () if found == self.usable else tuple(sorted(found))
+
+
+def _local(device: Device, root: Path) -> frozenset[int]:
+    """The CPUs near a device, none where the kernel does not say."""
+    if device.pci is None:
+        return frozenset()
+    domain, _, rest = device.pci.lower().partition(":")
+    # NVML writes eight digits of the domain, the kernel four at least.
+    name = f"{domain[-8:].lstrip('0').zfill(4)}:{rest}"
+    return _cpus_in(root / "sys/bus/pci/devices" / name / "local_cpulist")
+
+
+def _given(root: Path) -> frozenset[int]:
+    """The CPUs that a process here may use which nobody has pinned."""
+    online = _cpus_in(root / "sys/devices/system/cpu/online")
+    for folder in cgroup_folders(root / "proc", "cpuset"):
+        for file in _CPUSETS:
+            if found := _cpus_in(folder / file):
+                return online & found if online else found
+    return online
+
+
+def _cpus_in(file: Path) -> frozenset[int]:
+    """A list such as "0-3,8"; empty if it cannot be read or makes no sense."""
+    cpus: set[int] = set()
+    try:
+        for part in file.read_text(encoding="ascii").strip().split(","):
+            first, _, last = part.partition("-")
+            if part:
+                cpus.update(range(int(first), min(int(last or first), LARGEST) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(cpus)
+
+
+PIPES: Final = "CUDA_MPS_PIPE_DIRECTORY"
+
+
+THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+
+DEFAULT: Final = "/tmp/nvidia-mps"
+
+
+MIB: Final = 1 << 20
+
+
+def runs(environ: Mapping[str, str], default: str = DEFAULT) -> bool:
+    """Whether a control daemon runs whose clients workers would be.
+
+    Its process may not be visible from a container that has its pipes.
+    """
+    directory = Path(environ.get(PIPES) or default)
+    try:
+        pid = int((directory / "nvidia-cuda-mps-control.pid").read_text("ascii"))
+        if pid > 0:  # else it would be a group's
+            os.kill(pid, 0)
+            return True
+    except PermissionError:
+        return True  # another user's, but alive; or its file is not for us
+    except (OSError, ValueError, OverflowError):
+        pass
+    return _is_pipe(directory / "control")
+
+
+def _is_pipe(file: Path) -> bool:
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def mps_variables(
+    parts: int, limits: Sequence[int], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What tells the server how much of its GPUs a worker may use.
+
+    Args:
+        parts: its share of a GPU in parts; `UNIT` or more, or 0, for no such limit.
+        limits: bytes of each of its GPUs, 0 for no limit.
+        environ: the worker's environment otherwise; what is set there stays.
+    """
+    wanted = {}
+    if 0 < parts < UNIT:
+        wanted[THREADS] = str(max(parts * 100 // UNIT, 1))
+    if any(limits):
+        wanted[MEMORY] = ",".join(
+            f"{ordinal}={max(limit // MIB, 1)}M"
+            for ordinal, limit in enumerate(limits)
+            if limit
+        )
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+JAX_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+JAX_FRACTION_TOO: Final = "XLA_CLIENT_MEM_FRACTION"
+
+
+JAX_PREALLOCATES: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+CUPY_LIMIT: Final = "CUPY_GPU_MEMORY_LIMIT"
+
+
+TENSORFLOW_GROWS: Final = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+
+def held_of(lease: Lease, kind: str) -> dict[int, int]:
+    """What a lease has of one kind: parts of each device, by index, in its order."""
+    for (held, _), shares in zip(lease.request.devices, lease.shares, strict=True):
+        if held == kind:
+            return {share[0]: share[1] for share in shares}
+    return {}
+
+
+def limits_of(lease: Lease, gpus: DeviceSet | None) -> tuple[int, ...]:
+    """Bytes that a worker with this lease may use of each of its GPUs, in order.
+
+    Empty where it may use all that there is: nothing was asked for, or a share of
+    GPUs whose memory nobody knows. Who has a whole GPU by its share has all of it.
+
+    Args:
+        lease: what the worker holds.
+        gpus: all of the node's, None if it has none.
+    """
+    asked = lease.request.gpu_memory
+    if not asked or gpus is None:
+        return ()
+    if lease.home is not None:
+        # In a bundle that names bytes, a share stands for its part of these.
+        gpus = lease.home.device_sets[GPU]
+    held = held_of(lease, GPU)
+    if asked != BY_SHARE:
+        return (asked,) * len(held)
+    limits = tuple(
+        gpus.devices[index].memory * part // UNIT if part < UNIT else 0
+        for index, part in held.items()
+    )
+    return limits if any(limits) else ()
+
+
+def variables_of(
+    limits: Sequence[int], capacities: Sequence[int], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables by which frameworks learn a worker's limits, save PyTorch.
+
+    What the user has set stays as it is. JAX takes one fraction for all GPUs and CuPy
+    one number of bytes, so the least of them counts. TensorFlow knows no such
+    variable; it is told to take no more than it needs.
+
+    Args:
+        limits: bytes of each of its GPUs, 0 for no limit.
+        capacities: bytes that each of these has, 0 where unknown.
+        environ: the worker's environment otherwise.
+    """
+    least = min((limit for limit in limits if limit), default=0)
+    if not least:
+        return {}
+    wanted = {
+        JAX_PREALLOCATES: "false",
+        CUPY_LIMIT: str(least),
+        TENSORFLOW_GROWS: "true",
+    }
+    # With both of its names set, JAX refuses to start.
+    if all(capacities) and not environ.get(JAX_FRACTION_TOO):
+        pairs = zip(limits, capacities, strict=True)
+        parts = min(limit * UNIT // there for limit, there in pairs if limit)
+        wanted[JAX_FRACTION] = f"{min(max(parts, 1), UNIT) / UNIT:g}"
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+AUTO: Final = "auto"
+
+
+class Assignment:
+    """The node's accelerators, and how each is told what it may use.
+
+    Attributes:
+        accelerators: one for each kind.
+    """
+
+    def __init__(
+        self,
+        accelerators: Sequence[Accelerator],
+        ledger: Ledger,
+        environ: Mapping[str, str],
+        *,
+        cpu_affinity: str = "off",
+        mps: str = "off",
+    ) -> None:
+        self.accelerators = tuple(accelerators)
+        self._ledger = ledger
+        self._environ = dict(environ)
+        self._gpus = ledger.device_sets.get(GPU)
+        devices = self._gpus.devices if self._gpus is not None else ()
+        self._affinity = Affinity(devices if cpu_affinity == AUTO else ())
+        self._has_mps = mps == AUTO and _has_mps(devices, environ)
+
+    def bind(self, lease: Lease, environ: Mapping[str, str]) -> Bind:
+        """What a worker that serves this lease is told before anything else.
+
+        Args:
+            lease: names the devices.
+            environ: variables of the task's own, set as well.
+        """
+        held: dict[str, tuple[int | str, ...]] = {
+            kind: tuple(
+                self._ledger.device_sets[kind].devices[share[0]].id for share in shares
+            )
+            for (kind, _), shares in zip(
+                lease.request.devices, lease.shares, strict=True
+            )
+        }
+        shares = held_of(lease, GPU) if held else {}
+        variables = dict(environ)
+        seen = {**self._environ, **environ}
+        for accelerator in self.accelerators:
+            kind = accelerator.kind
+            ids = held.setdefault(kind, ())
+            if self._has_mps and kind == GPU:
+                ids = tuple(gpu.uuid or gpu.id for gpu in self._named(shares))
+            variables |= accelerator.assignment(ids, seen)
+        if not shares:
+            return Bind(variables, held)
+        limits = limits_of(lease, self._gpus)
+        if limits:
+            capacities = [gpu.memory for gpu in self._named(shares)]
+            variables |= variables_of(limits, capacities, seen)
+        if self._has_mps:
+            part = min(shares.values())
+            variables |= mps_variables(part, limits, seen)
+        return Bind(variables, held, limits, self._cpus_for(lease, shares))
+
+    def _cpus_for(self, lease: Lease, gpus: Iterable[int]) -> tuple[int, ...]:
+        """The CPUs near a worker's GPUs, unless its task asks for more than these."""
+        cpus = self._affinity.near(gpus)
+        if not cpus:
+            return ()
+        asked = dict(lease.request.scalars).get(CPU, 0)
+        return cpus if asked <= len(cpus) * UNIT else ()
+
+    def _named(self, indices: Iterable[int]) -> list[Device]:
+        devices = self._ledger.device_sets[GPU].devices
+        return [devices[index] for index in indices]
+
+
+def _has_mps(devices: Sequence[Device], environ: Mapping[str, str]) -> bool:
+    if not devices:
+        return False
+    if not runs(environ):
+        _log.info("mps='auto': no MPS server runs here; shares of GPUs are not limited")
+        return False
+    return True

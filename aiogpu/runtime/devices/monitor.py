@@ -1,0 +1,294 @@
+"""Whether a device may be given to new tasks: one rule, pure.
+
+Asks nobody and waits for nothing; it is told what a driver said, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from aiogpu.accelerators.base import Health, Sample
+from aiogpu.core.model.text import listing
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
+from aiogpu.observe.status import Observed
+from aiogpu.runtime.devices.eyes import Key
+from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
+from aiogpu.runtime.devices.owners import Owners
+from aiogpu.runtime.devices.probe_thread import DeviceThread, Round
+
+CALM: Final = 10.0
+"""Seconds without a bad word after which a device is well again: an error is often
+followed by the next, and a driver says what has to be done a moment after it."""
+
+
+TOLD: Final = 4
+"""Errors that a reason names; a sick device may make thousands."""
+
+
+class DeviceHealth:
+    """What is known of one device's health.
+
+    A device becomes sick when its driver calls it lost, reports an error that makes
+    it unfit, or says that something has to be done before it can be relied on.
+
+    It is well again when all of this has been so for `CALM` seconds:
+
+    1. It is not lost, and it answers when it is asked what is on it.
+    2. There was no further error.
+    3. The driver says that nothing has to be done. A driver that cannot tell (it is
+       too old) is not believed to be content: a device that had errors under it is
+       sick until it was lost, which is what a reset looks like from here, and answers
+       again, or until the node ends. One that was only lost is well once it answers.
+
+    Attributes:
+        reason: why it is sick, for people; None while it is well.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._errors: list[str] = []
+        self._action = ""
+        self._is_lost = False
+        self._bad_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<DeviceHealth {self.reason or 'well'}>"
+
+    def note(self, sample: Sample, health: Health, now: float) -> bool:
+        """Take in what was learnt; whether `reason` has changed.
+
+        Args:
+            sample: what is on the device.
+            health: what its driver says since it was asked last.
+            now: in seconds, by a clock that never goes back.
+        """
+        before = self.reason
+        is_lost = sample.is_lost or health.is_lost
+        if self._is_lost and not is_lost and health.action is None:
+            # It has been reset: what was wrong before is over.
+            self._errors.clear()
+            self._action = ""
+        self._is_lost = is_lost
+        self._errors += [
+            e for e in dict.fromkeys(health.errors) if e not in self._errors
+        ]
+        if health.action is not None:
+            self._action = health.action
+        if is_lost or health.errors or health.action:
+            self.reason = self._wording()
+            self._bad_at = now
+        elif not self._is_content(sample, health):
+            self._bad_at = now
+        elif now >= self._bad_at + CALM:
+            self.reason = None
+            self._errors.clear()
+        return self.reason != before
+
+    def _is_content(self, sample: Sample, health: Health) -> bool:
+        """Whether nothing is wrong any more, as far as one look can tell."""
+        if sample.problem is not None:
+            return False
+        return health.action is not None or not (self._errors or self._action)
+
+    def _wording(self) -> str:
+        parts = ["the driver calls it lost"] if self._is_lost else []
+        parts += self._errors[:TOLD]
+        if len(self._errors) > TOLD:
+            parts.append("other errors")
+        if self._action:
+            parts.append(f"the driver asks for this: {self._action}")
+        return "; ".join(parts)
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+SILENT: Final = 15.0
+"""Seconds after which a driver that was asked counts as one that hangs; as long as
+the devices of an ended worker are waited for."""
+
+
+IGNORE: Final = "ignore"
+
+
+AVOID: Final = "avoid"
+
+
+LISTENS: Final = 3
+"""How often in that time it is looked whether one does."""
+
+
+class DeviceMonitor:
+    """The devices of one node that can be asked about, as they were seen last.
+
+    Attributes:
+        guard: watches over reserved memory.
+        foreign: what follows from processes that are not ours: "ignore", "avoid" or
+            "wait"; see `mind_foreign`.
+        lessees: the programs that have a lease of a device, each with the holder's id.
+        observed: what was seen on each device; empty until each was looked at once,
+            and where there is none to look at.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: DeviceThread,
+        guard: GpuMemoryGuard,
+        roots: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """Listen to a thread; nothing is told before `begin`.
+
+        Args:
+            loop: runs the timer.
+            thread: looks at the devices.
+            guard: is shown who uses how much of them.
+            roots: gives the processes whose descendants are a worker's, itself among
+                them, each with the worker's id.
+        """
+        self.guard = guard
+        self.foreign = IGNORE
+        self._has_looked = loop.create_future()
+        self._occupied: dict[Key, str] = {}
+        self.lessees: Callable[[Key], Mapping[int, int]] = _nobody
+        self.observed: dict[Key, Observed] = {}
+        self._loop = loop
+        self._thread = thread
+        self._roots = roots
+        self._feed: Feed | None = None
+        # What was seen before there was anybody to tell; an error is told but once.
+        self._early: list[Round] = []
+        self._owners = Owners()
+        self._health = {key: DeviceHealth() for key in thread.devices}
+        self._mute: set[str] = set()
+        self._told: dict[Key, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        thread.on_round = self._on_round
+        thread.on_failed.append(self._on_failed)
+
+    def __repr__(self) -> str:
+        return f"<DeviceMonitor of {len(self._health)} devices, {len(self._told)} sick>"
+
+    def begin(self, feed: Feed) -> None:
+        """From now on the core is told by `feed` which devices are sick, or well."""
+        self._feed = feed
+        for seen in self._early:
+            self._on_round(seen)
+        self._early.clear()
+        if self._health:
+            self._listen()
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        self._feed = None
+        self._thread.on_round = _ignore
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _listen(self) -> None:
+        """Hear whether the thread waits for a driver that hangs."""
+        self._timer = self._loop.call_later(SILENT / LISTENS, self._listen)
+        waits = self._thread.mute_for()
+        if waits is not None and waits[1] >= SILENT and waits[0] not in self._mute:
+            self._mute.add(waits[0])
+            for key in self._health:
+                self._conclude(key)
+
+    def _on_round(self, seen: Round) -> None:
+        if self._feed is None:
+            self._early.append(seen)
+            return
+        for key in seen.samples:
+            self._mute.discard(key[0])
+        when = self._loop.time() - (time.monotonic() - seen.when)
+        roots = self._roots() if seen.origins else {}
+        for key, sample in seen.samples.items():
+            known = {**self.lessees(key), **roots}
+            found = self._owners.sort(key[0], sample, seen.origins, known)
+            self.observed[key] = Observed(
+                seen=when,
+                used=sample.used,
+                utilisation=sample.utilisation,
+                others=found.others,
+                workers={worker: use.memory for worker, use in found.workers.items()},
+                outgrown=self.guard.check(key, found.workers, self._feed),
+                unknown=found.unknown,
+            )
+            self._note_others(key)
+        for key, health in seen.health.items():
+            self._health[key].note(seen.samples[key], health, seen.when)
+            self._conclude(key)
+        if seen.health:
+            self._owners.end_round(
+                {pid for each in seen.samples.values() for pid in each.processes or ()}
+            )
+            self.guard.tidy()
+
+    async def mind_foreign(self, foreign: str) -> None:
+        """Place on devices with others' processes last ("avoid"), or not ("wait").
+
+        Returns when it is known on which these are: tasks may come at once.
+        """
+        self.foreign = foreign
+        if foreign != IGNORE and self._health and self._thread.is_alive:
+            await asyncio.wait([self._has_looked], timeout=SILENT)
+            for key in self.observed:
+                self._note_others(key)
+
+    def _note_others(self, key: Key) -> None:
+        """Tell of the processes on a device that are not ours, when they change."""
+        if not self._has_looked.done():
+            self._has_looked.set_result(None)
+        if self.foreign == IGNORE or self._feed is None:
+            return
+        # This program is one of those who share; it would wait for itself.
+        others = [
+            process
+            for process in self.observed[key].others or ()
+            if process.pid != os.getpid()
+        ]
+        told = ""
+        if others:
+            names = (f"{each.name} (pid {each.pid})".lstrip() for each in others)
+            told = f"others' processes are on it: {listing(names, len(others))}"
+        if told != self._occupied.get(key, ""):
+            self._occupied[key] = told
+            self._feed(
+                Scheduler.device_foreign, *key, told or None, self.foreign == AVOID
+            )
+
+    def _conclude(self, key: Key) -> None:
+        """Tell of a device that is sick, or for another reason, or well."""
+        reason = self._health[key].reason
+        if reason is None and key[0] in self._mute:
+            reason = f"the driver has not answered for {SILENT:g} s"
+        if reason == self._told.get(key) or self._feed is None:
+            return
+        name, (kind, index) = self._thread.name_of(key), key
+        if reason is None:
+            del self._told[key]
+            _log.warning("! %s is well again", name)
+            self._feed(Scheduler.device_well, kind, index)
+        else:
+            self._told[key] = reason
+            _log.warning("! %s gets no new tasks until it is well: %s", name, reason)
+            self._feed(Scheduler.device_sick, kind, index, reason)
+
+    def _on_failed(self) -> None:
+        """Nobody looks any more: what was seen is no news."""
+        self.close()
+        self.observed.clear()
+
+
+def _nobody(_key: Key) -> Mapping[int, int]:
+    return {}
+
+
+def _ignore(_seen: Round) -> None:
+    """The node closes."""

@@ -1,0 +1,386 @@
+"""Staying awake for a moment, where the next message is about to come.
+
+Between a client and a worker a node has nothing to do for some tens of microseconds,
+and waking it costs more than that: measured on two cores, a call through the service
+takes 102 to 130 us with this and 290 us without. It costs CPU only while messages
+follow each other so closely that it pays, and a node of a program's own, on a loop
+that is not ours, never does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
+
+from aiogpu.linux.cgroup_hierarchy import NodeCgroup
+from aiogpu.runtime.devices.unwatched import Unasked
+from aiogpu.runtime.node_directory import remove_directory
+from aiogpu.runtime.zygote.launch import Ground
+from aiogpu.wire.setup import descriptor_path
+
+if TYPE_CHECKING:
+    from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.observe.status import Observations
+    from aiogpu.runtime.callers.programs import Answer, Clients, Premises
+    from aiogpu.runtime.callers.requests import Check, Nest
+    from aiogpu.runtime.connection import Peer
+    from aiogpu.runtime.descriptors import DescriptorLimit
+    from aiogpu.runtime.devices.binding import Assignment
+    from aiogpu.runtime.devices.monitor import DeviceMonitor
+    from aiogpu.runtime.devices.probe_thread import DeviceThread
+    from aiogpu.runtime.devices.release import Clearance
+    from aiogpu.runtime.driver import Driver
+    from aiogpu.runtime.objects.store import Passage, Store
+    from aiogpu.runtime.output.console import Console
+    from aiogpu.runtime.workers.pool import Pool
+    from aiogpu.runtime.zygote.generations import Zygotes
+
+
+SHORT: Final = 300e-6
+"""Seconds; after a pause between two messages that was no longer, it stays awake."""
+
+
+AWAKE: Final = 100e-6
+"""Seconds for which it does, from the last message on."""
+
+
+class Wakefulness:
+    """See above. Made for the running loop, told of each message."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._last = 0.0
+        self._is_awake = False
+        # With one CPU it would only keep the others from running.
+        self._may = len(os.sched_getaffinity(0)) > 1
+
+    def note(self, count: int) -> None:
+        """So many messages have come together.
+
+        Several are a flood: there the next ones are long under way, and whoever sends
+        them needs the CPU.
+        """
+        if count != 1:
+            self._last = 0.0
+            return
+        before, self._last = self._last, perf_counter()
+        if not self._is_awake and self._may and self._last - before < SHORT:
+            self._is_awake = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Have the loop look again at once, instead of sleeping."""
+        if perf_counter() - self._last < AWAKE:
+            self._loop.call_soon(self._look)
+        else:
+            self._is_awake = False
+
+
+SLACK: Final = 5.0
+"""Seconds that a stop may take beyond the grace that the core gives."""
+
+
+@dataclass(slots=True, eq=False)
+class Parts:
+    """All that a node is made of while it runs."""
+
+    directory: str
+    console: Console
+    zygotes: Zygotes
+    pool: Pool
+    limit: DescriptorLimit
+    server: asyncio.AbstractServer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Devices:
+    """What a node that has devices sees them with."""
+
+    thread: DeviceThread
+    clearance: Clearance
+    monitor: DeviceMonitor
+
+    def quit(self) -> None:
+        """Let nobody be told anything any more."""
+        self.monitor.close()
+        self.clearance.quit()
+
+
+class Supervisor:
+    """The life of one node's processes and sockets."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parts: Parts | None = None
+        self._peers: WeakSet[Peer] = WeakSet()
+        self._devices: Devices | None = None
+        self._passage: Passage | None = None
+        self._nest: Callable[[], Nest] | None = None
+        self.clients: Clients | None = None
+        self._note_heard: Callable[[int], object] = bool  # nobody wants to know
+        self.driver: Driver | None = None
+        self._is_over = False
+
+    async def start_zygote(
+        self,
+        preload: Sequence[str],
+        log_to_driver: bool,
+        learns: bool = False,
+        spill: str = "",
+    ) -> None:
+        """Make the directory and the socket, and start the zygote.
+
+        It is not waited for: the caller has a ledger to find out meanwhile. After
+        a failure, `stop` takes back what was made.
+
+        Raises:
+            NodeStartError: there is no place for the directory, or no interpreter.
+        """
+        ground = Ground.lay(NodeCgroup(self._loop), preload, learns, spill)
+        try:
+            parts = self._build(ground, preload, log_to_driver)
+        except BaseException:
+            ground.clear()
+            raise
+        self._parts = parts
+        from aiogpu.runtime.connection import Peer
+
+        pool, peers = parts.pool, self._peers
+
+        def accept() -> Peer:
+            peer = Peer(pool.greeted, self._heard)
+            peers.add(peer)
+            if self._is_over:
+                peer.abort()
+            return peer
+
+        parts.server = await self._loop.create_unix_server(
+            accept, sock=ground.listening
+        )
+        # While the zygote starts: nothing can have died yet.
+        pool.autopsy.begin()
+
+    def _build(self, ground: Ground, preload: Sequence[str], shows: bool) -> Parts:
+        # Imported while the zygote starts, not before.
+        from aiogpu.runtime.descriptors import descriptor_limit, warn_of_few
+        from aiogpu.runtime.output.console import Console
+        from aiogpu.runtime.workers.pool import Pool
+        from aiogpu.runtime.zygote.generations import Zygotes
+
+        directory = ground.around.directory
+        slots = descriptor_limit.acquire()
+        try:
+            console = Console(self._loop, shows)
+            zygotes = Zygotes(self._loop, console, ground.around, preload)
+            pool = Pool(self._loop, zygotes, console, directory)
+            pool.slots.bound(slots)
+            warn_of_few(pool.slots.most_workers)
+            zygotes.start(ground.first)
+        except BaseException:
+            descriptor_limit.release()
+            raise
+        return Parts(directory, console, zygotes, pool, descriptor_limit)
+
+    async def start_driver(
+        self,
+        scheduler: Scheduler,
+        assignment: Assignment,
+        store: Store,
+        check: Check,
+    ) -> Driver:
+        """Wait for the zygote; from here on tasks can run.
+
+        `check` raises where what a task wants to start can never be served.
+
+        Raises:
+            PreloadError: a module to preload cannot be imported.
+            NodeStartError: the zygote ended before it was ready.
+        """
+        assert self._parts is not None
+        # Imported while the zygote starts, not before.
+        from aiogpu.runtime.driver import Driver
+        from aiogpu.runtime.objects.store import Passage
+
+        clearance: Clearance | Unasked = Unasked()
+        if any(held.devices for held in scheduler.ledger.device_sets.values()):
+            # Before the zygote is ready: a driver may take seconds to start.
+            self._devices = self._watch(scheduler, assignment)
+            clearance = self._devices.clearance
+        pool = self._parts.pool
+        pool.use(store)
+        self._passage = Passage(
+            self._loop, descriptor_path(self._parts.directory), store
+        )
+        if not self._parts.zygotes.are_ready:
+            # A program's first function needs it, and now there is time.
+            import aiogpu.serialization.pickler  # noqa: F401
+        scheduler.worker_limit.bound(pool.slots.most_workers)
+        self.driver = Driver(self._loop, scheduler, pool, assignment, clearance)
+        if self._devices is not None:
+            self.driver.heed(self._devices.monitor)
+        nest = cache(partial(_open_nest, self.driver, pool, store, check))
+        pool.hearing.on_nested = lambda *said: nest().on_message(*said)
+        self._nest = nest
+        await self._parts.zygotes.ready()
+        return self.driver
+
+    def _watch(self, scheduler: Scheduler, assignment: Assignment) -> Devices:
+        """Begin to ask what is on the node's devices."""
+        from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
+        from aiogpu.runtime.devices.monitor import DeviceMonitor
+        from aiogpu.runtime.devices.probe_thread import DeviceThread
+        from aiogpu.runtime.devices.release import Clearance
+
+        devices = scheduler.ledger.device_sets.values()
+        thread = DeviceThread(self._loop, devices, assignment.accelerators)
+        guard = GpuMemoryGuard(scheduler, thread)
+        clearance = Clearance(self._loop, thread)
+        clearance.on_begun = guard.begin
+        monitor = DeviceMonitor(self._loop, thread, guard, self._roots)
+        return Devices(thread, clearance, monitor)
+
+    async def welcome(
+        self,
+        listening: socket.socket,
+        store: Store,
+        premises: Premises,
+        answers: Mapping[str, Answer],
+        logs: str | None = None,
+    ) -> Clients:
+        """Let other programs join over a socket.
+
+        Args:
+            listening: it is bound, and listens.
+            store: of the node's values.
+            premises: what they find here.
+            answers: what they can ask of the node.
+            logs: directory for what their tasks print; None for no log of it.
+        """
+        from aiogpu.runtime.callers.programs import Clients
+        from aiogpu.runtime.output.task_log import TaskLog
+
+        assert self._parts is not None
+        assert self.driver is not None
+        assert self._nest is not None
+        wakefulness = Wakefulness(self._loop)
+        self._note_heard = wakefulness.note
+        self.clients = Clients(
+            self._loop, self.driver, self._nest(), self._parts.zygotes, store, premises
+        )
+        self.clients.answers = answers
+        routes = self._parts.console.routes = self.clients.routes
+        self.driver.telling.routes = routes
+        routes.log = None if logs is None else TaskLog(logs)
+        await self.clients.listen(listening, wakefulness.note)
+        return self.clients
+
+    def _heard(self, count: int) -> None:
+        self._note_heard(count)
+
+    @property
+    def directory(self) -> str:
+        """Where the node's own sockets are."""
+        assert self._parts is not None
+        return self._parts.directory
+
+    async def stop(self) -> None:
+        """End tasks, workers, keepers, socket, directory and zygote, in that order."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        parts.console.hold_nothing()
+        if self.clients is not None:
+            self.clients.stop_listening()
+        if self._devices is not None:
+            self._devices.monitor.close()
+        if self.driver is not None:
+            config = self.driver.scheduler.config
+            await self.driver.close(config.cancel_grace + config.exit_grace + SLACK)
+        if self._devices is not None:
+            self._devices.quit()
+            await self._devices.thread.close()
+        await parts.pool.close()
+        if self.clients is not None:
+            # Told by now how all of theirs has ended.
+            self.clients.close()
+            await self.clients.routes.close()
+        parts.limit.release()
+        parts.pool.autopsy.close()
+        if self._passage is not None:
+            self._passage.close()
+        # Before the zygote is asked to end: if we are killed now, it does this. From
+        # here on nobody can come.
+        remove_directory(parts.directory)
+        # Whoever has connected and not said who it is, such as a late keeper; the loop
+        # may have let it in, and not have made its connection yet.
+        self._is_over = True
+        await parts.zygotes.close()
+        for peer in list(self._peers):
+            peer.abort()
+        # Not before: asyncio loses whom a server has let in as it closes.
+        if parts.server is not None:
+            parts.server.close()
+        await parts.zygotes.cgroup.remove()
+        await parts.console.drain(SLACK)
+        parts.console.close()
+
+    def abandon(self) -> None:
+        """Give up at once, where no loop runs any more; workers see us end."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.pool.autopsy.close()
+            remove_directory(parts.directory)
+            parts.limit.release()
+        if self._devices is not None:
+            self._devices.quit()
+            self._devices.thread.quit()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the live workers, by worker id, and of holders of leases."""
+        held = self.driver.holders if self.driver is not None else {}
+        return {**held, **self._parts.pool.pids} if self._parts is not None else {}
+
+    @property
+    def pool(self) -> Pool:
+        """The workers."""
+        assert self._parts is not None
+        return self._parts.pool
+
+    def enforce_gpu_memory(self, enforces: bool) -> None:
+        """Whether to end who uses more device memory than it reserved."""
+        if self._devices is not None:
+            self._devices.monitor.guard.enforces = enforces
+
+    async def mind_foreign(self, foreign: str) -> None:
+        """What follows from others' processes on devices; see `NodeOptions`."""
+        if self._devices is not None:
+            await self._devices.monitor.mind_foreign(foreign)
+
+    def _roots(self) -> dict[int, int]:
+        """The processes whose descendants are a worker's, with the worker's id."""
+        workers = self._parts.pool.workers.values() if self._parts is not None else ()
+        # A keeper adopts what its worker orphans.
+        keepers = {w.slot.keeper_pid: int(w.id) for w in workers if w.slot.keeper_pid}
+        return keepers | {w.pid: int(w.id) for w in workers if w.pid}
+
+    @property
+    def observed(self) -> Observations:
+        """What was last seen on the devices."""
+        return self._devices.monitor.observed if self._devices is not None else {}
+
+
+def _open_nest(driver: Driver, pool: Pool, store: Store, check: Check) -> Nest:
+    """Hear what tasks say of others that they start; few programs have such."""
+    from aiogpu.runtime.callers.requests import Nest
+
+    nest = Nest(driver, store, check)
+    pool.hearing.on_nested = nest.on_message
+    return nest

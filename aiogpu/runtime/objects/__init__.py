@@ -1,0 +1,1 @@
+"""Values and their shared memory, on the driver's side."""

@@ -1,0 +1,515 @@
+"""The values' shared memory on one node: what is written, read and lent to workers.
+
+Payloads of the program leave by `pack`, those of workers come in by `admit`, and all
+that goes to a worker goes by `dispatch`. What a payload refers to lives as long as the
+payload does, which is an object for that reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from aiogpu.errors import ProtocolError
+from aiogpu.linux.syscalls import peer_credentials
+from aiogpu.memory.mapping import Mappings, SegmentSpans
+from aiogpu.memory.segment import Segment
+from aiogpu.memory.segment_pool import SegmentPool
+from aiogpu.runtime.descriptors import values_limit
+from aiogpu.runtime.objects.segments import (
+    Lending,
+    ObjectMemory,
+    SharedSegment,
+    copy_of,
+    discard,
+    is_memory,
+    is_short,
+)
+from aiogpu.runtime.objects.values import Value, find, known
+from aiogpu.serialization.payload import Contents, Payload, is_parcel, unpack
+from aiogpu.serialization.references import APART, PickledValue
+from aiogpu.wire.messages import OWNER, SEGMENTS, Recycle
+from aiogpu.wire.messages import WARM as WARM_OF_WORKER
+
+if TYPE_CHECKING:
+    from aiogpu.memory.control_page import ControlPage
+    from aiogpu.runtime.callers.caller import Caller
+
+
+DEEPEST: Final = 4
+"""Parcels in which one may lie: of several results each is one, of these none has any.
+What is within is copied at each level."""
+
+
+WARM: Final = 1 << 30
+"""Bytes of segments that stand ready to be written again."""
+
+
+class Store:
+    """See above. Made for the running loop, used on it alone.
+
+    Attributes:
+        memory: how much it takes and may take.
+        clients: those that have joined the node, by id.
+        catch_up: takes in the workers that have connected for descriptors.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: ObjectMemory) -> None:
+        self._workers: Mapping[int, Caller] = {}
+        self.clients: dict[int, Caller] = {}
+        self.catch_up: Callable[[], object] = _nothing
+        self.memory = memory
+        self._loop = loop
+        self._warm = SegmentPool(SEGMENTS + 1, WARM, lambda: memory.directory)
+        self._mappings = Mappings(self._on_unmapped)
+        self._mapped: dict[int, SharedSegment] = {}
+        self._segments: weakref.WeakValueDictionary[int, SharedSegment] = (
+            weakref.WeakValueDictionary()
+        )
+        self._unused: deque[Callable[[], object]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Store {len(self._segments)} segments>"
+
+    def serve(self, workers: Mapping[int, Caller], page: ControlPage | None) -> None:
+        """Have these workers, by id, and no page if there are none any more."""
+        self._workers = workers
+        self.memory.show_on(page)
+
+    def caller(self, identity: int) -> Caller | None:
+        """The worker or the client of that id."""
+        return self._workers.get(identity) or self.clients.get(identity)
+
+    def pack(self, outgoing: PickledValue) -> bytes:
+        """Make the payload of what the program sends.
+
+        Raises:
+            SerializationError: it is too large for a frame, and there is no memory to
+                share.
+            ObjectMemoryError: there is no room for it.
+        """
+        values = tuple(handle.share() for handle in outgoing.handles)
+        for value in (*values, *outgoing.references):
+            self._check(value)
+        parts = tuple(
+            part if type(part) is bytes else self.pack(part) for part in outgoing.parts
+        )
+        contents = Contents(
+            stream=outgoing.stream,
+            needs=tuple(value.id for value in values),
+            places=outgoing.places,
+            parts=parts,
+            values=tuple(reference.id for reference in outgoing.references),
+            returns=outgoing.returns,
+        )
+        segment = shown = None
+        if outgoing.is_large:
+            shown = self._shown(outgoing)
+            if shown is not None:
+                segment = self._mapped[shown.segment]
+                contents = contents.placed(*shown)
+            else:
+                segment, contents = self._write(outgoing, contents)
+        parcel = Payload.of(contents, (segment, *outgoing.references), self, values)
+        parcel.is_shown = shown is not None
+        return parcel
+
+    def _check(self, value: Any) -> None:
+        """Raise `MisuseError` for a value that went with another node."""
+        payload = value.payload
+        if type(payload) is Payload and payload.source not in (None, self):
+            from aiogpu.serialization.references import of_closed_node
+
+            raise of_closed_node(value.name)
+
+    def _shown(self, outgoing: PickledValue) -> SegmentSpans | None:
+        """Where it lies already, if it is what somebody has written to a segment."""
+        if len(outgoing.stream) >= APART:
+            return None
+        return self._mappings.shown(outgoing.buffers)
+
+    def _write(
+        self, outgoing: PickledValue, contents: Contents
+    ) -> tuple[SharedSegment | None, Contents]:
+        buffers, stream = outgoing.laid_out()
+        try:
+            shared, spans = self._written(buffers)
+        except OSError:
+            # No descriptor, or no memory: then it travels as a whole.
+            whole = tuple(map(bytes, outgoing.buffers))
+            return None, contents._replace(buffers=whole)
+        contents = contents._replace(stream=stream)
+        return shared, contents.placed(shared.id, shared.size, spans)
+
+    def _written(
+        self, buffers: list[memoryview]
+    ) -> tuple[SharedSegment, tuple[tuple[int, int], ...]]:
+        """A segment with these, and where they are."""
+        room = Segment.room_for(buffer.nbytes for buffer in buffers)
+        is_scarce = room + self._warm.bytes_warm > self.memory.left
+        segment = self._warm.take(room, is_scarce)
+        try:
+            spans = segment.write(buffers)
+            descriptor = segment.share()
+            if descriptor >= values_limit():
+                # Workers could not connect any more, to be given what there is.
+                os.close(descriptor)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return self._shared(segment.id, descriptor, segment.size), spans
+        except BaseException:
+            self._warm.discard(segment.id)
+            raise
+
+    def _shared(
+        self, identity: int, content: int | mmap.mmap, size: int
+    ) -> SharedSegment:
+        if isinstance(content, mmap.mmap):
+            counted = self.memory.take_copy(size)
+            on_free = partial(self._on_copy_free, counted)
+        else:
+            counted = self.memory.take(content, size)
+            on_free = partial(self._on_free, counted)
+        shared = SharedSegment(identity, content, size, on_free)
+        self._segments[identity] = shared
+        return shared
+
+    def lending(self, caller: Caller) -> Lending:
+        """What a worker was lent."""
+        if caller.lending is None:
+            caller.lending = Lending(self._loop, caller.id)
+        return caller.lending
+
+    def announce(self, caller: Caller, identity: int) -> None:
+        """A worker speaks of a value that it may just have put: it is known by now.
+
+        What is said of it may be heard only when what was printed before is out.
+        """
+        if find(identity) is None:
+            self.lending(caller).lend(Value("put", identity=identity))
+
+    def admit(self, caller: Caller, payload: bytes, depth: int = 0) -> bytes:
+        """Take in the payload of a worker: what it refers to is kept from here on.
+
+        Args:
+            caller: who has sent it.
+            payload: as it has come.
+            depth: of how many others it is a part.
+
+        Raises:
+            ProtocolError: it refers to what is not there.
+        """
+        if not is_parcel(payload):
+            return payload
+        if depth > DEEPEST:
+            raise ProtocolError(f"a parcel within {depth} others")
+        contents = unpack(payload)
+        segment = None
+        if contents.segment:
+            segment = self._segments.get(contents.segment)
+            if segment is None:
+                segment = self._adopt(caller, contents)
+        values = tuple(map(known, contents.values))
+        needs = tuple(map(known, contents.needs))
+        parcel = Payload.of(contents, (segment, *values), self, needs, payload)
+        admit = partial(self.admit, caller, depth=depth + 1)
+        parcel.parts = tuple(map(admit, contents.parts))
+        return parcel
+
+    def _adopt(self, caller: Caller, contents: Contents) -> SharedSegment:
+        content = self._received(caller, contents.segment)
+        if isinstance(content, mmap.mmap):
+            size = len(content)
+        else:
+            size = os.fstat(content).st_size
+        if not 0 < contents.size <= size:
+            discard(content)
+            raise ProtocolError(f"the segment {contents.segment} is not of that size")
+        if isinstance(content, mmap.mmap):
+            self._close_original(contents.segment)
+        return self._shared(contents.segment, content, contents.size)
+
+    def _received(self, caller: Caller, segment: int) -> int | mmap.mmap:
+        """What a worker has written; it was sent first."""
+        if (segment - SEGMENTS) >> OWNER != caller.id:
+            raise ProtocolError(f"nobody has the segment {segment} any more")
+        lending = self.lending(caller)
+        self.memory.use_warm(lending.warm.pop(segment, 0))
+        if not lending.is_connected:
+            self.catch_up()
+        return lending.receive(segment)
+
+    def take_back(
+        self, caller: Caller, things: tuple[int, ...], counts: tuple[int, ...]
+    ) -> None:
+        """A worker has returned these things that often.
+
+        Among them may be what it has written, and then told nobody of. None at all are
+        `PRESSING`.
+        """
+        if not things:
+            self.lending(caller).take_in()
+        for strange in self.lending(caller).take_back(things, counts):
+            with suppress(ProtocolError):  # it has not got as far as to send it
+                discard(self._received(caller, strange))
+
+    def dispatch(self, caller: Caller, payload: bytes) -> bytes:
+        """Give the payload that a worker is sent, and lend it what that refers to."""
+        if type(payload) is not Payload:
+            return payload
+        parcel = filled(payload)
+        self._lend(self.lending(caller), parcel)
+        return parcel
+
+    def _lend(self, lending: Lending, parcel: Payload) -> None:
+        for thing in parcel.holds:
+            if isinstance(thing, SharedSegment | Value):
+                lending.lend(thing)
+        for part in parcel.parts:
+            if type(part) is Payload:
+                self._lend(lending, part)
+
+    def forget(self, lending: Lending, error: Exception, is_all: bool) -> None:
+        """A caller has ended: it has nothing any more.
+
+        Args:
+            lending: what it was lent.
+            error: for its values that will never come now.
+            is_all: whether also those end that its children were to give.
+        """
+        for value in lending.own_values():
+            if is_all or value.stop is None:
+                value.fail(error)
+        self.memory.use_warm(sum(lending.warm.values()))
+        lending.warm.clear()
+        lending.close()
+
+    def views(self, contents: Contents) -> list[memoryview]:
+        """The buffers of a parcel, for this process to read."""
+        segment = self._segments[contents.segment]
+        flat = contents.spans
+        spans = list(zip(flat[::2], flat[1::2], strict=True))
+        if segment.fd >= 0 and not self._mappings.is_mapped(segment.id) and is_short():
+            # A mapping has a descriptor of its own up to Python 3.12.
+            self._keep_copy(segment)
+        if segment.copy is not None:
+            return views_of(segment, spans)
+        self._mapped[segment.id] = segment
+        found: list[memoryview] = self._mappings.views(
+            segment.id, segment.fd, segment.size, spans
+        )
+        return found
+
+    def _keep_copy(self, segment: SharedSegment) -> None:
+        copy = copy_of(segment.fd)
+        if copy is None:
+            return
+        # Counted for the segment until now; on disk it was not.
+        in_memory = segment.size if is_memory(segment.fd) else 0
+        counted = in_memory or self.memory.take_copy(segment.size)
+        segment.keep_copy(copy, partial(self._on_copy_free, counted))
+        self._close_original(segment.id)
+
+    def _close_original(self, identity: int) -> None:
+        """Have the writer close a segment of which this process has a copy."""
+        owner = (identity - SEGMENTS) >> OWNER
+        writer = self.caller(owner) if owner else None
+        if not owner:
+            self._warm.discard(identity)
+        elif writer is not None and writer.peer is not None:
+            writer.peer.send(Recycle((-identity,)))
+
+    def _on_copy_free(self, counted: int, _: int) -> None:
+        self._unused.append(lambda: self.memory.give_back(counted))
+        self._look_soon()
+
+    def _on_unmapped(self, identity: int) -> None:
+        self._unused.append(lambda: self._forget_mapping(identity))
+        self._look_soon()
+
+    def _on_free(self, counted: int, identity: int) -> None:
+        self._unused.append(lambda: self._reclaim(identity, counted))
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        while self._unused:
+            self._unused.popleft()()
+
+    def _forget_mapping(self, identity: int) -> None:
+        if not self._mappings.is_mapped(identity):
+            self._mapped.pop(identity, None)
+
+    def _reclaim(self, identity: int, counted: int) -> None:
+        """Nobody reads it: its writer may write it again."""
+        self.memory.give_back(counted)
+        owner = (identity - SEGMENTS) >> OWNER
+        if not owner:
+            with suppress(KeyError):  # the store was closed
+                self._warm.give_back(identity)
+            return
+        writer = self.caller(owner)
+        if writer is not None and writer.peer is not None:
+            warm = self.lending(writer).warm
+            is_kept = sum(warm.values()) + counted <= WARM_OF_WORKER
+            is_kept = is_kept and self.memory.keep_warm(counted)
+            if is_kept:
+                warm[identity] = counted
+            writer.peer.send(Recycle((identity if is_kept else -identity,)))
+
+    def close(self) -> None:
+        """Give up this process's hold on all of it; what is mapped stays until read."""
+        self._look()
+        self._warm.close()
+
+
+def views_of(segment: SharedSegment, spans: list[tuple[int, int]]) -> list[memoryview]:
+    """The buffers of a segment of which there is a copy.
+
+    Raises:
+        ValueError: one is outside of it.
+    """
+    assert segment.copy is not None
+    whole = memoryview(segment.copy).toreadonly()
+    for offset, length in spans:
+        if offset < 0 or length < 0 or offset + length > segment.size:
+            raise ValueError(f"span {(offset, length)} is outside of {segment!r}")
+    return [whole[offset : offset + length] for offset, length in spans]
+
+
+def filled(parcel: Payload) -> Payload:
+    """Arguments, with the values that they need if they need some."""
+    if not parcel.needs:
+        return parcel
+    parts: tuple[Any, ...] = tuple(value.payload for value in parcel.needs)
+    contents = parcel.contents._replace(parts=parts)
+    return Payload.of(contents, parcel.holds, parcel.source)
+
+
+def _nothing() -> None:
+    """Nobody can connect yet."""
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+BACKLOG: Final = 64
+
+
+RETRY: Final = 0.1
+"""Seconds after which connections are accepted again where that was not possible."""
+
+
+ID: Final = 8
+"""Bytes of a worker's id, the lowest first."""
+
+
+WITHIN: Final = 10.0
+"""Seconds in which it says its id; it does so at once, unless it is stopped."""
+
+
+class Passage:
+    """Accepts workers' connections and hands them to what keeps their loans."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, path: str, store: Store
+    ) -> None:
+        self._loop = loop
+        self._store = store
+        self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.setblocking(False)
+        self._listening.bind(path)
+        self._listening.listen(BACKLOG)
+        self._later: asyncio.TimerHandle | None = None
+        self._listen()
+        store.catch_up = self.catch_up
+
+    def _listen(self) -> None:
+        self._later = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _accept(self) -> bool:
+        try:
+            connected, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            # No descriptor, or no memory: who waits there is asked in again later.
+            _log.warning("! a worker cannot connect for shared memory yet: %s", error)
+            self._loop.remove_reader(self._listening.fileno())
+            if self._later is None:
+                self._later = self._loop.call_later(RETRY, self._listen)
+            return False
+        connected.setblocking(False)
+        if peer_credentials(connected).uid != os.geteuid():
+            connected.close()
+            return True
+        late = self._loop.call_later(WITHIN, self._turn_away, connected)
+        self._greeting[connected] = late
+        self._loop.add_reader(connected.fileno(), partial(self._greet, connected))
+        return True
+
+    def catch_up(self) -> None:
+        """Take in who has connected, before the loop comes to tell of it.
+
+        What a worker says of a segment may come first by the other socket.
+        """
+        while self._accept():
+            pass
+        for connected in list(self._greeting):
+            self._greet(connected)
+
+    def _turn_away(self, connected: socket.socket) -> None:
+        """It has said nothing."""
+        self._loop.remove_reader(connected.fileno())
+        del self._greeting[connected]
+        connected.close()
+
+    def _greet(self, connected: socket.socket) -> None:
+        told = b""
+        try:
+            told = connected.recv(ID)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # it has gone
+        self._greeting.pop(connected).cancel()
+        self._loop.remove_reader(connected.fileno())
+        caller = self._store.caller(int.from_bytes(told, "little"))
+        if caller is None or len(told) != ID:
+            connected.close()
+            return
+        lending, pid = self._store.lending(caller), peer_credentials(connected).pid
+        if lending.is_connected or (caller.pid and caller.pid != pid):
+            _log.warning(
+                "! refused shared memory to process %d, which says that it is number "
+                "%d (process %d): each connects once, and for itself",
+                *(pid, caller.id, caller.pid),
+            )
+            connected.close()
+            return
+        lending.connect(connected)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        if self._later is not None:
+            self._later.cancel()
+        for late in self._greeting.values():
+            late.cancel()
+        for sock in (*self._greeting, self._listening):
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._greeting.clear()

@@ -1,0 +1,198 @@
+"""Values: results, and what was put, as this process keeps them for others.
+
+Whoever refers to one keeps it alive: a handle, a task that waits for it, a payload that
+holds a handle to it, a worker that was lent one. With the last of these it is freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from _thread import _local
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+from aiogpu.errors import ProtocolError
+from aiogpu.runtime.calls import tell_fault
+from aiogpu.serialization.payload import Payload
+
+if TYPE_CHECKING:
+    from aiogpu.runtime.calls import Receiver
+    from aiogpu.wire.messages import Failed
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+_ids: Final = count(1)
+
+
+_known: Final[WeakValueDictionary[int, Value]] = WeakValueDictionary()
+
+
+class _Watchers(_local):
+    """The watchers of settled values that have yet to be called, in order.
+
+    One queue per thread. A watcher often settles the next value: a task fails because
+    its argument has failed, and so on. The queue keeps a chain of any length at the
+    same depth of the stack.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Callable[[Value], object], Value]] = deque()
+        self._is_calling = False
+
+    def call(self, value: Value, watchers: list[Callable[[Value], object]]) -> None:
+        """Call watchers with a value, after those that were queued before."""
+        queue = self._queue
+        queue.extend((watcher, value) for watcher in watchers)
+        if self._is_calling:
+            return
+        self._is_calling = True
+        interrupt: BaseException | None = None
+        while queue:
+            watcher, settled = queue.popleft()
+            try:
+                watcher(settled)
+            except Exception:  # noqa: BLE001 - the others wait as well
+                _log.exception("! a watcher of %r failed", settled)
+            except BaseException as error:  # noqa: BLE001 - raised when all are told
+                interrupt = error
+        self._is_calling = False
+        if interrupt is not None:
+            raise interrupt
+
+
+_watchers: Final = _Watchers()
+
+
+class Value:
+    """A value that is there, or still to come; also the receiver of its coming.
+
+    Attributes:
+        id: by which others ask for it; of those that workers put, below zero.
+        name: of the task whose result it is, for messages.
+        task: that task, 0 for none.
+        payload: the value pickled, None if it is not there.
+        stop: stops who makes it, None if nobody does.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_error",
+        "_failed",
+        "_watchers",
+        "id",
+        "name",
+        "payload",
+        "stop",
+        "task",
+    )
+
+    def __init__(self, name: str, task: int = 0, identity: int = 0) -> None:
+        self.id = identity or next(_ids)
+        self.name = name
+        self.task = task
+        self.payload: bytes | None = None
+        self.stop: Callable[[], object] | None = None
+        self._failed: Failed | None = None
+        self._error: Exception | None = None
+        self._watchers: list[Callable[[Value], object]] = []
+        _known[self.id] = self
+
+    def __repr__(self) -> str:
+        state = (
+            "pending" if self.is_pending else "failed" if self.has_failed else "here"
+        )
+        return f"<Value {self.id} of {self.name}, {state}>"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it will never be there."""
+        return self._failed is not None or self._error is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is still to come."""
+        return self.payload is None and not self.has_failed
+
+    def watch(self, call: Callable[[Value], object]) -> None:
+        """Call with this value when it has come or failed; now, if it has.
+
+        If it settles while another watcher runs, the call follows that watcher.
+        """
+        if self.is_pending:
+            self._watchers.append(call)
+        else:
+            call(self)
+
+    def unwatch(self, call: Callable[[Value], object]) -> None:
+        """Undo `watch`."""
+        if call in self._watchers:
+            self._watchers.remove(call)
+
+    def tell(self, receiver: Receiver) -> None:
+        """Tell someone how it has come out; it is not pending."""
+        try:
+            if self._failed is not None:
+                receiver.reject(self._failed)
+            elif self._error is not None:
+                receiver.fail(self._error)
+            elif self.payload is not None:
+                receiver.receive(self.payload)
+        except Exception as error:  # noqa: BLE001 - it is told to who waits
+            tell_fault(receiver, error)
+
+    def receive(self, payload: bytes) -> None:
+        """It has come."""
+        if self.is_pending:
+            self.payload = payload
+            self._settle()
+
+    def reject(self, failed: Failed) -> None:
+        """It will not come, as the worker says."""
+        if self.is_pending:
+            self._failed = failed
+            self._settle()
+
+    def fail(self, error: Exception) -> None:
+        """It will not come."""
+        if self.is_pending:
+            self._error = error
+            self._settle()
+
+    def _settle(self) -> None:
+        self.stop = None
+        watchers, self._watchers = self._watchers, []
+        if watchers:
+            _watchers.call(self, watchers)
+
+
+def find(identity: int) -> Value | None:
+    """The value of that id, if somebody has it."""
+    return _known.get(identity)
+
+
+def known(identity: int) -> Value:
+    """The value of that id.
+
+    Raises:
+        ProtocolError: nobody has it any more.
+    """
+    value = _known.get(identity)
+    if value is None:
+        raise ProtocolError(f"nobody has the value {identity} any more")
+    return value
+
+
+def unfinished_in(payload: bytes) -> Iterator[int]:
+    """The unfinished tasks to whose results a payload holds handles."""
+    if type(payload) is not Payload:
+        return
+    for thing in payload.holds:
+        if isinstance(thing, Value) and thing.is_pending and thing.task:
+            yield thing.task
+    for part in payload.parts:
+        yield from unfinished_in(part)

@@ -1,0 +1,1 @@
+"""What tasks print, on its way to a terminal or a log."""

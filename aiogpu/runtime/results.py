@@ -1,0 +1,176 @@
+"""How owners are told what has become of their tasks: one effect of the core each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from aiogpu.core.effects import Failure
+from aiogpu.core.model.ids import OWN, TaskId, WorkerId
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.errors import DeadlockError, TaskTimeoutError
+from aiogpu.observe.status import Failures
+from aiogpu.runtime.calls import Call, pass_on, tell_fault
+from aiogpu.runtime.workers.commands import Orders
+from aiogpu.runtime.workers.death import Death, describe_death
+from aiogpu.runtime.workers.slots import LiveWorker
+from aiogpu.serialization.exceptions import STOPPED
+from aiogpu.wire.messages import Done, Failed, Items
+
+if TYPE_CHECKING:
+    from aiogpu.core import effects
+    from aiogpu.core.scheduler.scheduler import Scheduler
+    from aiogpu.runtime.devices.memory_guard import GpuMemoryGuard
+    from aiogpu.runtime.memory_monitor import MemoryGuard
+    from aiogpu.runtime.output.console import Routes
+
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Telling:
+    """Tells the receivers of one node's calls.
+
+    Attributes:
+        deaths: how workers have ended of which the core is being told.
+        gpu_guard: knows whom it has ended for device memory; None until there is one.
+        failures: the last that have failed.
+        routes: tells other programs; None where there are none.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, calls: ShardedDict[Call], guard: MemoryGuard
+    ) -> None:
+        self._scheduler = scheduler
+        self.deaths: dict[WorkerId, Death] = {}
+        self.gpu_guard: GpuMemoryGuard | None = None
+        self.failures = Failures()
+        self.routes: Routes | None = None
+        self._calls = calls
+        self._guard = guard
+
+    def settle(self, effect: effects.Settle) -> None:
+        """Its code has ended: tell what came of it."""
+        calls, task = self._calls, effect.task
+        call = calls.young.pop(task, None) or calls.pop(task)
+        receiver, answer = call.receiver, call.answer
+        assert receiver is not None, call
+        try:
+            if type(answer) is Done:
+                receiver.receive(answer.payload)
+                return
+            if type(answer) is Failed:
+                if answer.kind != STOPPED:
+                    self.note(task, call, answer.type_name, answer.message)
+                receiver.reject(answer)
+        except Exception as error:  # noqa: BLE001 - it is told to who waits
+            tell_fault(receiver, error)
+
+    def fail(self, effect: effects.Fail) -> None:
+        """There will be no result: tell why."""
+        call, task, reason = self._calls[effect.task], effect.task, effect.reason
+        spec = call.site.spec
+        match effect.failure:
+            case Failure.EXPIRED:
+                timeout = f"{spec.timeout or 0.0:g} s"
+                self.note(task, call, TaskTimeoutError.__name__, timeout)
+                call.tell_timeout()
+            case Failure.LOST:
+                assert effect.worker is not None, effect
+                death = self.deaths[effect.worker]
+                error = self.cause_of(task, spec.name, effect.worker, death)
+                if reason:
+                    error.add_note(reason)
+                self.note(task, call, type(error).__name__, str(error))
+                call.tell(error)
+            case Failure.DEADLOCKED:
+                self.note(task, call, DeadlockError.__name__, reason)
+                call.tell_deadlock(reason)
+            case Failure.DISOWNED:
+                call.tell_disowned()
+            case Failure.ABANDONED:
+                call.tell_closed()
+            case Failure.EVICTED:
+                from aiogpu.runtime.callers.leases import removed
+
+                gang = spec.shape.request.gang
+                assert gang is not None, effect
+                call.tell(removed(gang.name, spec.name, reason))
+            case Failure.MISFIT:
+                from aiogpu.runtime.callers.leases import misfit
+
+                call.tell(misfit(spec, reason))
+
+    def cause_of(self, task: int, name: str, worker: int, death: Death) -> Exception:
+        """The error of what a worker has run that has died: a task, or an actor."""
+        guard = self.gpu_guard
+        return (
+            (guard.explain(worker, task) if guard is not None else None)
+            or self._guard.explain(name, worker, death)
+            or describe_death(name, death)
+        )
+
+    def warn(self, effect: effects.Warn) -> None:
+        """It waits for what is held without end: tell the program whose it is."""
+        from aiogpu.observe.status import Holdings
+        from aiogpu.observe.why import stall_in_words, why_waiting
+
+        node, client = self._scheduler, self._calls[effect.task].client
+        # The scheduler's clock is the loop's: this is the moment it has just seen.
+        holdings = Holdings(node.holders, {}, asyncio.get_running_loop().time())
+        record = node.tasks[effect.task]
+        reason = stall_in_words(why_waiting(node, record, holdings))
+        if self.routes is None or not self.routes.warn(client, reason):
+            _log.warning("! %s", reason)
+
+    def forget(self, effect: effects.Forget) -> None:
+        """Nobody waits for it."""
+        del self._calls[effect.task]
+
+    def note_call(self, actor: int, name: str, failed: Failed) -> None:
+        """Remember the failure of a call of an actor."""
+        client, now = self.client_of(actor), time.monotonic()
+        told = failed.type_name, failed.message
+        self.failures.note(now, actor, name, *told, client)
+
+    def client_of(self, task: int) -> int:
+        """The program whose a task is that has not ended, or an actor."""
+        call = self._calls.get(TaskId(task))
+        return OWN if call is None else call.client
+
+    def note(self, task: int, call: Call, error: str, message: str) -> None:
+        """Remember a failure that somebody is told of."""
+        if call.receiver is not None:
+            now, name = time.monotonic(), call.site.spec.name
+            self.failures.note(now, task, name, error, message, call.client)
+
+
+class Streams:
+    """The tasks and calls of one node whose generators yield."""
+
+    def __init__(self, calls: ShardedDict[Call], orders: Orders) -> None:
+        self._calls = calls
+        self._orders = orders
+
+    def on_items(self, worker: LiveWorker, message: Items) -> None:
+        """A worker's generator has yielded."""
+        if worker.actor is not None:
+            asked = worker.actor.calls.get(message.task)
+            if asked is not None:
+                asked.passed += len(message.payloads)
+                pass_on(asked.receiver, message.payloads)
+            return
+        call = self._calls.get(TaskId(message.task))
+        if call is not None and call.worker == worker.id:
+            call.passed += len(message.payloads)
+            pass_on(call.receiver, message.payloads)
+
+    def demand(self, task: int, limit: int) -> None:
+        """A task may yield so many items in all, over all attempts at it."""
+        call = self._calls.get(TaskId(task))
+        if call is None:
+            return
+        call.limit = limit
+        self._orders.demand(call.worker, task, limit)

@@ -1,0 +1,205 @@
+"""What workers are told: by message, or by the page where they do not listen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+from aiogpu.core.model.ids import TaskId, WorkerId
+from aiogpu.core.queue.sharded_dict import ShardedDict
+from aiogpu.core.scheduler.scheduler import Feed, Scheduler
+from aiogpu.core.scheduler.workers import Workers
+from aiogpu.memory.control_page import ALL, ControlPage
+from aiogpu.runtime.calls import Call
+from aiogpu.runtime.workers.slots import LiveWorker
+from aiogpu.wire.codec import LARGE
+from aiogpu.wire.messages import (
+    Bind,
+    Cancel,
+    Create,
+    Demand,
+    Drop,
+    Leave,
+    Message,
+    Run,
+    Signal,
+)
+
+
+class Orders:
+    """The way to the live workers of one node."""
+
+    def __init__(self, workers: Mapping[int, LiveWorker], page: ControlPage) -> None:
+        self._workers = workers
+        self._page = page
+
+    def assign(
+        self, worker_id: int, task: int, call: Call, bind: Bind | None, is_last: bool
+    ) -> None:
+        """Send a task; `bind` comes first where the worker is fresh."""
+        worker = self._workers[worker_id]
+        site, peer = call.site, worker.peer
+        if peer is None:
+            return
+        # It is idle, so what came by its pipes is of tasks that have ended.
+        if worker.slot.output.last:
+            worker.slot.output.last.clear()
+        run = call.run(task, is_last, worker)
+        if bind is None and site.id in worker.sites:
+            peer.send_one(run)
+            return
+        messages: list[Message] = [] if bind is None else [bind]
+        peer.send(*messages, *worker.introduce(site), run)
+
+    def create(self, worker_id: int, call: Call, bind: Bind | None, it: Create) -> None:
+        """Have a worker become an actor."""
+        worker = self._workers[worker_id]
+        if worker.peer is not None:
+            worker.slot.output.last.clear()
+            first = [] if bind is None else [bind]
+            it = it._replace(payload=worker.borrow(it.payload))
+            worker.peer.send(*first, *worker.introduce(call.site), it)
+
+    def demand(self, worker_id: int, task: int, limit: int) -> None:
+        """Let a task's generator yield so many items in all."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.peer is not None:
+            worker.peer.post(Demand(task, limit))
+
+    def drop(self, worker: LiveWorker, call: int, count: int) -> None:
+        """Tell an actor's process that nobody wants a call's answer any more."""
+        if worker.peer is not None:
+            worker.peer.send(Drop(call))
+            self._page.drop(worker.slot.index, count)
+
+    def call_off(self, worker: LiveWorker) -> None:
+        """Have an actor end and begin no more of what it was sent."""
+        self._page.drop(worker.slot.index, ALL)
+        if worker.peer is not None:
+            worker.peer.send(Leave())
+
+    def expect_actor(self, worker: LiveWorker) -> None:
+        """Of a worker that becomes an actor nothing was dropped, and nothing begun.
+
+        What the page says may be of the slot's worker before it.
+        """
+        self._page.drop(worker.slot.index, 0)
+        self._page.note_begun(worker.slot.index, 0)
+
+    def send_ahead(self, worker_id: int, calls: list[tuple[TaskId, Call]]) -> None:
+        """Send tasks to a worker that runs another, in one write."""
+        worker = self._workers[worker_id]
+        if worker.peer is None:
+            return
+        messages: list[Message] = []
+        for task, call in calls:
+            site, payload = call.site, call.payload
+            if site.id not in worker.sites:
+                messages += worker.introduce(site)
+            if site.window or type(payload) is not bytes:
+                messages.append(call.run(task, False, worker))
+            else:
+                messages.append(Run(task, site.id, payload, False, call.number))
+        worker.peer.send(*messages)
+
+    def is_reached(self, worker_id: int) -> bool:
+        """Whether a worker could have read all that it was sent."""
+        worker = self._workers.get(worker_id)
+        return worker is None or worker.peer is None or not worker.peer.unsent
+
+    def revoke(self, worker_id: int, below: int) -> None:
+        """See to it that a worker begins nothing that it was sent before."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._page.revoke(worker.slot.index, below)
+
+    def begun(self, worker_id: int) -> int:
+        """The number of what a worker has begun last, 0 for nothing."""
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else self._page.begun(worker.slot.index)
+
+    def interrupt(
+        self, worker_id: int, task: int, attempt: int, is_coroutine: bool
+    ) -> None:
+        """Ask a worker to stop a task: a coroutine by message first, then by signal."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.status is not None:
+            return
+        slot = worker.slot
+        self._page.ask(slot.index, task)
+        if self._page.heard(slot.index) == task:
+            return
+        if is_coroutine and attempt == 0:
+            if worker.peer is not None:
+                worker.peer.send(Cancel(task))
+        elif slot.keeper is not None:
+            slot.keeper.send(Signal(worker_id))
+
+
+SETTLES: Final = 1e-3
+"""Seconds after which both sides have seen what the other wrote to the page before:
+a store leaves its processor within microseconds."""
+
+
+class TakingBack:
+    """Carries out `Revoke`, and answers with `Revoked`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        workers: Workers,
+        calls: ShardedDict[Call],
+        orders: Orders,
+        feed: Feed,
+    ) -> None:
+        self._loop = loop
+        self._workers = workers
+        self._calls = calls
+        self._orders = orders
+        self._feed = feed
+
+    def revoke(self, worker: WorkerId, number: int, below: int) -> None:
+        """See to it that a worker begins nothing more of what it was sent.
+
+        Args:
+            worker: whose work it is.
+            number: of the revocation, for the answer.
+            below: all that was sent has a lower number.
+        """
+        if self._is_large_or_late(worker):
+            # It cannot have begun what has not reached it; it is no worse for that.
+            tell = partial(self._tell, worker, number, is_left_alone=True)
+        else:
+            self._orders.revoke(worker, below)
+            tell = partial(self._tell, worker, number)
+        self._loop.call_later(SETTLES, tell)
+
+    def _is_large_or_late(self, worker: WorkerId) -> bool:
+        """Whether a worker may still be receiving the one task that it was sent."""
+        record = self._workers.get(worker)
+        if record is None or record.task is None or record.queue:
+            return False
+        is_large = len(self._calls[record.task.id].payload) >= LARGE
+        return is_large or not self._orders.is_reached(worker)
+
+    def _tell(self, worker: WorkerId, number: int, is_left_alone: bool = False) -> None:
+        began = self.sent_as(worker, self._orders.begun(worker))
+        record = self._workers.get(worker)
+        if is_left_alone and record is not None and record.task is not None:
+            began = record.task.id
+        self._feed(Scheduler.revoked, worker, number, began)
+
+    def sent_as(self, worker: WorkerId, number: int) -> TaskId | None:
+        """The task that a worker was sent under a number, if it still has it."""
+        record = self._workers.get(worker)
+        if record is None or record.task is None:
+            return None
+        for sent in (record.task, *record.queue):
+            call = self._calls[sent.id]
+            # An actor's calls have higher numbers than it has itself.
+            is_begun_actor = call.site.actor is not None and number > call.number
+            if call.number == number or is_begun_actor:
+                return sent.id
+        return None

@@ -1,0 +1,332 @@
+"""When no worker can be started now, and what is said of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from typing import Final, NamedTuple
+
+from aiogpu.core.model.units import size
+from aiogpu.errors import (
+    ActorDiedError,
+    NodeStartError,
+    OutOfMemoryError,
+    WorkerDiedError,
+)
+from aiogpu.linux.procfs import Findings
+
+_USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+SCARCE: Final = (*_USED_UP, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+"""What the kernel says where something is used up that others may give back, or where
+the node's directory is gone. The workers that are there can run what waits."""
+
+
+NO_PROCESS: Final = (*_USED_UP, errno.EAGAIN)
+"""Where a process cannot be started for want of something (fork(2))."""
+
+
+class CrowdedError(OSError):
+    """There is no room for another slot now; there may be later."""
+
+
+class UnavailableError(NodeStartError):
+    """There is no zygote for an environment now; there may be one later."""
+
+
+def is_scarcity(error: BaseException | None) -> bool:
+    """Whether a process could not be started for want of what others may give back."""
+    return isinstance(error, OSError) and error.errno in NO_PROCESS
+
+
+NOT_STARTED: Final = "not started"
+
+
+EXIT: Final = "exit"
+
+
+OUT_OF_MEMORY: Final = "out of memory"
+
+
+KILLED: Final = "killed"
+
+
+SIGNAL: Final = "signal"
+
+
+KEEPER_DIED: Final = "keeper died"
+
+
+DISCONNECTED: Final = "disconnected"
+
+
+ENDED: Final = "ended"
+
+
+INTERNAL: Final = "internal"
+
+
+CROWDED: Final = "crowded"
+"""There is no room for it now: its task waits. No user is told this one."""
+
+
+UNAVAILABLE: Final = "unavailable"
+"""There is no zygote for it now: its task waits. No user is told this one."""
+
+
+class Told(NamedTuple):
+    """What is said of a cause: what it probably was, and what to do about it."""
+
+    what: str
+    advice: str
+
+
+_NATIVE: Final = (
+    "Run the function in this process, or call faulthandler.enable() in it, to see "
+    "where."
+)
+
+
+_CRASHES: Final[dict[int, tuple[str, Told]]] = {
+    signal.SIGSEGV: (
+        "segfault",
+        Told("native code used memory that is not its own", _NATIVE),
+    ),
+    signal.SIGBUS: (
+        "bus error",
+        Told(
+            "a mapped file has shrunk, or shared memory (/dev/shm) is full",
+            "See `df /dev/shm`. " + _NATIVE,
+        ),
+    ),
+    signal.SIGFPE: (
+        "arithmetic error",
+        Told("native code divided by zero, most often", _NATIVE),
+    ),
+    signal.SIGILL: (
+        "illegal instruction",
+        Told(
+            "native code was built for another processor",
+            "Install a build of the library for this one.",
+        ),
+    ),
+    signal.SIGABRT: (
+        "abort",
+        Told("native code gave up: a failed assertion, a C++ exception", _NATIVE),
+    ),
+}
+
+
+_OTHERS: Final[dict[str, Told]] = {
+    NOT_STARTED: Told(
+        "it never came up",
+        "See whether this machine has processors and memory to spare.",
+    ),
+    EXIT: Told(
+        "probably os._exit(), or exit() in native code",
+        "Return, or raise an exception, where the task is to end.",
+    ),
+    OUT_OF_MEMORY: Told(
+        "the kernel ended it because memory ran out",
+        "Give the task memory=... so that fewer run at once, or raise the limit.",
+    ),
+    KILLED: Told(
+        "somebody else sent that signal, or a batch system's limit was reached",
+        "See the log of what watches over processes on this machine.",
+    ),
+    SIGNAL: Told(
+        "the function sent it to its own process, or somebody else did",
+        "See what sends signals on this machine.",
+    ),
+    KEEPER_DIED: Told(
+        "the keeper process of its slot died",
+        "aiogpu-keep-* processes must not be killed.",
+    ),
+    DISCONNECTED: Told(
+        "it had closed its connection to the node, so aiogpu ended it",
+        "Close only descriptors that the function has opened (no os.closerange).",
+    ),
+    ENDED: Told(
+        "aiogpu ended it, with another task that did not stop when it was to",
+        "Have tasks heed KeyboardInterrupt or CancelledError.",
+    ),
+    INTERNAL: Told(
+        "aiogpu ended it after an error of its own",
+        "The function is not to blame. Please report it, with the node's log.",
+    ),
+}
+
+
+def find_cause(status: int | None, known: str, findings: Findings) -> str:
+    """The probable cause; one of those that `WorkerDiedError.cause` lists.
+
+    Args:
+        status: wait status of the worker, None if it never started.
+        known: what the driver knows of it by itself, "" for nothing.
+        findings: what the kernel says, where it was asked.
+    """
+    if status is None:
+        return NOT_STARTED
+    if not os.WIFSIGNALED(status):
+        # It may have left by itself just before aiogpu would have ended it.
+        return known if known in (KEEPER_DIED, INTERNAL) else EXIT
+    number = os.WTERMSIG(status)
+    if number != signal.SIGKILL:
+        return _CRASHES[number][0] if number in _CRASHES else SIGNAL
+    if "Killed process" in findings.log or (findings.group_kills and not known):
+        return OUT_OF_MEMORY
+    if known:
+        return known
+    return OUT_OF_MEMORY if findings.machine_kills else KILLED
+
+
+def tell(cause: str) -> Told:
+    """What is said of a cause."""
+    for name, told in _CRASHES.values():
+        if name == cause:
+            return told
+    return _OTHERS[cause]
+
+
+def is_kernels(status: int | None, known: str) -> bool:
+    """Whether the kernel may have something to say of such an end."""
+    if status is None or not os.WIFSIGNALED(status):
+        return False
+    number = os.WTERMSIG(status)
+    return number in _CRASHES or (number == signal.SIGKILL and known != ENDED)
+
+
+QUOTED: Final = 500
+"""Characters of a line that an error's text quotes; `last_output` has all of it."""
+
+
+class Death(NamedTuple):
+    """How a worker ended.
+
+    Attributes:
+        pid: its process id, 0 if it never started.
+        status: its wait status (waitpid(2)), None if it never started.
+        last_output: the last lines that it wrote.
+        reason: why it never started, or what is known beyond the status.
+        begun: number of the task that it had begun last.
+        known: the cause, where the driver knows it by itself, else "".
+        findings: what the kernel says of it.
+    """
+
+    pid: int = 0
+    status: int | None = None
+    last_output: tuple[str, ...] = ()
+    reason: str = ""
+    begun: int = 0
+    known: str = ""
+    findings: Findings = Findings()
+
+
+def stillbirth(error: Exception) -> Death:
+    """The death of a worker for which there is no slot, or no zygote."""
+    if isinstance(error, CrowdedError):
+        return Death(reason=str(error), known=CROWDED)
+    if isinstance(error, UnavailableError):
+        return Death(reason=str(error), known=UNAVAILABLE)
+    told = "no slot can be made: " if isinstance(error, OSError) else ""
+    return Death(reason=f"{told}{error}")
+
+
+def describe_death(task_name: str, death: Death) -> WorkerDiedError:
+    """The error of a task whose worker has died, with all that is known."""
+    cause = find_cause(death.status, death.known, death.findings)
+    if death.status is None:
+        return WorkerDiedError(
+            f"no worker could be started for {task_name}: {death.reason}", cause=cause
+        )
+    number = os.WTERMSIG(death.status) if os.WIFSIGNALED(death.status) else None
+    code = os.WEXITSTATUS(death.status) if os.WIFEXITED(death.status) else None
+    if number is not None:
+        how = f"was ended by signal {number} ({_signal_name(number)})"
+    else:
+        how = f"exited with code {code} without answering"
+    what, advice = tell(cause)
+    log = f" (kernel: {death.findings.log})" if death.findings.log else ""
+    also = f"; {death.reason}" if death.reason and death.reason != what else ""
+    return WorkerDiedError(
+        f"the worker that ran {task_name} (pid {death.pid}) {how}: {what}{log}{also}. "
+        f"{advice}{_quote(death.last_output)}",
+        death.pid,
+        code,
+        number,
+        death.last_output,
+        cause,
+    )
+
+
+def describe_out_of_memory(
+    task_name: str, death: Death, asked: int, used: int, limit: int
+) -> OutOfMemoryError:
+    """The error of a task that was ended before the machine's memory ran out.
+
+    Args:
+        task_name: the task's.
+        death: how its worker ended.
+        asked: bytes that the task had asked for by `memory=`, 0 for none.
+        used: bytes that its process and all below it had in use when it was ended.
+        limit: bytes that all processes together may use safely.
+    """
+    wanted = f"it asked for {size(asked)}" if asked else "it asked for none (memory=)"
+    return OutOfMemoryError(
+        f"{task_name} (pid {death.pid}) was ended while it used {size(used)} of "
+        f"memory; {wanted}, and all together may use {size(limit)} before the "
+        f"kernel ends processes of its own choice. Give the task "
+        f'memory="{size(used)}", so that fewer run at once, or let it use less.'
+        f"{_quote(death.last_output)}",
+        pid=death.pid,
+        last_output=death.last_output,
+        asked=asked,
+        used=used,
+        limit=limit,
+    )
+
+
+def describe_loss(
+    name: str, cause: Exception | None, is_restarting: bool
+) -> ActorDiedError:
+    """The error of a call that its actor has not answered before it died.
+
+    Args:
+        name: of the actor.
+        cause: how its process has ended, None if the actor was killed.
+        is_restarting: whether the actor is made anew.
+    """
+    after = (
+        " It is being restarted; give it max_task_retries=1 or more to have such "
+        "calls tried again."
+        if is_restarting
+        else ""
+    )
+    error = ActorDiedError(
+        f"{name} died while it ran this call: {cause or 'it was killed.'}{after}",
+        name,
+        is_restarting,
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _quote(lines: tuple[str, ...]) -> str:
+    if not lines:
+        return ""
+    return " Its last output:" + "".join(f"\n  {_short(line)}" for line in lines)
+
+
+def _short(line: str) -> str:
+    if len(line) <= QUOTED:
+        return line
+    return f"{line[:QUOTED]}... ({len(line)} characters)"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"

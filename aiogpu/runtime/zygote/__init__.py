@@ -1,0 +1,1 @@
+"""The driver's half of zygotes: start, watch, replace."""

@@ -1,0 +1,294 @@
+"""One process started by the driver: start, watch, signal, reap. No decisions.
+
+The driver never forks: a fresh interpreter is started through vfork and exec, and
+its end is seen on a pidfd, without a thread and without touching SIGCHLD.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from aiogpu.errors import NodeStartError
+from aiogpu.runtime.connection import Peer
+from aiogpu.runtime.descriptors import descriptor_limit
+from aiogpu.runtime.output.console import Console
+from aiogpu.runtime.output.pipes import LinePipe
+from aiogpu.runtime.zygote.config import (
+    Surroundings,
+)
+from aiogpu.runtime.zygote.launch import Launched, Modules, Process, launch
+from aiogpu.wire.messages import Check, Close, Keep, Lost, Message, Ready, Unfit
+
+CHECKS: Final = 1.0
+"""Seconds after which it is asked again whether modules were edited."""
+
+
+IMPORT_LIMIT: Final = 60.0
+"""Seconds that a zygote gets for each module that it is to import."""
+
+
+LAST_WORD: Final = 0.5
+"""Seconds after a zygote's end in which what it sent before is still read."""
+
+
+PATIENCE: Final = 5.0
+"""Seconds that a zygote gets to end by itself."""
+
+
+class Zygote:
+    """One zygote process, from its start to its end.
+
+    Attributes:
+        generation: its number; no two of a node share one.
+        environment: variables that it is exec'd with, beside the program's own.
+        preload: modules that the user has named.
+        learnt: modules that were learnt.
+        proven: those of them that need no probe.
+        slots: those whose keepers it was asked for, until they are forgotten.
+        ready: what it said when it could be forked, None before.
+        ready_at: when that was, on the loop's clock.
+        unfit: what it said before it gave up, None if it did not.
+        status: its wait status, once it has ended.
+        last: its last lines of output, once it has ended.
+        is_over: it has ended, and all that it said was read.
+        is_late: it was killed since its imports did not end.
+        is_stale: something that it has imported was edited since.
+        problem: why none has followed it, None while it lives or one does.
+        on_ready, on_end: told of it.
+        on_lost_slot: told of a slot whose keeper has died, with all below it, or
+            was not forked, and then why.
+        on_message: told all else that it says.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        console: Console,
+        surroundings: Surroundings,
+        generation: int,
+        environment: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self.generation = generation
+        self.environment = environment
+        self.preload: tuple[str, ...] = ()
+        self.learnt: tuple[str, ...] = ()
+        self.proven: tuple[str, ...] = ()
+        self.slots: set[int] = set()
+        self.ready: Ready | None = None
+        self.ready_at: float | None = None
+        self.unfit: Unfit | None = None
+        self.status = 0
+        self.last: tuple[str, ...] = ()
+        self.is_over = False
+        self.is_late = False
+        self.is_stale = False
+        self.problem: Exception | None = None
+        self.on_ready: Callable[[Zygote], None]
+        self.on_end: Callable[[Zygote], None]
+        self.on_lost_slot: Callable[[int, str], None]
+        self.on_message: Callable[[Zygote, Message], None]
+        self._loop = loop
+        self._console = console
+        self._surroundings = surroundings
+        self._process: Process | None = None
+        self._output: ZygoteOutput | None = None
+        self._peer: Peer | None = None
+        self._checked = loop.time()
+        self._is_silent = False
+        self._is_retired = False
+        self._is_closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._killer: asyncio.TimerHandle | None = None
+        self._waiting: list[int] = []
+        self._ended = loop.create_future()
+
+    def __repr__(self) -> str:
+        return f"<Zygote {self.generation} {self._process!r}>"
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether another worker may be forked from it."""
+        return not (self.is_over or self._is_retired or self._is_closing)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it was told to end, or killed by us."""
+        return self._is_closing
+
+    def start(self, launched: Launched | None = None) -> None:
+        """Listen to the process, which is started unless it is on its way already.
+
+        Raises:
+            NodeStartError: there is no interpreter, or it cannot be started. It may be
+                tried again.
+        """
+        child, output = launched or launch(
+            self._surroundings,
+            self.generation,
+            self.environment,
+            Modules(self.preload, self.learnt, self.proven),
+        )
+        # Before it is asked for the first fork: workers inherit what it has then.
+        descriptor_limit.hand_down(child.pid)
+        try:
+            self._process = Process(self._loop, child, self._on_process_end)
+        except OSError as error:
+            child.kill()
+            child.wait()
+            os.close(output)
+            raise NodeStartError(f"a zygote cannot be watched: {error}") from error
+        self._output = ZygoteOutput(self._loop, self._console, output, child.pid)
+        # What is learnt may be imported twice, once by a probe.
+        count = 1 + len(self.preload) + 2 * len(self.learnt)
+        self._killer = self._loop.call_later(count * IMPORT_LIMIT, self._on_late)
+
+    def _on_late(self) -> None:
+        self.is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def greeted(self, peer: Peer) -> None:
+        """Take over its connection."""
+        self._peer = peer
+        peer.on_messages = self._on_messages
+        peer.on_lost = self._on_last_word
+
+    def keep(self, slot: int) -> None:
+        """Ask for a keeper, now or as soon as it can be forked."""
+        self.slots.add(slot)
+        if self._peer is None or self.ready is None:
+            self._waiting.append(slot)
+        else:
+            self._peer.send(Keep(slot))
+
+    def release(self, slot: int) -> None:
+        """One of its slots is forgotten; with the last one, a retired zygote ends."""
+        self.slots.discard(slot)
+        if self._is_retired and not self.slots:
+            self.end()
+
+    def check(self) -> None:
+        """Ask whether what it has imported was edited; not more than once a second."""
+        if self._peer is None or self.ready is None:
+            return
+        now = self._loop.time()
+        if now - self._checked >= CHECKS:
+            self._checked = now
+            self._peer.send(Check())
+
+    def retire(self) -> None:
+        """Another serves in its place: end as soon as no slot of it is left."""
+        self._is_retired = True
+        if not self.slots:
+            self.end()
+
+    def end(self) -> None:
+        """Have the process end, in an orderly way if it listens; by force in time."""
+        self._is_closing = True
+        if self._timer is not None:
+            self._conclude()
+        if self._process is None:
+            return
+        self._stop_killer()
+        if self._peer is not None and self.ready is not None:
+            self._peer.send(Close())
+            self._process.resume()
+            self._killer = self._loop.call_later(PATIENCE, self._kill)
+        else:
+            # It is still importing, and reads nothing until it has done so.
+            self._process.kill()
+
+    async def close(self) -> None:
+        """End the process and wait for it; keepers must have been told before."""
+        if not self._is_closing:
+            self.end()
+        if self._process is not None:
+            await self._ended
+
+    def _on_messages(self, messages: list[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Ready):
+                self.ready, self.ready_at = message, self._loop.time()
+                self._stop_killer()
+                slots, self._waiting = self._waiting, []
+                for slot in slots:
+                    self.keep(slot)
+                self.on_ready(self)
+            elif isinstance(message, Unfit):
+                self.unfit = message
+            elif isinstance(message, Lost):
+                self.on_lost_slot(message.slot, message.unforked)
+            else:
+                self.on_message(self, message)
+
+    def _on_process_end(self, status: int) -> None:
+        """The process has ended; what it said last may not have been read yet."""
+        self.status = status
+        if self._is_closing or self._is_silent:
+            self._conclude()
+        else:
+            self._timer = self._loop.call_later(LAST_WORD, self._conclude)
+
+    def _on_last_word(self) -> None:
+        self._is_silent = True
+        if self._timer is not None:
+            self._conclude()
+
+    def _stop_killer(self) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+            self._killer = None
+
+    def _conclude(self) -> None:
+        """All is known of its end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._stop_killer()
+        if self._peer is not None:
+            self._peer.cut_off()
+            self._peer = None
+        self._waiting.clear()
+        self.last = self._output.close() if self._output else ()
+        self._process = None
+        self.is_over = True
+        self._ended.set_result(None)
+        self.on_end(self)
+
+
+class ZygoteOutput:
+    """What the zygote itself writes: the prints of preloaded modules, tracebacks."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, console: Console, pipe: int, pid: int
+    ) -> None:
+        self._console = console
+        self._label = f"zygote pid={pid}"
+        self._last: deque[str] = deque(maxlen=20)
+        self._pipe = LinePipe(loop, pipe, self._show)
+
+    def _show(self, line: bytes) -> None:
+        text = line.decode("utf-8", "backslashreplace")
+        self._last.append(text)
+        self._console.write(2, f"({self._label}) {text}", self)
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        self._pipe.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        self._pipe.resume()
+
+    def close(self) -> tuple[str, ...]:
+        """Read the rest and close; gives the last lines."""
+        self._pipe.drain()
+        self._pipe.close()
+        return tuple(self._last)
