@@ -1,4 +1,8 @@
-"""Who waits for the end of a task, or for what it yields. Light to import."""
+"""What the driver keeps of a task while the core decides about its id.
+
+A `Site` is built once per function and options, a `Call` once per task. The `Receiver`
+is whoever waits: the driver tells it exactly one thing, once. Light to import.
+"""
 
 from __future__ import annotations
 

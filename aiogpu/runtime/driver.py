@@ -1,7 +1,13 @@
-"""Calls of one function that a program makes in a row, where others wait already.
+"""The one place where decisions meet I/O: events to the core, effects to the pool.
 
-None of them can start, so nothing is to be decided about any: they are told to the
-core together, before anything else is, which halves what a submission costs there.
+Keeps what the core must not see: each task's payload, its receiver, its answer. Every
+event is carried to its end before the next is looked at: what happens while the effects
+of one event are carried out waits in a queue, so the stack stays flat.
+
+Calls of one function that a program makes in a row, where others wait already, are told
+to the core together (`Row`): none of them can start, so nothing is to be decided about
+any, which halves what a submission costs there. `Supply` waits for arguments of a task
+that are still to come.
 """
 
 from __future__ import annotations

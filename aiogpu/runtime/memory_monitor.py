@@ -1,8 +1,8 @@
-"""The memory guard's eyes: looks how full memory is, and names who is to go first.
+"""Ends a task before the host's memory runs out for all.
 
-It looks the more often the less room there is, only while tasks run, and at single
-workers only when the safe limit is passed. A thousand workers take 50 ms to weigh:
-that is spread over turns of the loop. It ends nobody.
+It looks the more often the less memory is left, only while tasks run, and at single
+workers only when the safe limit is passed. A thousand workers take 50 ms to weigh: that
+is spread over turns of the loop.
 """
 
 from __future__ import annotations

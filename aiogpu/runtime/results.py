@@ -1,4 +1,4 @@
-"""How owners are told what has become of their tasks: one effect of the core each."""
+"""Tells owners what has become of their tasks, and passes on what streams yield."""
 
 from __future__ import annotations
 

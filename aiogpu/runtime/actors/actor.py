@@ -1,4 +1,11 @@
-"""Where an actor is, as the driver knows it."""
+"""One actor as the driver knows it: its state, calls, process, and end.
+
+To the core it is a task that holds its devices until it ends, and that is tried again
+as often as `max_restarts` says. This is that task's receiver. A caller's calls are
+begun in the order in which they were made. So behind one whose arguments are not there
+yet the others of its caller wait as well; those of other callers do not, for the
+argument may depend on them.
+"""
 
 from __future__ import annotations
 

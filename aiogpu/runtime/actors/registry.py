@@ -1,4 +1,4 @@
-"""Who is known of a node's actors: by id, by name, and how many hold a handle."""
+"""All actors of a node: made, called, found by name, counted, ended."""
 
 from __future__ import annotations
 

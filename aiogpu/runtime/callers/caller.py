@@ -1,4 +1,9 @@
-"""Who starts tasks over a socket: a worker for its task, or a client for itself."""
+"""Who starts tasks over a socket: a worker for its task, or a joined program.
+
+`Child` waits for a task or a call on behalf of a caller. A program's numbers are
+checked (`check_claims`): a number given twice would take the place of the one before,
+and what went by that would be nobody's when the program goes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""Processes that a lease was for: found by the variable that they inherit, awaited.
+"""The leases and placement groups of one node: who has asked is told, and watched.
 
-They are nobody's children here, and who has started them may have been killed. So they
-are looked up in /proc by what the lease's environment has marked them with, their ends
-are seen on pidfds, and then it is looked again, until there is none.
+A lease is asked for as a task is submitted, and given up by cancelling that. It ends
+when all processes have ended that were started with its variables: a killed holder
+leaves orphans, and a careless one leaves them too. They are no children of this
+process, and who has started them may have been killed, so they are looked up in /proc
+by what the lease's environment has marked them with; their ends are seen on pidfds, and
+then it is looked again, until there is none (`Remains`). Standing placements outlive
+the program that has asked for them: several programs may know one by its name, and each
+is told that it is granted, or that it is no more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What a task asks of its children's scheduler, as it travels: no hash, no class.
+"""What callers ask for: tasks, actors and values, from their messages to the driver.
 
-Only plain values travel, since a worker's hashes mean nothing in the driver. What is
-the user's stays pickled on its own: its exception classes, the face of its actors.
+A child's result goes from its worker to its parent's as bytes; nothing of it is
+unpickled here. A worker that has a handle to an actor counts as one holder; a message
+that contains a handle holds a reference until it is delivered. Only plain values travel
+in `Terms`, since a worker's hashes mean nothing in the driver; what is the user's stays
+pickled on its own: its exception classes, the description of its actors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Plain values as bytes: who reads them runs nobody's code, and knows their shape.
+"""What a node says of itself, as bytes: reports by their fields, and no pickle.
 
-They are no pickle: ten bytes of one can ask for gigabytes of memory, or for a tuple
-that holds itself a million times over.
+Programs and commands read these bytes before they have any other reason to trust the
+node, so reading them must run no code. Ten bytes of a pickle can ask for gigabytes of
+memory, or for a tuple that holds itself a million times over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,17 @@
-"""Which CPUs are near which devices, and whether workers are to be pinned there.
+"""From a lease to what its worker is told: devices, memory limits, CPUs, MPS.
 
-Sources: the kernel's "sysfs-bus-pci" (`local_cpulist`), sched_setaffinity(2), the
-kernel's cgroup-v2 (`cpuset.cpus.effective`) and cgroup-v1 (`cpuset.effective_cpus`).
+Knows accelerators and device sets, not what a task is. Sources:
+
+- limits: the variables of JAX ("GPU memory allocation"; `jaxlib.xla_client`), of CuPy
+  ("Environment variables"; read when a GPU's pool is first used, so one that was loaded
+  before hears of it too) and of TensorFlow ("Use a GPU"). PyTorch is told by the
+  worker, in `worker.gpu`.
+- MPS: NVIDIA, "Multi-Process Service", sections "Environment Variables" and "Device
+  Memory Limit"; there too, that devices are to be named by UUID, since the server
+  counts those that it was given.
+- CPUs near a device: the kernel's "sysfs-bus-pci" (`local_cpulist`),
+  sched_setaffinity(2), cgroup-v2 (`cpuset.cpus.effective`) and cgroup-v1
+  (`cpuset.effective_cpus`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Whether a device is free of a worker that has ended: one rule, pure.
+"""Whether a device is free of a worker that has ended: when to look, what it means.
 
-Asks nobody and waits for nothing; how often to look is decided elsewhere.
+`verdict` is one pure rule. `Inspection` decides how often to look, until when to wait,
+and which look is the one "before". It blocks while a driver answers, so it runs in a
+thread of its own; it has no clock, and knows neither leases nor events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Whether a worker uses more of a device's memory than was reserved for it: pure."""
+"""Names the tasks that use more device memory than was reserved for them, or ends them.
+
+What a framework is limited to is advice: it binds only what the framework allocates. So
+what processes really use is observed. A process that has outgrown its reservation is
+reported once, and ended before its neighbours suffer if the user wants that.
+"""
 
 from __future__ import annotations
 

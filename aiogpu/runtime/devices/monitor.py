@@ -1,6 +1,8 @@
-"""Whether a device may be given to new tasks: one rule, pure.
+"""What is seen on a node's devices while it runs, and what follows: the loop's side.
 
-Asks nobody and waits for nothing; it is told what a driver said, and when.
+Keeps the last look at each device for `status()`, has sick devices given to nobody
+until they are well, and shows the guard of device memory who uses how much. Whether a
+device is well is one pure rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""The drivers of a node's devices, asked by one thread: the only one that they see.
+"""The thread that asks the drivers of a node's devices, and how the loop orders it.
 
-It blocks while a driver answers, and says what it waits for, so that the loop can
-see one that never does. What a driver cannot tell is logged, once for each reason.
+Drivers block, so they have one daemon thread, which is there only if there is a driver
+to ask; the loop gives it orders and never waits for it. A thread that hangs in a driver
+harms the devices that it was asked about, nothing else. In `Rounds` each device is
+looked at every second, and asked whether it is well; those with memory that was
+reserved for somebody are looked at more often, if looks are cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the devices of a worker that has ended are free: the loop's side.
+"""Gives a lease's devices back when its worker has ended and they are free of it.
 
-Their drivers are asked by a `DeviceThread`; here it is decided who is waited for and
-for how long, and what the core is told.
+Their drivers are asked by a `DeviceThread`; here it is decided which worker is waited
+for, for how long, and what the core is told.
 """
 
 from __future__ import annotations

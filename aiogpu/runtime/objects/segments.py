@@ -1,7 +1,9 @@
-"""A segment of shared memory that somebody reads or will read.
+"""Segments of shared memory: what they take, and what a worker was lent of them.
 
 Each takes up a descriptor of this process. Where few are left, a private copy of the
-content is kept instead, which takes up none.
+content is kept instead, which takes up none. A value is kept alive as long as a worker
+may use it (`Lending`). It is lent as often as a payload that names it is sent, and
+counts as returned when the worker says so as often, or ends.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Payloads of the program leave by `pack`, those of workers come in by `admit`, and all
 that goes to a worker goes by `dispatch`. What a payload refers to lives as long as the
-payload does, which is an object for that reason.
+payload does, which is an object for that reason. Descriptors go over a second socket
+(`Passage`): asyncio's transports cannot carry them, so its connections are raw ones,
+made only by workers that use shared memory. A worker says its id there, and no more.
 """
 
 from __future__ import annotations

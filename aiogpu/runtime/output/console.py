@@ -1,7 +1,11 @@
-"""To whom the lines of tasks go on a node that other programs have joined.
+"""Writes what tasks print to the driver's terminal, from a thread of its own.
 
-A task's lines go to the program whose task it is, on the connection by which its answer
-goes, and so ahead of that. What belongs to no task stays with the node.
+A terminal may block for as long as it likes; the loop never waits for it. Every line
+has a number, so that an answer can be held until the lines before it are out, and a
+source that prints faster than the terminal takes is paused. On a node that other
+programs have joined, a task's lines go to the program whose task it is (`Routes`), on
+the connection by which its answer goes, and so ahead of the answer. Lines of no task
+stay with the node.
 """
 
 from __future__ import annotations

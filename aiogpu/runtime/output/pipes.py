@@ -1,4 +1,9 @@
-"""A pipe of ours, read line by line on the loop."""
+"""The lines of one slot's workers: from their connection and from their pipes.
+
+What a worker writes straight to descriptors 1 and 2 arrives in two named pipes; what
+its tasks print arrives as messages. Both are shown with a prefix, and the last lines
+are kept for the error if the worker dies.
+"""
 
 from __future__ import annotations
 

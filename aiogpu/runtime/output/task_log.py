@@ -1,4 +1,8 @@
-"""What comes through a queue, as much at a time as is there: for threads that write."""
+"""A log of what tasks print: files of bounded size, written by a thread.
+
+A disk that is full, slow or gone costs lines, which are counted and told in the log
+once it can be written again; it never makes the loop wait.
+"""
 
 from __future__ import annotations
 

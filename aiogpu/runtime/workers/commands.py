@@ -1,4 +1,8 @@
-"""What workers are told: by message, or by the page where they do not listen."""
+"""What workers are told: by message, or by the control page where they do not listen.
+
+Work is taken back from busy workers without their help: the page says what they have
+begun and what they may not begin any more; see `memory.control_page`.
+"""
 
 from __future__ import annotations
 

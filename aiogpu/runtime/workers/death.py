@@ -1,4 +1,7 @@
-"""When no worker can be started now, and what is said of it."""
+"""How a worker has ended: why, as far as the evidence goes, and in which words.
+
+`find_cause` decides and reads nothing. It also says when no worker can be started now.
+"""
 
 from __future__ import annotations
 

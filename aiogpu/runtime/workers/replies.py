@@ -1,9 +1,13 @@
-"""Taking in answers while a program submits much and does not let its loop turn.
+"""What workers say, in order.
+
+Who waits in this program hears of an answer when the lines printed before it are out: a
+terminal may block for ever, and the core and other processes hear of the answer at
+once, so that what its task held is free.
 
 `[f.remote(x) for x in many]` holds the loop for as long as it takes, and workers that
 have done what they were sent would rest meanwhile: a third of the time of gathered
-calls, when they are short. So what has come is read by the way, and workers are sent
-more. Who awaits is told by the loop, as ever.
+calls, when they are short. So a `Burst` reads what has come in between, and workers are
+sent more. Who awaits is told by the loop, as ever.
 """
 
 from __future__ import annotations

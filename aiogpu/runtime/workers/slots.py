@@ -1,4 +1,9 @@
-"""A slot: a keeper, its pipes, and the one worker that it keeps at a time."""
+"""The node's slots: a keeper, its pipes, and the one worker that it keeps at a time.
+
+Slots are made when they are wanted, reused, and forgotten with their keepers. A slot's
+index is its place on the control page and in the names of its pipes, so one that may
+still have a keeper is not given to another.
+"""
 
 from __future__ import annotations
 

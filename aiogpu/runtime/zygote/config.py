@@ -1,8 +1,11 @@
-"""Which variables of a task must be there before its worker is forked. Pure.
+"""What a zygote is started with: its program, environment and interpreter options.
 
-A variable that is read when a process is exec'd, or when a module is imported, has no
-effect in a fork of a zygote that has done both. Tasks that set one get a zygote of
-their own environment; all others share the plain one.
+A node that several programs share forks the workers of each from a zygote of its own.
+To the core a program is one more variable in the environment of its tasks, so no other
+program's worker fits them. A variable that is read when a process is exec'd, or when a
+module is imported, has no effect in a fork of a zygote that has done both: tasks that
+set one get a zygote of their own environment (`early_variables`); all others share the
+plain one.
 """
 
 from __future__ import annotations

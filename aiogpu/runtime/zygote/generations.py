@@ -1,7 +1,18 @@
-"""Which modules the next generation of zygotes is to have. A pure rule.
+"""All zygotes of a node: one for each environment, replaced as it dies or learns.
 
-Workers say what they have imported and what it cost. A module joins if it was dear
-once, or not cheap in two workers; one that was found unfit never does.
+The plain zygote is there from the start. One for another environment is started when a
+task wants it, and ends when it was not wanted for a while.
+
+A generation that has died is followed by another at once, a few times in a short while
+at most. After that the next one is started when a worker is wanted, and whoever wants
+one is told that it cannot be had now: the core waits longer and longer between two
+tries. Only an environment that has never served, and whose interpreter fails by itself,
+is broken: its tasks fail, and say why.
+
+Workers say what they have imported and what it cost. The next generation imports a
+module before it forks if the import was expensive once, or not cheap in two workers; a
+module that was found unfit never is. While the new generation imports, the old one
+serves, and ends when its last worker has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One process started by the driver: start, watch, signal, reap. No decisions.
+"""Starts a zygote's interpreter, and makes what a node's first one needs.
 
-The driver never forks: a fresh interpreter is started through vfork and exec, and
-its end is seen on a pidfd, without a thread and without touching SIGCHLD.
+Little is imported here: the interpreter starts while the driver imports the rest. The
+driver never forks: a fresh interpreter is started through vfork and exec, and its end
+is seen on a pidfd, without a thread and without touching SIGCHLD.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One process started by the driver: start, watch, signal, reap. No decisions.
+"""The driver's half of one zygote: start it, ask it for keepers, see it end.
 
-The driver never forks: a fresh interpreter is started through vfork and exec, and
-its end is seen on a pidfd, without a thread and without touching SIGCHLD.
+What follows from its end is decided in `runtime.zygote.generations`.
 """
 
 from __future__ import annotations
