@@ -49,7 +49,8 @@ def place(
     round_ = Round(node, queue, clients)
     if node.reservation is not None and not _is_first(queue, node.reservation.record):
         node.reservation = None
-    while (one := round_.next()) is not None:
+    while round_.left:
+        one = round_.only or round_.next()
         group = one.turns[0][2]
         first = queue.first(group)
         if first is None:
@@ -128,7 +129,13 @@ class Candidate:
 
 
 class Round:
-    """Who is still to be looked at, when all that waits is looked at once."""
+    """Who is still to be looked at, when all that waits is looked at once.
+
+    Attributes:
+        left: the programs, by id.
+        only: the one program that waits, while it is the only one; then its turn is
+            always next.
+    """
 
     def __init__(
         self, node: SchedulerState, queue: ReadyQueue, clients: Clients | None
@@ -136,19 +143,23 @@ class Round:
         self._node = node
         self._queue = queue
         self._clients = clients
-        self._left: dict[ClientId, Candidate] = {}
+        self.only: Candidate | None = None
+        self.left: dict[ClientId, Candidate] = {}
         self._refused: set[Request] = set()
-        for id_, groups in queue.of_client.items():
+        for id_ in queue.of_client:
             turns: Turns = []
-            for number, group in enumerate(groups.values()):
+            groups = queue.of_client[id_].values()
+            for number, group in enumerate(groups):
                 first = group.first()
                 assert first is not None, group
                 turns.append((first[0], number, group))
             heapify(turns)
-            self._left[id_] = one = Candidate(id_, turns)
+            self.left[id_] = one = Candidate(id_, turns)
             if clients is not None:
                 one.client = clients.of(id_)
                 self._note(one)
+        if clients is None:
+            self.only = one
 
     def _note(self, one: Candidate) -> None:
         """Another group is its first, or it holds more; nothing more may fit."""
@@ -156,7 +167,7 @@ class Round:
         while turns and turns[0][2].request in self._refused:
             heappop(turns)
         if not turns:
-            del self._left[one.id]
+            del self.left[one.id]
         elif self._clients is not None and one.client is not None:
             ((priority, _), one.task), _, group = turns[0]
             one.priority = priority
@@ -170,12 +181,18 @@ class Round:
             heappop(one.turns)
         else:
             heapreplace(one.turns, (after[0], number, group))
-        self._note(one)
+        if one is not self.only:
+            self._note(one)
+        elif not one.turns:
+            self.left = {}
 
     def leave_out(self, one: Candidate) -> None:
         """Nothing more of the first group of a program can begin."""
         heappop(one.turns)
-        self._note(one)
+        if one is not self.only:
+            self._note(one)
+        elif not one.turns:
+            self.left = {}
 
     def refuse(self, record: TaskRecord) -> None:
         """A task does not fit: neither do others that ask for the same."""
@@ -184,20 +201,18 @@ class Round:
         is_kept_away = kept is not None and not kept.lets_pass(record)
         if not is_kept_away and not node.exclusive.is_wanted:
             self._refused.add(request)
-            for one in list(self._left.values()):
+            for one in list(self.left.values()):
                 if one.turns[0][2].request == request:
                     self._note(one)
 
-    def next(self) -> Candidate | None:
-        """The program whose turn it is; None when nobody is left.
+    def next(self) -> Candidate:
+        """The program whose turn it is, of one or more.
 
         Before it come those whose first task does not fit, and has others behind it: a
         program's share is that of what it could begin with.
         """
-        if len(self._left) < 2:
-            return next(iter(self._left.values()), None)
-        priority = min(one.priority for one in self._left.values())
-        candidates = [one for one in self._left.values() if one.priority == priority]
+        priority = min(one.priority for one in self.left.values())
+        candidates = [one for one in self.left.values() if one.priority == priority]
         if len(candidates) > 1:
             for one in candidates:
                 if len(one.turns) > 1 and not self._fits(one):
