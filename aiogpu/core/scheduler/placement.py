@@ -52,7 +52,7 @@ def place(
     while round_.left:
         one = round_.only or round_.next()
         group = one.turns[0][2]
-        first = queue.first(group)
+        first = queue.first(group) if queue.unserved else group.first()
         if first is None:
             # Another program's task of the same shape could not have a worker.
             round_.leave_out(one)
@@ -176,7 +176,8 @@ class Round:
     def go_on(self, one: Candidate) -> None:
         """The first task of a program has begun."""
         _, number, group = one.turns[0]
-        after = self._queue.first(group)
+        queue = self._queue
+        after = queue.first(group) if queue.unserved else group.first()
         if after is None:
             heappop(one.turns)
         else:
