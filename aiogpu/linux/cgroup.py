@@ -164,6 +164,9 @@ def _is_gone(error: OSError) -> bool:
 LIMIT: Final = 2.0
 """Seconds for which the end of a whole node waits for its groups to be empty."""
 
+NODE_LIMIT: Final = 30.0
+"""Seconds; the same of all processes of a node whose driver has died."""
+
 
 class SlotCgroup:
     """The cgroup of one slot, entered by its keeper, if there is one to be had."""
@@ -286,7 +289,8 @@ def end_node(path: str) -> None:
     if path:
         node = Cgroup(path)
         node.kill()
-        node.wait_until_empty(LIMIT)
+        # Nobody waits for this, and a group that is left is left for good.
+        node.wait_until_empty(NODE_LIMIT)
         node.remove()
 
 
